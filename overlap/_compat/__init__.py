@@ -3,7 +3,8 @@
 Two kinds of modules:
 
     reads     `backends.py`, `job_store.py` and `varying_axes.py` use a private name of jax and change nothing. They
-              work with any jax that has the name. `nccl_versions.py` uses no private name: it depends on jax's version
+              work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no private name: the
+              first depends on jax's version, the second on how jax names the axes of kernels
     mends     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
               `cluster_arrivals.py` and `warp_loops.py` change jax's own modules. Only `apply` makes these changes, and
               only with a version of jax on which they were checked (`mend.py`)
@@ -20,6 +21,7 @@ from overlap._compat.backends import backends_are_initialized
 from overlap._compat.cliques import device_ids, kernels_in_cliques
 from overlap._compat.cluster_arrivals import CLUSTER_ARRIVALS
 from overlap._compat.job_store import job_store
+from overlap._compat.kernel_axes import has_axis_of_jax
 from overlap._compat.mend import Mend, apply
 from overlap._compat.nccl_versions import oldest_nccl_of_one_process
 from overlap._compat.square_tiles import SQUARE_TILES
@@ -37,6 +39,7 @@ __all__ = [
     "apply",
     "backends_are_initialized",
     "device_ids",
+    "has_axis_of_jax",
     "job_store",
     "kernels_in_cliques",
     "oldest_nccl_of_one_process",

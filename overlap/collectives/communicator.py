@@ -152,7 +152,7 @@ class Communicator:
             source=chunks.source,
             destination=chunks.destination,
             landed=chunks.landed,
-            slots_smem=of_chunks if buffers_smem is None else buffers_smem,
+            chunk_buffers_smem=of_chunks if buffers_smem is None else buffers_smem,
             loaded=loaded,
             ready=chunks.ready,
             send=chunks.send,

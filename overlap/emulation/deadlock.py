@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .machine import Machine, Thread
+from .sync import Meeting
 
 _MOST = 64  # threads that the message lists
 
 
 def message(threads: Sequence[Thread], machines: Sequence[Machine]) -> str:
-    """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started."""
-    waiting = [t for t in threads if not t.done]
+    """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started.
+
+    Threads that wait for semaphores and mbarriers come first: one of them is the cause. Threads that wait for other
+    threads of their CTA, such as a warpgroup for the warps of a `warp_map`, come after them.
+    """
+    waiting = sorted((t for t in threads if not t.done), key=_waits_for_own_cta)
     lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
     for thread in waiting[:_MOST]:
         why = thread.blocked[1]() if thread.blocked else "is not blocked"
@@ -36,3 +41,7 @@ def message(threads: Sequence[Thread], machines: Sequence[Machine]) -> str:
                 f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
             )
     return "\n".join(lines)
+
+
+def _waits_for_own_cta(thread: Thread) -> bool:
+    return thread.blocked is not None and isinstance(thread.blocked[0], Meeting)

@@ -56,6 +56,14 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tupl
     program.parameters = [decoder.new() for _ in jaxpr.invars]
     program.input_is_ref = [hasattr(v.aval, "inner_aval") for v in jaxpr.invars[: len(in_avals)]]
     decoder.inline(jaxpr, program.parameters)
+    # `jax.vmap` adds an axis to the grid, whose name is a plain object.
+    if any(type(name) is object for name in mesh.grid_names) and program.words:
+        raise NotImplementedError(
+            f"`jax.vmap` of a kernel with semaphores that all CTAs share ({program.words[0]}, by pl.get_global) runs "
+            "all elements in one launch with the same semaphores, and the results would be wrong: map with "
+            "`jax.lax.map`, give the function that calls the kernel to `jax.custom_batching.sequential_vmap` before "
+            "`jax.vmap`, or give the kernel a batch dimension"
+        )
     decoder.emit(_exit, None, "exit", visible=True)
     return program
 

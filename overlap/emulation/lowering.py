@@ -193,6 +193,13 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     manual = getattr(axis_context, "manual_axes", frozenset())
+    sizes = {} if mesh is None or not hasattr(axis_context, "manual_axes") else dict(mesh.shape)
+    if left := [axis for axis in sizes if axis not in manual]:
+        raise NotEmulatedError(
+            f"kernel {name!r}: it is inside a jax.shard_map that leaves the axes {left} of the mesh {sizes} "
+            "to XLA's partitioner, which cannot split a kernel: leave `axis_names` of `jax.shard_map` out, or call "
+            "the kernel inside a second `jax.shard_map` over the axes that are left"
+        )
     axes = {axis: size for axis, size in mesh.shape.items() if axis in manual} if mesh is not None else {}
     # An abstract mesh names no devices. The kernel then runs on the devices of this process, which is the only one.
     devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()

@@ -8,6 +8,8 @@ and `cluster_launch`. They register themselves with `handles`, and `decode` impo
 
 from __future__ import annotations
 
+import os
+import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +24,9 @@ from .errors import NotEmulatedError
 from .references import RefPath
 
 Function = Callable[[Any], Any]
+# The functions in this folder are called by kernels. Reports name the line of the call.
+_PRIMITIVES = f"{pathlib.Path(__file__).parent.parent / 'primitives'}{os.sep}"
+_MOST_FRAMES = 100
 _HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
@@ -39,6 +44,19 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
+def _frames(eqn: Any) -> list[str]:
+    """Returns the lines in which an equation was traced, jax's own left out, innermost first."""
+    if eqn is None:
+        return []
+    text = source_info_util.summarize(eqn.source_info, num_frames=_MOST_FRAMES)
+    # Of each function's name, keep the part behind the last dot.
+    return [re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", line) for line in reversed(text.splitlines())]
+
+
+def _function_of(frame: str) -> str:
+    return frame.rpartition("(")[2].removesuffix(")")
+
+
 class Instruction:
     """The origin of an instruction in the kernel's source, for messages and events."""
 
@@ -51,9 +69,11 @@ class Instruction:
     @property
     def source(self) -> str:
         if self._source is None:
-            text = source_info_util.summarize(self.eqn.source_info) if self.eqn is not None else ""
-            text = re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", text)  # keeps the innermost function's name only
-            self._source = f"{text}: {self.name}" if text else self.name
+            frames = _frames(self.eqn)
+            # The kernel's own line, not the line in a primitive that the kernel calls; then the primitive's name.
+            own = next((i for i, frame in enumerate(frames) if not frame.startswith(_PRIMITIVES)), 0)
+            primitive = _function_of(frames[own - 1]) if own else ""
+            self._source = ": ".join(filter(None, (*frames[own : own + 1], primitive, self.name)))
         return self._source
 
     @property

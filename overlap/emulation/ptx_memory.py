@@ -265,6 +265,12 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
 
     def run(thread: Thread) -> None:
         times = (1 if one_lane else LANES) * (1 if one_warp or thread.warp is not None else WARPS)
+        if times == WARPS and has_result:
+            raise ProtocolError(
+                f"each of the {WARPS} warps of a warpgroup runs this and gets a result of its own. Expected: call it "
+                "in one warp (plgpu.warp_map, then pl.when(warp == 0)), or let a predicate elect one thread of the "
+                "warpgroup"
+            )
         if times > 1 and (has_result or operation == "cas"):
             raise Unreadable(
                 f"{i.text!r} runs in {times} threads at once, and each has a result of its own: expected a predicate "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from .cores import DEFAULT_CORES
 from .scheduler import SCHEDULERS
@@ -34,13 +36,25 @@ class Settings:
     keep: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.cores, int) or self.cores < 1:
-            raise ValueError(f"`cores` must be an integer of at least 1, got {self.cores!r}")
+        _require_integer("cores", self.cores, least=1)
         if self.completion not in _COMPLETIONS:
             raise ValueError(f"`completion` must be one of {_COMPLETIONS}, got {self.completion!r}")
         if self.scheduler not in SCHEDULERS:
             raise ValueError(f"`scheduler` must be one of {tuple(SCHEDULERS)}, got {self.scheduler!r}")
-        if self.laps < 1:
-            raise ValueError(f"`laps` must be at least 1, got {self.laps}")
-        if self.resident is not None and self.resident < 1:
-            raise ValueError(f"`resident` must be at least 1 or None, got {self.resident}")
+        _require_integer("seed", self.seed)
+        _require_integer("laps", self.laps, least=1)
+        _require_integer("resident", self.resident, least=1, is_optional=True)
+        _require_integer("step_limit", self.step_limit, least=1, is_optional=True)
+        for name in ("detect_races", "record", "keep"):
+            value = getattr(self, name)
+            if not isinstance(value, (bool, np.bool_)):
+                raise ValueError(f"`{name}` must be True or False, got {value!r}")
+
+
+def _require_integer(name: str, value: Any, *, least: int | None = None, is_optional: bool = False) -> None:
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    is_too_small = is_integer and least is not None and value < least
+    if (is_integer and not is_too_small) or (value is None and is_optional):
+        return
+    at_least = "" if least is None else f" of at least {least}"
+    raise ValueError(f"`{name}` must be an integer{at_least}{' or None' if is_optional else ''}, got {value!r}")

@@ -18,6 +18,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
+from overlap.primitives.arguments import require_constant, require_index
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.types import Index, SemaphoreRef
 
@@ -91,19 +92,26 @@ def _set_bit(_: Any, pointer: Any, place: Any) -> None:
 def draw(counter: SemaphoreRef, end: int, previous: Index = 0) -> jax.Array:
     """Draws the next number of a counter of this device, from 0 on. No other warp draws the same number.
 
-    Call it in one warp; all lanes get the number.
+    Call it in one warp (in a `plgpu.warp_map`, under `pl.when(warp == 0)`); all lanes get the number. In a warpgroup
+    each of the four warps would draw a number of its own. The emulator reports that.
 
     Ordering: none.
 
     Args:
       counter: one semaphore of this device, zero at launch, as `shared_semaphores((1,))[0].at[0]`.
-      end: numbers from here on are not needed.
+      end: numbers from here on are not needed; a Python int.
       previous: the number that this warp has drawn before. If that number is not below `end`, no later number will be.
         Then the counter is not accessed, and the result is `end`.
 
     Returns:
       An int32 scalar.
+
+    Raises:
+      TypeError: `end` is not a Python int, or `previous` is not an integer scalar.
+      ValueError: `end` or `previous` is a negative Python int.
     """
+    require_constant("draw", "end", end, 0, "give the number of items, which the kernel knows while it is traced")
+    require_index("draw", "previous", previous, "the number drawn before")
     return inline(_draw(end), [counter], previous, returns=True)
 
 
@@ -135,16 +143,23 @@ def each_drawn(
       counter: the counter, as in `draw`.
       number: the first number that this warp has drawn.
       end: the first number for which `do` is not called.
-      last: the first number that no warp needs for any purpose; at least `end`.
+      last: the first number that no warp needs for any purpose; a Python int of at least `end`.
       do: is traced once, with an int32 scalar.
 
     Returns:
       Two int32 scalars: the first number that this warp has drawn and for which it has not called `do`, and the number
       of its calls of `do`.
 
+    Raises:
+      TypeError: `end` or `last` is not a Python int, or `number` is not an integer scalar.
+      ValueError: `last` is less than `end`, so that the loop would never end.
+
     Example:
       `each_drawn(counter, draw(counter, chunks), chunks, chunks, send_chunk)`
     """
+    require_index("each_drawn", "number", number, "the number drawn first")
+    require_constant("each_drawn", "end", end, 0, "give the first number for which `do` is not called")
+    require_constant("each_drawn", "last", last, end, f"it may not be less than `end`, {end}: the loop would not end")
 
     def body(state: Any) -> Any:
         number, count = state

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives import marks
+from overlap.primitives.arguments import require_constant, require_index
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.marks import Work
@@ -79,17 +80,28 @@ def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How one shard is cut into chunks that a single copy can carry.
+    """How one shard is cut into chunks. A chunk is what `copy_chunks` moves by one copy.
 
-    A chunk is a contiguous piece of the row-major shard: `rows` whole rows, or a part (`cols` columns) of one row. The
-    last chunk of the shard may have fewer rows. If chunks are parts of rows, the last chunk of each row may have fewer
-    columns.
+    The shard is a row-major array [shard_rows, shard_cols]. A chunk is one contiguous range of it: `rows` whole rows,
+    or a part (`cols` columns) of one row. The last chunk of the shard may have fewer rows. If chunks are parts of rows,
+    the last chunk of each row may have fewer columns.
+
+    `Chunking.cut` finds the sizes. All sizes are Python ints, counted in elements, and are not checked here. A chunk's
+    size in bytes must be a multiple of 16. Chunks have numbers from 0 to `chunks` - 1, row by row.
 
     Attributes:
       shard_rows: rows of the shard.
       shard_cols: columns of the shard.
       rows: rows per chunk.
-      cols: columns per chunk; all of them if `rows` > 1.
+      cols: columns per chunk; `shard_cols` if `rows` > 1.
+
+    Example:
+      >>> from overlap import primitives
+      >>> chunking = primitives.Chunking.cut(64, 1024, itemsize=4, block_rows=64, max_bytes=16384)
+      >>> chunking.rows, chunking.cols, chunking.chunks, chunking.short
+      (4, 1024, 16, None)
+      >>> chunking.origin(3)
+      (12, 0)
     """
 
     shard_rows: int
@@ -99,33 +111,42 @@ class Chunking:
 
     @property
     def row_groups(self) -> int:
-        """How many groups of `rows` rows the shard has."""
+        """The number of groups of `rows` rows that the shard has; the last group may have fewer rows."""
         return ceil_div(self.shard_rows, self.rows)
 
     @property
     def chunks_per_row_group(self) -> int:
-        """How many chunks lie side by side in a group of `rows` rows."""
+        """The number of chunks that lie side by side in a group of `rows` rows; 1 unless rows are cut."""
         return ceil_div(self.shard_cols, self.cols)
 
     @property
     def chunks(self) -> int:
-        """Chunks per shard."""
+        """The number of chunks of the shard."""
         return self.row_groups * self.chunks_per_row_group
 
     @property
     def short(self) -> tuple[int, int] | None:
-        """Rows and columns of the chunks that are smaller than the others; None if there are none."""
+        """(rows, columns) of the chunks that are smaller than the others; None if all have the same size."""
         rows, cols = self.shard_rows % self.rows or self.rows, self.shard_cols % self.cols or self.cols
         return None if (rows, cols) == (self.rows, self.cols) else (rows, cols)
 
     def lacks(self, row: Index, column: Index) -> Index:
-        """Returns how many rows or columns the chunk at `row`, `column` lacks; a number ≤ 0 if it lacks none."""
+        """Returns a number greater than 0 if a chunk is smaller than the others: the rows or columns that it lacks.
+
+        Args:
+          row: the chunk's first row in the shard.
+          column: the chunk's first column in the shard.
+        """
         if self.shard_rows % self.rows:
             return row + self.rows - self.shard_rows
         return column + self.cols - self.shard_cols
 
     def origin(self, chunk: Index) -> tuple[Index, Index]:
-        """Returns the row and column at which a chunk begins. Chunks are numbered row by row."""
+        """Returns the row and the column of the shard at which a chunk begins.
+
+        Args:
+          chunk: the chunk's number, 0 … `chunks` - 1: a Python int or an int32 scalar. So are the results.
+        """
         group, part = quotient(chunk, self.chunks_per_row_group), remainder(chunk, self.chunks_per_row_group)
         return group * self.rows, part * self.cols
 
@@ -137,15 +158,22 @@ class Chunking:
         of the greatest possible length.
 
         Args:
-          shard_rows: rows of the shard.
-          shard_cols: columns of the shard.
-          itemsize: bytes of an element.
-          block_rows: rows of a block that no chunk may straddle.
-          max_bytes: the most bytes of a chunk.
+          shard_rows: rows of the shard, at least 1.
+          shard_cols: columns of the shard, at least 1.
+          itemsize: bytes of an element: 1, 2, 4, 8 or 16.
+          block_rows: rows of a block that no chunk may straddle, at least 1. Block 0 begins at row 0. Without such
+            blocks: `shard_rows`.
+          max_bytes: the most bytes of a chunk, at least 16: the size of a chunk buffer in shared memory.
 
         Raises:
-          ValueError: a row has no piece whose size is a multiple of 16 bytes, as the copy engine demands.
+          TypeError: an argument is not a Python int.
+          ValueError: an argument is too small; or the size of a row is not a multiple of 16 bytes, as the copy engine
+            demands.
         """
+        sizes = {"shard_rows": shard_rows, "shard_cols": shard_cols, "itemsize": itemsize, "block_rows": block_rows}
+        for name, size in sizes.items():
+            require_constant("Chunking.cut", name, size, 1, "sizes are positive numbers that are known while tracing")
+        require_constant("Chunking.cut", "max_bytes", max_bytes, 16, "the copy engine moves at least 16 bytes")
         unit = 16 // itemsize
         if shard_cols % unit:
             raise ValueError(
@@ -173,47 +201,74 @@ def copy_chunks(
     source: Callable[..., GmemRef],
     destination: Callable[..., GmemRef],
     landed: Callable[[Any, Any, Any], None],
-    slots_smem: SmemRef,
+    chunk_buffers_smem: SmemRef,
     loaded: BarrierRef,
     ready: Callable[[Any, Any, Any], None] | None = None,
     send: Callable[..., None] | None = None,
 ) -> Any:
     """Copies chunks from global memory through shared memory to global memory, by one warp of each CTA.
 
-    The source or the destination may be a peer's memory. Each warp draws the chunks that it copies from a counter, one
-    after the other. So all chunks are copied by whichever CTAs are running, and a faster CTA copies more of them. At
-    any time all chunk buffers but the one that is being stored are being loaded.
+    Call it in one warp of each CTA (`plgpu.warp_map`). The source or the destination may be a peer's memory. Each warp
+    draws the chunks that it copies from a counter, one after the other. So all chunks are copied by whichever CTAs are
+    running, and a faster CTA copies more of them. At any time all chunk buffers but the one that is being stored are
+    being loaded.
+
+    One call may copy the chunks of several shards, for example of all peers. All shards are cut alike, by `plan`.
+
+    Ordering: as for `tma_load` and `tma_store`. `ready` must make the source visible to the copy engine
+    (`semaphore_wait_peer`, or `semaphore_wait` and then `fence_async_proxy`). When `landed` is called, the chunk's
+    bytes are at their destination, and a flag may be raised for them.
 
     Args:
-      number: the first number that this CTA has drawn from the counter, an int32 scalar.
-      numbers: (begin, end): the counter's numbers that stand for chunks.
-      counter: the counter.
+      number: the number that this warp has drawn from the counter before the call (`draw`, `Handshake.begin`): an int32
+        scalar.
+      numbers: (begin, end), two Python ints. The counter's numbers begin … end - 1 stand for chunks: number n stands
+        for the chunk with the index n - begin, over all shards.
+      counter: one semaphore, as in `draw`.
       plan: the chunks' sizes; with `send`, anything that has the same `rows`, `cols`, `short` and `lacks`.
-      at: maps a chunk's index (0 first) to its shard (any object that the other functions take), and to its first row
-        and column there.
-      source: maps a shard, rows and columns (slices) to the reference in global memory, here or on a peer.
-      destination: maps the same arguments to the reference to which the chunk is copied.
-      landed: called with the result of `at` when the chunk is complete at its destination. Raise the flag here.
-      slots_smem: the chunk buffers: shared memory of shape [buffers, plan.rows, plan.cols].
-      loaded: one mbarrier for each chunk buffer, of one arrival.
-      ready: called with the result of `at` before the chunk is loaded. Wait here until the source is ready.
-      send: called as `send(shard, rows, columns, slot_smem)` in place of a copy to `destination`. It starts the copies
+      at: called as `at(index)` with an int32 scalar, 0 … end - begin - 1. It returns (shard, row, column): the chunk's
+        shard, as any object that the other functions take, and the chunk's first row and column there, for example by
+        `plan.origin`.
+      source: called as `source(shard, rows, columns)` with two slices (`pl.ds`) within the shard. It returns the
+        reference to that part in global memory, here or on a peer.
+      destination: called with the same arguments. It returns the reference in global memory, here or on a peer, to
+        which the chunk is copied.
+      landed: called as `landed(shard, row, column)`, with the result of `at`, when the chunk is complete at its
+        destination. Raise the flag here.
+      chunk_buffers_smem: the chunk buffers: shared memory of shape [buffers, plan.rows, plan.cols], of the dtype of
+        the source and the destination. At least one buffer; with two or more, loads run while a chunk is stored.
+      loaded: mbarriers of one arrival, one for each chunk buffer: `plgpu.Barrier(num_barriers=buffers)`.
+      ready: called as `ready(shard, row, column)` before the chunk is loaded. Wait here until the source is ready.
+        None: the source is ready from the beginning.
+      send: called as `send(shard, rows, columns, chunk_smem)` in place of a copy to `destination`. It starts the copies
         of a chunk, which may go to several places, and whose rows may lie apart. With `send`, a chunk at the edge of
         its source is filled up with zeros, `landed` is not called, and a chunk buffer is free once it has been read.
 
     Returns:
       How many chunks this warp has copied, an int32 scalar. All its reads of the sources are over, and all its chunks
       have landed.
-    """
-    (begin, end), slots = numbers, slots_smem.shape[0]
 
-    def in_its_size(number: Any, slot: Any, copy: Callable[[Any, Any, Any], None]) -> None:
+    Raises:
+      TypeError: `number` is not an integer scalar, or an entry of `numbers` is not a Python int.
+      ValueError: the chunk buffers do not have the shape [buffers, plan.rows, plan.cols].
+    """
+    (begin, end), buffers = numbers, chunk_buffers_smem.shape[0]
+    require_index("copy_chunks", "number", number, "the number drawn first")
+    for name, bound in (("numbers[0]", begin), ("numbers[1]", end)):
+        require_constant("copy_chunks", name, bound, 0, "the counter's numbers that stand for chunks")
+    if not buffers or tuple(chunk_buffers_smem.shape[1:]) != (plan.rows, plan.cols):
+        raise ValueError(
+            "`chunk_buffers_smem` of `copy_chunks` must have the shape [buffers, plan.rows, plan.cols], at least one "
+            f"buffer of ({plan.rows}, {plan.cols}), got {tuple(chunk_buffers_smem.shape)}"
+        )
+
+    def in_its_size(number: Any, buffer: Any, copy: Callable[[Any, Any, Any], None]) -> None:
         """Calls `copy` with a chunk's shard, its place in the shard, and its place in shared memory."""
         shard, row, column = at(number - begin)
 
         def of_size(rows: int, cols: int) -> Callable[[], None]:
-            slot_smem = slots_smem.at[slot, pl.ds(0, rows), pl.ds(0, cols)]
-            return lambda: copy(shard, (pl.ds(row, rows), pl.ds(column, cols)), slot_smem)
+            chunk_smem = chunk_buffers_smem.at[buffer, pl.ds(0, rows), pl.ds(0, cols)]
+            return lambda: copy(shard, (pl.ds(row, rows), pl.ds(column, cols)), chunk_smem)
 
         if plan.short is None:
             of_size(plan.rows, plan.cols)()
@@ -223,7 +278,7 @@ def copy_chunks(
         pl.when(lacking <= 0)(of_size(plan.rows, plan.cols))
         pl.when(lacking > 0)(of_size(*plan.short))
 
-    def load(number: Any, slot: Any) -> None:
+    def load(number: Any, buffer: Any) -> None:
         if ready is not None:
             wait = ready
 
@@ -234,29 +289,29 @@ def copy_chunks(
 
             pl.when(number < end)(wait_for_it)
 
-        def start(shard: Any, place: Any, slot_smem: Any) -> None:
+        def start(shard: Any, place: Any, chunk_smem: Any) -> None:
             bounds = IN_BOUNDS if send is None else None
-            plgpu.copy_gmem_to_smem(source(shard, *place), slot_smem, loaded.at[slot], oob_mode=bounds)
+            plgpu.copy_gmem_to_smem(source(shard, *place), chunk_smem, loaded.at[buffer], oob_mode=bounds)
 
-        pl.when(number < end)(lambda: in_its_size(number, slot, start))
+        pl.when(number < end)(lambda: in_its_size(number, buffer, start))
 
-    def forward(shard: Any, place: Any, slot_smem: Any) -> None:
+    def forward(shard: Any, place: Any, chunk_smem: Any) -> None:
         if send is not None:
-            send(shard, *place, slot_smem)
+            send(shard, *place, chunk_smem)
         else:
-            tma_store(slot_smem, destination(shard, *place))
+            tma_store(chunk_smem, destination(shard, *place))
 
     # The numbers of the chunks that are being loaded, from the oldest on, and the number that follows them.
     drawn = [number]
-    for slot in range(slots):
-        load(drawn[slot], slot)
-        drawn.append(draw(counter, end, drawn[slot]))
+    for buffer in range(buffers):
+        load(drawn[buffer], buffer)
+        drawn.append(draw(counter, end, drawn[buffer]))
 
     def carry(state: Any) -> Any:
-        slot, count, (oldest, *others, following) = state
+        buffer, count, (oldest, *others, following) = state
         marks.now(Work.COPY, number=oldest - begin)
-        plgpu.barrier_wait(loaded.at[slot])
-        in_its_size(oldest, slot, forward)
+        plgpu.barrier_wait(loaded.at[buffer])
+        in_its_size(oldest, buffer, forward)
         # The store is under way meanwhile.
         after = draw(counter, end, following)
         if send is None:
@@ -266,8 +321,8 @@ def copy_chunks(
             landed(*at(oldest - begin))
         else:
             wait_stores_read()
-        load(following, slot)
-        return remainder(slot + 1, slots), count + 1, (*others, following, after)
+        load(following, buffer)
+        return remainder(buffer + 1, buffers), count + 1, (*others, following, after)
 
     start = (jnp.int32(0), jnp.int32(0), tuple(drawn))
     carried = loop_while(lambda state: state[2][0] < end, carry, start)[1]

@@ -55,6 +55,7 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives import atomics, board, clique, marks
 from overlap.primitives.addresses import require_told
+from overlap.primitives.arguments import require_constant, require_index
 from overlap.primitives.marks import Work
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
@@ -63,9 +64,9 @@ from overlap.primitives.waits import look_until, wait_for_word, wait_within_devi
 
 _WORDS = 4
 _BEGUN, _SEEN, _COMPLETED, _DONE, _DRAWN = range(_WORDS, _WORDS + 5)
-# The shape of the flags of both handshakes: the beacon's words; how many peers have been seen to begin (a counter);
-# which peers have seen this device (a bit for each position); completed transfers (a counter); which peers are done (a
-# bit for each position); the counter of the items.
+# The shape of the flags of both handshakes, for `shared_semaphores`: the beacon's words; how many peers have been seen
+# to begin (a counter); which peers have seen this device (a bit for each position); completed transfers (a counter);
+# which peers are done (a bit for each position); the counter of the items.
 HANDSHAKE_FLAGS = (_WORDS + 5,)
 # The value of a lowered beacon. Zero is a beacon that has not been raised yet; a key is greater than this value.
 _LOWERED = 1
@@ -83,23 +84,34 @@ def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
 class Handshake:
     """The handshakes of one kernel, in place of the framework's barrier.
 
-    Launch the kernel with `plgpu.CompilerParams(skip_device_barrier=True)`. In each CTA one warp, the communicator,
-    calls `begin` first, then `await_peers`, then does transfers whose numbers it draws from `counter`, and calls
-    `leave` last. Other warps that touch peers' memory call `await_peers` themselves. The group must have at least two
-    devices.
+    Launch the kernel with `plgpu.CompilerParams(skip_device_barrier=True)`. Make the object in the kernel's body, in
+    all CTAs with the same arguments (except `cta`). Then in each CTA one warp, the communicator, calls in this order:
+
+    1. `begin`: looks for the peers that this CTA draws from the counter, and returns the first item that is left
+    2. `await_peers`: behind it the peers' memory may be read and written
+    3. `each_drawn` (or `copy_chunks`) with `counter`, from the item that `begin` has returned up to `items`: does the
+       transfers. Item n stands for transfer n - `looks`
+    4. `leave`, with the number of transfers that this CTA has completed
+
+    Other warps that touch peers' memory call `await_peers` (or `await_peers_by_warpgroup`) themselves.
 
     Example: `gather_with_handshake` in examples/all_gather.py.
 
     Attributes:
-      flags: semaphores of shape `HANDSHAKE_FLAGS`, of `shared_semaphores`.
-      group: the peers.
-      cta: this CTA's index on the device.
+      flags: semaphores of shape `HANDSHAKE_FLAGS`, of `shared_semaphores`. The kernel may not use them otherwise.
+      group: the peers: at least two devices.
+      cta: this CTA's index on the device, 0 … number of CTAs - 1: an int32 scalar such as `lax.axis_index("cta")`, or 0
+        in a kernel of one CTA. A CTA with the index 0 must exist; no other CTA may have it.
       operation: the kernel's name in the reports of waits that take long.
-      transfers: how many transfers the device has in all: the items of the counter after the looks. What a transfer is,
-        the kernel decides: work that reads or writes peers' memory.
-      only: the distance (in positions ahead) of the only peer whose memory this device needs. The only peer that needs
-        this device's memory is at the same distance behind this device. None: every device needs the memory of all
-        peers.
+      transfers: a Python int: how many transfers the device has in all. The kernel decides what a transfer is: work
+        that reads or writes peers' memory. `leave` needs at least 1.
+      only: a Python int, 1 … size of the group - 1: the distance (in positions ahead) of the only peer whose memory
+        this device needs. The only peer that needs this device's memory is at the same distance behind this device.
+        None: every device needs the memory of all peers.
+
+    Raises:
+      TypeError: `transfers` or `only` is not a Python int, or `cta` is not an integer scalar.
+      ValueError: the group has one device only, or `transfers` or `only` is out of range.
     """
 
     flags: SemaphoreRef
@@ -109,6 +121,15 @@ class Handshake:
     transfers: int = 0
     only: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.group.size < 2:
+            raise ValueError("`Handshake` needs a group of at least two devices, got one: launch a kernel without it")
+        require_index("Handshake", "cta", self.cta, "this CTA's index on the device")
+        require_constant("Handshake", "transfers", self.transfers, 0, "give the number of the device's transfers")
+        if self.only is not None:
+            require_constant("Handshake", "only", self.only, 1, "give the distance to a peer, or None")
+            require_index("Handshake", "only", self.only, "the distance to a peer", self.group.size)
+
     @property
     def looks(self) -> int:
         """The number of peers that this device looks for. The counter's first `looks` numbers stand for these looks."""
@@ -116,12 +137,12 @@ class Handshake:
 
     @property
     def items(self) -> int:
-        """How many items the counter deals in all: looks and transfers."""
+        """The number of items that the counter deals in all, `looks` + `transfers`: the `end` for `each_drawn`."""
         return self.looks + self.transfers
 
     @property
     def counter(self) -> SemaphoreRef:
-        """The counter that deals items to the CTAs."""
+        """The counter that deals items to the CTAs: one semaphore, for `draw`, `each_drawn` and `copy_chunks`."""
         return self.flags.at[_DRAWN]
 
     @property
@@ -131,7 +152,7 @@ class Handshake:
     def begin(self) -> jax.Array:
         """Raises this device's beacon and looks for the peers that this CTA draws.
 
-        Each communicator calls it once, first.
+        Each communicator calls it once, first. It waits until the peers that this CTA has drawn have begun.
 
         Returns:
           The first item that this CTA has drawn after the looks: an int32 scalar of at least `looks`. If the item is
@@ -170,7 +191,7 @@ class Handshake:
         wait_within_device(self.flags.at[_BEGUN], self.looks)
 
     def await_peers_by_warpgroup(self) -> None:
-        """Does what `await_peers` does, in a compute warpgroup."""
+        """Does what `await_peers` does, in a whole warpgroup."""
         semaphore_wait(self.flags.at[_BEGUN], self.looks)
         fence_async_proxy()
 
@@ -181,13 +202,20 @@ class Handshake:
         and waits until they have said the same.
 
         Args:
-          completed: how many transfers this CTA has completed. It accesses no peer's memory any more.
+          completed: how many transfers this CTA has completed, an int32 scalar, as `each_drawn` and `copy_chunks`
+            return it. The CTA accesses no peer's memory any more. All CTAs together must complete `transfers`.
+
+        Raises:
+          TypeError: `completed` is not an integer scalar.
+          ValueError: the handshake has no transfers.
 
         Why this suffices: each CTA's addition to the counter releases the accesses that the CTA has completed. The last
           addition acquires those of all CTAs, and the signal to the peers is a release at system scope. A peer acquires
           that signal before it leaves. A kernel ends with its last CTA.
         """
-        assert self.transfers
+        if not self.transfers:
+            raise ValueError("`Handshake.leave` counts transfers, and `transfers` is 0: give their number")
+        require_index("Handshake.leave", "completed", completed, "the number of this CTA's transfers")
         marks.now(Work.LEAVE)
 
         @pl.when(completed > 0)

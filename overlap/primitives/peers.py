@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap.primitives.arguments import require_index
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index
 
@@ -49,8 +50,11 @@ class PeerGroup:
           caller: the function that error messages name.
 
         Raises:
-          ValueError: there is no enclosing `jax.shard_map`, or it has no such axes; no axis is named, or one twice.
+          ValueError: there is no enclosing `jax.shard_map`, or it has no such axes; no axis is named, or one twice; or
+            the enclosing `jax.shard_map` leaves other axes of the mesh to XLA's partitioner.
         """
+        # The operations of this library enter the axes that are left, so they call with their own name.
+        is_users = mesh is None and caller == "PeerGroup.of"
         axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not axes:
             raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
@@ -81,6 +85,14 @@ class PeerGroup:
             raise ValueError(
                 f"`{caller}` must be called inside `jax.shard_map` over axis {missing[0]!r}, and the manual axes here "
                 f"are {manual}: name the axis in `axis_names` of `jax.shard_map`, or leave that argument out"
+            )
+        sizes = dict(zip(names, mesh.axis_sizes, strict=True))
+        left = {axis: size for axis, size in sizes.items() if axis not in manual and size > 1}
+        if is_users and left:
+            raise ValueError(
+                f"`PeerGroup.of` must be called inside `jax.shard_map` over all axes of the mesh, and this one leaves "
+                f"{left} to XLA's partitioner, which cannot split a kernel: leave `axis_names` of `jax.shard_map` out, "
+                "or call the kernel inside a second `jax.shard_map` over the axes that are left"
             )
         return PeerGroup(axes[0] if len(axes) == 1 else axes, tuple(zip(names, mesh.axis_sizes, strict=True)))
 
@@ -123,14 +135,25 @@ class PeerGroup:
         return position
 
     def peer(self, distance: Index) -> jax.Array:
-        """Returns the position `distance` ahead of this device's, an int32 scalar (0 <= distance <= size)."""
+        """Returns the position `distance` ahead of this device's, an int32 scalar (0 <= distance <= size).
+
+        Raises:
+          TypeError: `distance` is not an integer scalar.
+          ValueError: `distance` is a Python int that is negative or greater than the group's size.
+        """
+        require_index("PeerGroup.peer", "distance", distance, "a number of positions ahead", self.size + 1)
         return lax.rem(self.me() + distance, self.size)
 
     def device_id(self, position: Index) -> Any:
         """Returns Pallas's name for the device at a position: its coordinates along the group's axes.
 
         Along all other axes the device has the same coordinates as this one.
+
+        Raises:
+          TypeError: `position` is not an integer scalar.
+          ValueError: `position` is a Python int outside of the group.
         """
+        require_index("PeerGroup.device_id", "position", position, "a position in the group", self.size)
         coordinates, (major, _) = {}, self.axes[0]
         for name, size in reversed(self.axes[1:]):
             coordinates[name], position = remainder(position, size), quotient(position, size)
@@ -145,6 +168,11 @@ class PeerGroup:
 
         Args:
           ref: this device's own reference.
-          position: the peer's position in the group.
+          position: the peer's position in the group: a Python int or an int32 scalar.
+
+        Raises:
+          TypeError: `position` is not an integer scalar.
+          ValueError: `position` is a Python int outside of the group.
         """
+        require_index("PeerGroup.remote_ref", "position", position, "a position in the group", self.size)
         return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))

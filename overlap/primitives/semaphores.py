@@ -9,7 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from overlap import _compat
 from overlap.primitives.addresses import FLAG_BYTES, TABLE_FLAGS
+from overlap.primitives.arguments import require_constant, require_index
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.types import Index, SemaphoreRef
 
@@ -17,6 +19,7 @@ from overlap.primitives.types import Index, SemaphoreRef
 # multiples of 4096 bytes there, which XLA does not ensure (openxla/xla#47406). So whatever a kernel adds is padded to
 # that size.
 _WINDOW_BYTES = 4096
+_COUNT_SIGNALS = "signal by a constant, and let the waiter wait for the sum of the signals"
 
 
 def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[SemaphoreRef, ...]:
@@ -34,9 +37,19 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Sem
     Returns:
       One array of semaphores for each shape.
 
+    Raises:
+      NotImplementedError: the kernel is mapped by `jax.vmap`, or the call is inside `plgpu.warp_map`.
+
     Example:
       `counter, arrived = shared_semaphores((1,), (group.size,))`
     """
+    if _compat.has_axis_of_jax():
+        raise NotImplementedError(
+            "`shared_semaphores` was called in a kernel that `jax.vmap` maps (or inside `plgpu.warp_map`, where it may "
+            "not be called). `jax.vmap` runs all elements in one launch with the same flags and counters, and the "
+            "results would be wrong: map with `jax.lax.map`, give the function that calls the kernel to "
+            "`jax.custom_batching.sequential_vmap` before `jax.vmap`, or give the kernel a batch dimension"
+        )
     table = [(TABLE_FLAGS,)] if told else []
     flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
     filler = -sum(math.prod(shape) for shape in (*table, *shapes)) % (_WINDOW_BYTES // FLAG_BYTES)
@@ -54,8 +67,13 @@ def semaphore_signal(flag: SemaphoreRef, increment: int = 1) -> None:
 
     Args:
       flag: one semaphore, as `flags.at[i]`.
-      increment: by how much; a Python int.
+      increment: by how much; a Python int of at least 1.
+
+    Raises:
+      TypeError: `increment` is not a Python int.
+      ValueError: `increment` is less than 1.
     """
+    require_constant("semaphore_signal", "increment", increment, 1, _COUNT_SIGNALS)
     plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
 
 
@@ -71,9 +89,15 @@ def semaphore_signal_peer(flag: SemaphoreRef, group: PeerGroup, position: Index,
       flag: one semaphore, as `flags.at[i]`: this device's own reference. The peer's semaphore at the same place is
         raised.
       group: the peers.
-      position: the peer's position in the group.
-      increment: by how much; a Python int.
+      position: the peer's position in the group: a Python int or an int32 scalar.
+      increment: by how much; a Python int of at least 1.
+
+    Raises:
+      TypeError: `position` is not an integer scalar, or `increment` is not a Python int.
+      ValueError: `position` is a Python int outside of the group, or `increment` is less than 1.
     """
+    require_index("semaphore_signal_peer", "position", position, "a position in the group", group.size)
+    require_constant("semaphore_signal_peer", "increment", increment, 1, _COUNT_SIGNALS)
     device_id = None if group.size == 1 else group.device_id(position)
     plgpu.semaphore_signal(flag, increment, device_id=device_id)
 
@@ -88,8 +112,13 @@ def semaphore_wait(flag: SemaphoreRef, value: Index) -> None:
 
     Args:
       flag: one semaphore, as `flags.at[i]`.
-      value: what the flag must reach.
+      value: what the flag must reach: a Python int or an int32 scalar, at least 0.
+
+    Raises:
+      TypeError: `value` is not an integer scalar.
+      ValueError: `value` is a negative Python int.
     """
+    require_index("semaphore_wait", "value", value, "the number that the flag must reach")
     plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="gpu")
 
 

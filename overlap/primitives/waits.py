@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _settings
 from overlap.primitives import board
+from overlap.primitives.arguments import require_index
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.types import Index, SemaphoreRef
@@ -153,14 +154,21 @@ def semaphore_wait_peer(
 
     Args:
       flag: one semaphore in global memory of this device, as `shared_semaphores(...)[0].at[i]`.
-      value: what the flag must reach, an int32 scalar.
+      value: what the flag must reach: a Python int or an int32 scalar, at least 0.
       group: the peers.
-      position: the position of the peer that raises the flag. Only the report names it.
+      position: the position of the peer that raises the flag: a Python int or an int32 scalar. Only the report names
+        it.
       operation: the name of the kernel in the report.
+
+    Raises:
+      TypeError: `value` or `position` is not an integer scalar.
+      ValueError: `value` is a negative Python int, or `position` is a Python int outside of the group.
 
     Example:
       `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
     """
+    require_index("semaphore_wait_peer", "value", value, "the number that the flag must reach")
+    require_index("semaphore_wait_peer", "position", position, "a position in the group", group.size)
     number = board.describe(operation, group)
     wait_for_word(flag, value, group, position, operation=number, role=board.FLAG, at_least=True)
 

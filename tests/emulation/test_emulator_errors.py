@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, emulate
+from overlap.emulation import DeadlockError, EmulationError, ProtocolError, emulate, run_sequence
 from tests.emulation.cases import make_mesh, normal, out_type, place, run_kernel, sharded
 
 X = normal(64, 64)
@@ -202,3 +202,41 @@ def test_a_multicast_reference_that_is_read():
 
     words = "a multicast_ref can only be the target of copy_smem_to_gmem, as on the GPU"
     assert words in message_of(body, NotImplementedError, mesh=make_mesh(x=2))
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("seed", "a", "an integer"),
+        ("seed", 1.0, "an integer"),
+        ("seed", None, "an integer"),
+        ("cores", True, "an integer of at least 1"),
+        ("laps", 2.0, "an integer of at least 1"),
+        ("resident", "2", "an integer of at least 1 or None"),
+        ("resident", 0, "an integer of at least 1 or None"),
+        ("step_limit", 0, "an integer of at least 1 or None"),
+        ("step_limit", 1e6, "an integer of at least 1 or None"),
+        ("detect_races", "no", "True or False"),
+        ("record", 1, "True or False"),
+        ("keep", None, "True or False"),
+    ],
+)
+def test_wrong_settings(name, value, wanted):
+    with (
+        pytest.raises(ValueError, match=re.escape(f"`{name}` must be {wanted}, got {value!r}")),
+        emulate(**{name: value}),
+    ):
+        pass
+
+
+def test_integers_of_numpy_are_settings():
+    with emulate(cores=np.int64(2), seed=np.int32(3), laps=np.int64(1)):
+        pass
+
+
+def test_a_sequence_with_a_wrong_seed():
+    with pytest.raises(ValueError, match="`seed` must be an integer, got 'a'"):
+        run_sequence([], seed="a")

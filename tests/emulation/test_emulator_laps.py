@@ -112,5 +112,5 @@ def test_a_beacon_left_raised_stands_for_the_launch_before():
 
 
 def test_laps_is_checked():
-    with pytest.raises(ValueError, match="`laps` must be at least 1, got 0"), emulate(laps=0):
+    with pytest.raises(ValueError, match="`laps` must be an integer of at least 1, got 0"), emulate(laps=0):
         pass
