@@ -149,14 +149,13 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
             continue
         yield whole
-        if whole.swap_operands:
-            continue
         work = work_of(whole, problem, target)
         if not work.full_waves and not problem.communicates:
             # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
             for parts in SHAPE["split_k"][1:]:
                 if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
-                    yield dataclasses.replace(whole, split_k=parts)
+                    if not whole.swap_operands:
+                        yield dataclasses.replace(whole, split_k=parts)
                     if parts <= MOST_SHARED and problem.m > FEW_ROWS:
                         yield dataclasses.replace(whole, stream_k=parts)
             continue
