@@ -36,6 +36,8 @@ ROWS = "min(block_rows, wg_m - above)"
 PLACE = "register_views.at[box, pl.ds(above, rows)]"
 BOX = "pl.ds(first_column + i * box_width, box_width)"
 SHAPE = "(wg_n, wg_m) if config.swap_operands"
+HAND_OVER = "hand_over(partial.at(me, pl.ds(first_row, rows), pl.ds(first_column, columns)))"
+TELL = "semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])"
 TILES = "staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows"
 
 
@@ -190,13 +192,7 @@ INJECTED = {
     "flag before the sums": (
         "cut, in turn",
         "race",
-        together(
-            {
-                "    hand_over(partial.at(": "    semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])\n"
-                "    hand_over(partial.at(",
-                "columns)))\n    semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])": "columns)))",
-            }
-        ),
+        together({HAND_OVER: "pass", TELL: f"{TELL}; {HAND_OVER}"}),
     ),
     # Bias and scales.
     "bias along rows": (
