@@ -11,7 +11,7 @@ import types
 
 from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.kernels import epilogue
+from overlap.kernels import epilogue, partial_sums, product_kernel
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.tma import finish, store
 from overlap.single_gpu import product
@@ -24,6 +24,7 @@ plan = functools.partial(slip, hopper, "_plan")
 part_index = functools.partial(slip, hopper, "_wg_tile_index")
 stores = functools.partial(slip, store, "store", used_in=finish)
 half = functools.partial(slip, hopper, "warpgroup_tile")
+together = functools.partial(slip, partial_sums, "finish_together", used_in=finish)
 of_rows = functools.partial(slip, gathered_lhs._Body, "_epilogue_at")
 of_joined = functools.partial(slip, joined._Body, "_epilogue_at")
 
@@ -35,6 +36,8 @@ ROWS = "min(block_rows, wg_m - above)"
 PLACE = "register_views.at[box, pl.ds(above, rows)]"
 BOX = "pl.ds(first_column + i * box_width, box_width)"
 SHAPE = "(wg_n, wg_m) if config.swap_operands"
+HAND_OVER = "hand_over(partial.at(me, pl.ds(first_row, rows), pl.ds(first_column, columns)))"
+TELL = "semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])"
 TILES = "staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows"
 
 
@@ -157,6 +160,39 @@ INJECTED = {
         "blocks, addend",
         "not equal",
         stores({"given = block_smem[...]": "given = register_views.at[box, pl.ds(0, rows)].transpose((1, 0))[...]"}),
+    ),
+    # The sums of CTAs that share a tile.
+    "sums upright": (
+        "cut",
+        "bounds|shape|dimension|Incompatible",
+        slip(partial_sums.PartialSums, "at", {"columns, self.transposed": "columns, False"}),
+    ),
+    "room for upright sums": (
+        "cut",
+        "bounds|shape|dimension|Incompatible",
+        slip(partial_sums, "partial_sums_type", {"config.swap_operands": "False"}, used_in=product_kernel),
+    ),
+    "sums of the first block": (
+        "cut",
+        "not equal",
+        together({"pl.ds(first_row + row, rows)": "pl.ds(first_row, rows)"}),
+    ),
+    "sums of the first box": ("cut", "not equal", together({"index * piece.box_width": "0 * index"})),
+    "sums of both ranks in one place": (
+        "cut, cluster",
+        "race|not equal",
+        slip(finish, "_store_share", {"own_rank * loop.config.tile_m + row": "row"}),
+    ),
+    "share of the first piece": ("cut", "race|not equal|written", together({"share(piece.index,": "share(0,"})),
+    "sums before the flag": (
+        "cut, in turn",
+        "race|uninitialized|written",
+        replace(partial_sums, "semaphore_wait", NOTHING),
+    ),
+    "flag before the sums": (
+        "cut, in turn",
+        "race",
+        together({HAND_OVER: "pass", TELL: f"{TELL}; {HAND_OVER}"}),
     ),
     # Bias and scales.
     "bias along rows": (

@@ -15,6 +15,7 @@ from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.limits import Sizes
 from overlap.kernels.target import Target
+from overlap.kernels.tma import finish
 from tests.blackwell_cases import B200
 from tests.product_cases import check_exactly, integers
 from tests.protocol_cases import FEW, JOINED, ONE, PULL, WEIGHTS, of_rows, of_weights
@@ -53,19 +54,27 @@ CASES = {  # cores, shape, config, further arguments
     "batch": (2, (80, 264, 200), SWAPPED, {"batch": (3,)}),
     "all of the epilogue": (2, RAGGED, SWAPPED, EPILOGUE),
     "all of the epilogue, in turn": (2, RAGGED, TURNS.replace(epilogue_buffers=2), EPILOGUE),
-    "cut": (5, (200, 264, 520), SWAPPED.replace(stream_k=3), {}),
-    "cut, [n, k], all of the epilogue": (5, (200, 264, 520), SWAPPED.replace(tile_m=136, stream_k=2), EPILOGUE | TRANSPOSED),
+    "cut": (7, (200, 264, 520), SWAPPED.replace(stream_k=3), {}),
+    "cut, [n, k], all of the epilogue": (
+        5,
+        (200, 264, 520),
+        SWAPPED.replace(tile_m=136, stream_k=2),
+        EPILOGUE | TRANSPOSED,
+    ),
     "cut, 200 x 256": (3, (200, 264, 520), SWAPPED.replace(tile_m=160, tile_n=256, stream_k=3), {}),
     "cut, many pieces": (6, (136, 128, 520), SWAPPED.replace(tile_m=136, stream_k=8), {}),
-    "cut, cluster along m": (6, (200, 264, 520), SWAPPED.replace(stream_k=3, cluster=2), EPILOGUE),
+    "cut, cluster along m": (10, (200, 264, 520), SWAPPED.replace(stream_k=3, cluster=2), EPILOGUE),
     "cut, cluster along n": (
-        4, (200, 264, 520), SWAPPED.replace(tile_m=80, stream_k=2, cluster=2, cluster_along="n"), EPILOGUE
+        8,
+        (200, 264, 520),
+        SWAPPED.replace(tile_m=80, stream_k=2, cluster=2, cluster_along="n"),
+        EPILOGUE,
     ),
     "cut, in turn": (4, (200, 264, 520), TURNS.replace(stream_k=3), EPILOGUE | TRANSPOSED),
     "cut, in turn, cluster": (10, (200, 264, 520), TURNS.replace(stream_k=3, cluster=2), {}),
-    "cut, few rows": (5, (20, 264, 520), SWAPPED.replace(stream_k=3), TRANSPOSED),
+    "cut, few rows": (7, (20, 264, 520), SWAPPED.replace(stream_k=3), TRANSPOSED),
     "cut, two boxes at a time": (3, (72, 256, 520), SWAPPED.replace(tile_n=256, epilogue_tile_n=128, stream_k=3), {}),
-    "cut, batch": (5, (80, 264, 520), SWAPPED.replace(stream_k=4), {"batch": (3,)}),
+    "cut, batch": (7, (64, 128, 520), SWAPPED.replace(stream_k=4), {"batch": (3,)}),
     "float16": (2, (200, 264, 72), SWAPPED, {"dtype": jnp.float16, "preferred_element_type": jnp.float16}),
     "float8": (2, (*RAGGED[:2], 400), SWAPPED.replace(tile_k=128), {"dtype": E4M3, **TRANSPOSED}),
 }
@@ -76,7 +85,9 @@ def test_every_bit(case):
     cores, shape, config, kwargs = CASES[case]
     for seed, completion in enumerate(("eager", "random")):
         settings = {"completion": completion, "scheduler": ("pct", "random")[seed], "seed": seed}
-        check_exactly(shape, config, cores=cores, settings=settings, **{"preferred_element_type": BF16} | kwargs)
+        run = check_exactly(shape, config, cores=cores, settings=settings, **{"preferred_element_type": BF16} | kwargs)
+        # CTAs that share a tile raise flags; no others do.
+        assert (run.counts["signals"] > 0) == (config.stream_k > 1)
 
 
 # --- Gathers ----------------------------------------------------------------------------------------------------------
@@ -97,16 +108,30 @@ FUSED = {
     "joined, scales, 120 rows": lambda: of_rows(
         dataclasses.replace(FEW, m=40, scales=("rows",)), JOINED.replace(tile_m=72, swap_operands=True)
     ),
+    "pull, cut": lambda: of_rows(dataclasses.replace(SEVERAL, k=264), PULL.replace(tile_m=104, stream_k=3, **_SWAP), 2),
+    "pull, cluster, cut": lambda: of_rows(
+        dataclasses.replace(ROWS, k=264), PULL.replace(tile_m=104, cluster=2, stream_k=3, **_SWAP), 2
+    ),
+    "joined, cut": lambda: of_rows(
+        dataclasses.replace(FEW, m=40, k=264, scales=("rows",)),
+        JOINED.replace(tile_m=72, swap_operands=True, stream_k=3),
+    ),
+    "weights k, cut": lambda: of_weights(
+        "k", WEIGHTS.replace(tile_m=104, swap_operands=True, stream_k=3), 2, m=200, shard=(192, 64)
+    ),
     "weights n": lambda: of_weights("n", WEIGHTS.replace(tile_m=104, swap_operands=True), m=200),
     "weights k": lambda: of_weights("k", WEIGHTS.replace(tile_m=104, swap_operands=True), m=200),
 }
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_operations_are_clean(name):
-    kernel = FUSED[name]()
-    kernel.run(cores=2 if "cluster" in name else 1, completion="eager", scheduler="pct", seed=1)
-    kernel.run(cores=3, completion="random", scheduler="random", seed=2)
+def test_fused_operations_are_clean(name, monkeypatch):
+    shared, together = [], finish.finish_together
+    monkeypatch.setattr(finish, "finish_together", lambda *args: (shared.append(name), together(*args))[-1])
+    kernel, cuts = FUSED[name](), name.endswith("cut")
+    kernel.run(cores=8 if cuts else 2 if "cluster" in name else 1, completion="eager", scheduler="pct", seed=1)
+    assert bool(shared) == cuts
+    kernel.run(cores=10 if cuts else 3, completion="random", scheduler="random", seed=2)
 
 
 # --- Limits -----------------------------------------------------------------------------------------------------------

@@ -128,13 +128,15 @@ def test_whoever_is_late(name):
 # --- Injected defects -------------------------------------------------------------------------------------------------
 
 
-def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = "", layouts: str = "nn") -> Kernel:
+def launched(
+    config: overlap.Config, shape: tuple[int, int, int], what: str = "", layouts: str = "nn", cores: int = 1
+) -> Kernel:
     """Traces a product alone, anew; `what` names an added bias, addend or row scales.
 
     `layouts` is the operands' layout, "nn" or "nt".
     """
     m, n, k = shape
-    plan = LaunchPlan(MATMUL, OperandLayouts(False, layouts == "nt"), BF16, Target("cpu", "cpu", 1), config)
+    plan = LaunchPlan(MATMUL, OperandLayouts(False, layouts == "nt"), BF16, Target("cpu", "cpu", cores), config)
     lhs, rhs = integers(1, m, k), integers(2, *((n, k) if layouts == "nt" else (k, n)))
     power = jnp.asarray(2.0 ** np.random.default_rng(4).integers(-1, 2, m), jnp.float32)
     more = {
@@ -154,7 +156,9 @@ def launched(config: overlap.Config, shape: tuple[int, int, int], what: str = ""
 # In "square", each warpgroup multiplies 64 × 64 and stores 64 × 64 at a time.
 SQUARE = SWAPPED.replace(tile_m=64)
 BLOCKS = SWAPPED.replace(tile_m=104)
-PROGRAMS = {  # All run on one core, except the gathers.
+CUT = BLOCKS.replace(tile_n=256, stream_k=2)
+CORES = {"cut": 3, "cut, cluster": 6, "cut, in turn": 4}  # All others run on one core.
+PROGRAMS = {
     "one": lambda: launched(SWAPPED, (200, 264, 192)),
     "square": lambda: launched(SQUARE, (128, 128, 128)),
     "square nt": lambda: launched(SQUARE, (128, 128, 128), layouts="nt"),
@@ -168,6 +172,10 @@ PROGRAMS = {  # All run on one core, except the gathers.
     "wide": lambda: launched(SWAPPED.replace(tile_n=256, epilogue_tile_n=128), (72, 256, 128)),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
     "buffers": lambda: launched(TURNS.replace(epilogue_buffers=2), (360, 256, 192)),
+    # One whole tile, then three CTAs (or clusters): two with pieces of the last tile, one idle.
+    "cut": lambda: launched(CUT, (104, 1024, 256), cores=CORES["cut"]),
+    "cut, cluster": lambda: launched(CUT.replace(cluster=2), (208, 1024, 256), cores=CORES["cut, cluster"]),
+    "cut, in turn": lambda: launched(TURNS.replace(stream_k=3), (360, 128, 328), "scales", cores=CORES["cut, in turn"]),
     "few": lambda: launched(SWAPPED, (16, 264, 192)),
     **GATHERS,
 }
@@ -181,7 +189,7 @@ def run_some(kernel: Kernel, cores: int, seeds: int) -> None:
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in GATHERS])
 def test_programs_without_defects_are_clean(program):
-    run_some(PROGRAMS[program](), 1, 3)
+    run_some(PROGRAMS[program](), CORES.get(program, 1), 3)
 
 
 @pytest.mark.one_jax
@@ -191,7 +199,7 @@ def test_each_injected_defect_is_reported(program, words, defect, monkeypatch):
     kernel = PROGRAMS[program]()
     defect(monkeypatch)
     with pytest.raises((EmulationError, AssertionError, ValueError, TypeError), match=words):
-        run_some(kernel, 1, 12)
+        run_some(kernel, CORES.get(program, 1), 12)
 
 
 @pytest.mark.one_jax

@@ -251,6 +251,7 @@ class Problem:
 
         - the schedule "pingpong" in a cluster, or with the smallest tiles
         - tiles of 256 × 64 with `stream_k` above 1, in a cluster
+        - swapped operands with `stream_k` above 1
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
@@ -263,6 +264,8 @@ class Problem:
             and (config.tile_m, config.tile_n) == (256, 64)
             and min(config.cluster, config.stream_k) > 1
         ):
+            return True
+        if config.swap_operands and transport == "pull" and config.stream_k > 1:
             return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256

@@ -161,9 +161,6 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     values = _accumulate(loop, buffers, tile, piece, warpgroup)
     marks.now(Work.STORE, tile.step, piece.tile)
 
-    def hand_over(sums_gmem: GmemRef) -> None:
-        sums_gmem[...] = values
-
     def block(row: int, rows: int, columns: slice) -> jax.Array:
         across = slice(row, row + rows)
         return values[columns, across] if loop.config.swap_operands else values[across, columns]
@@ -173,7 +170,7 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         wg_tile_index=wg_tile_index,
         corner=(wg_m_index * wg_m, wg_n_index * wg_n),
         block=block,
-        hand_over=hand_over,
+        hand_over=functools.partial(_store_as_accumulator, values),
         load=_load_as_accumulator,
         terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, wg_tile_index),
     )
@@ -192,6 +189,16 @@ def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, w
 
 def _load_as_accumulator(block_gmem: GmemRef) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _store_as_accumulator(values: jax.Array, block_gmem: GmemRef) -> None:
+    # From 0.12 on, jax refuses an optimized store unless it fills whole cache lines. A block of transposed sums may
+    # have any multiple of 8 rows, so it may end within a line. The instructions are the same. jax 0.11 optimizes no
+    # store to global memory, and has no `plgpu.store`.
+    if (store := getattr(plgpu, "store", None)) is not None:
+        store(block_gmem, values, optimized=False)
+    else:
+        block_gmem[...] = values
 
 
 def _registers(hooks: Hooks) -> tuple[int, int]:
