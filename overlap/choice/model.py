@@ -21,6 +21,9 @@ F32_BYTES = 4
 # An exponent like `Rates.overlap_exponent`, here for full clocks and the power limit. The larger it is, the more
 # abruptly the clock rate begins to fall where work reaches the power limit.
 _LIMITED = 8.0
+# The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass through
+# the L2 meanwhile.
+_KEPT_IN_L2 = 0.5
 # Cores with consecutive numbers that share a path to the L2: about a GPC.
 GROUP = 16
 # The time of a gather from its start until the first rows of a peer may be multiplied.
@@ -122,7 +125,7 @@ def _read_again(config: Config, problem: Problem, work: StreamK, rates: Rates) -
     # Bands that are computed at the same time read together.
     at_once = work.num_ctas * bands / (ceil_div(m, rows) * ceil_div(n, columns))
     needed = of_all * problem.k * problem.itemsize
-    return products * max(bands / max(at_once, 1.0) - 1, 0.0) * max(needed - rates.l2_bytes, 0.0)
+    return products * max(bands / max(at_once, 1.0) - 1, 0.0) * max(needed - _KEPT_IN_L2 * rates.l2_bytes, 0.0)
 
 
 def _at_once(exponent: float, *times: float) -> float:

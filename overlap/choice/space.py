@@ -44,7 +44,7 @@ FINE: dict[str, tuple[Any, ...]] = {
     "epilogue_tile_n": (64, 32),
     "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
-    "order_width": (8, 16, 4, 2),
+    "order_width": (8, 4, 16, 2),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
 # If a product has less than one wave of tiles, at most MOST_SHARED cores share a tile (stream-k). To cut tiles into
@@ -78,6 +78,11 @@ _NOT_MEASURED = 1.05
 MOST_VARIED = 32
 # The share by which a configuration is assumed to be slower for each fine field whose value is not the usual one.
 _DEVIATION_COST = 0.015
+# How much the tile order matters: of two orders of the same tiles, the one whose `order_us` is twice as long was
+# measured to take 2 ** _ORDER_EXPONENT times as long (1,000 pairs on an H100 and an H200; some differ by half). The
+# usual order is left only if that shortens `order_us` by _LEAST_GAIN. Orders whose `order_us` differ by less than
+# _TOLERANCE count as equal.
+_ORDER_EXPONENT, _LEAST_GAIN, _TOLERANCE = 0.15, 0.2, 0.05
 
 
 def candidates(problem: Problem, target: Target) -> list[Config]:
@@ -101,8 +106,7 @@ def rank(config: Config, problem: Problem, target: Target, rates: Rates | None =
     base = _base(shape, problem, target)
     if base is None:
         return us
-    fine = (*FINE, *CHUNKS, "stages")
-    return us * (1 + _DEVIATION_COST * sum(config.fields[name] != base.fields[name] for name in fine))
+    return us * _deviation_factor(config, base, problem, target)
 
 
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
@@ -110,6 +114,17 @@ def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates 
     us = predicted_us(config, problem, target, rates)
     new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
+
+
+def _deviation_factor(config: Config, base: Config, problem: Problem, target: Target) -> float:
+    """Returns by which factor `config` is assumed to take longer than `base`, which has the same shape."""
+    fine = (*FINE, *CHUNKS, "stages")
+    deviations = sum(config.fields[name] != base.fields[name] for name in fine)
+    order = (config.order_minor, config.order_width)
+    slower = 1.0
+    if order != (base.order_minor, base.order_width):
+        slower = max(order_us(config, problem, target) / order_us(base, problem, target), 1.0) ** _ORDER_EXPONENT
+    return (1 + _DEVIATION_COST * deviations) * slower
 
 
 def differences(config: Config) -> str:
@@ -127,11 +142,11 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     ranked: dict[Config, float] = {}
     seen: set[Any] = set()
     for place, (us, base) in enumerate(bases):
-        for config, deviations in _variations(base, problem) if place < MOST_VARIED else ((base, 0),):
+        for config in _variations(base, problem) if place < MOST_VARIED else (base,):
             same = _on_grid(config, problem)
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
-                ranked[config] = us * (1 + _DEVIATION_COST * deviations)
+                ranked[config] = us * _deviation_factor(config, base, problem, target)
     # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
     # rows.
     return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
@@ -245,9 +260,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
     if not problem.communicates and rates_of(target).measured:
-        orders = itertools.product(FINE["order_minor"], FINE["order_width"])
-        shapes = [dataclasses.replace(shape, order_minor=minor, order_width=width) for minor, width in orders]
-        shape = min(shapes, key=lambda ordered: order_us(ordered, problem, target))
+        shape = _ordered(shape, problem, target)
     elif shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
         # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so that
         # it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles: this was
@@ -264,6 +277,19 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     return None
 
 
+def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
+    """Returns the shape with the first tile order whose `order_us` is at most _TOLERANCE longer than the shortest."""
+    orders = sorted(itertools.product(FINE["order_width"], FINE["order_minor"]), key=lambda order: order[0] < 4)
+    costs = {}
+    for width, minor in orders:
+        ordered = dataclasses.replace(shape, order_minor=minor, order_width=width)
+        costs[ordered] = order_us(ordered, problem, target)
+    least, usual = min(costs.values()), next(iter(costs.values()))
+    if usual <= least / (1 - _LEAST_GAIN):
+        return next(iter(costs))
+    return next(ordered for ordered, us in costs.items() if us <= (1 + _TOLERANCE) * least)
+
+
 def _values(name: str, target: Target) -> tuple[Any, ...]:
     """Returns the values to try of a field of the epilogue, the usual one first."""
     # If a warpgroup stores a tile while the next tile is multiplied, two epilogue buffers are usual: the warpgroup
@@ -271,15 +297,15 @@ def _values(name: str, target: Target) -> tuple[Any, ...]:
     return (2, 1) if rates_of(target).overlaps_epilogue and name == "epilogue_buffers" else FINE[name]
 
 
-def _variations(base: Config, problem: Problem) -> Iterator[tuple[Config, int]]:
-    """Yields `(base, 0)`, and `(config, 1)` for each copy of `base` in which one fine field is changed."""
-    yield base, 0
+def _variations(base: Config, problem: Problem) -> Iterator[Config]:
+    """Yields `base`, and each copy of `base` in which one fine field is changed."""
+    yield base
     in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
     for name, values in fields.items():
         for value in values:
             if value != base.fields[name] and not (name == "stages" and value < min(STAGES)):
-                yield base.replace(**{name: value}), 1
+                yield base.replace(**{name: value})
 
 
 def _on_grid(config: Config, problem: Problem) -> Config:
