@@ -70,8 +70,8 @@ SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective or with
-# cut tiles, and clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model
+# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective or
+# with cut tiles, and clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model
 # predicts that they are clearly faster.
 _NOT_MEASURED = 1.05
 # Fine fields are varied only for this many of the best shapes.
@@ -242,8 +242,8 @@ def spills(shape: Config) -> bool:
     # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
-    # In a cluster, cut tiles with 144 registers of sums spill 40 bytes; with 128, no register is left. If warpgroups take
-    # turns, no register is left with 152. Otherwise cut tiles need as many registers as whole ones.
+    # Cut tiles need more registers than whole ones in a cluster (144 registers of sums spill 40 bytes, 128 leave no
+    # register) or if warpgroups take turns (152 leave no register).
     crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
     most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED
     return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
