@@ -93,7 +93,7 @@ class Moved:
 
 def move_sums(patch, move):
     make = product_kernel.PartialSums
-    patch.setattr(product_kernel, "PartialSums", lambda sums, flags, *rest: make(Moved(sums, move), flags, *rest))
+    patch.setattr(product_kernel, "PartialSums", lambda sums, flags, **how: make(Moved(sums, move), flags, **how))
 
 
 def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: index):
@@ -102,7 +102,7 @@ def move_flags(patch, *, signalled=lambda *index: index, awaited=lambda *index: 
     patch.setattr(
         product_kernel,
         "PartialSums",
-        lambda sums, flags, *rest: make(sums, types.SimpleNamespace(at=Unresolved(flags)), *rest),
+        lambda sums, flags, **how: make(sums, types.SimpleNamespace(at=Unresolved(flags)), **how),
     )
     patch.setattr(
         partial_sums, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag[0].at[signalled(*flag[1])])

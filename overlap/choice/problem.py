@@ -251,7 +251,7 @@ class Problem:
 
         - the schedule "pingpong" in a cluster, or with the smallest tiles
         - tiles of 256 × 64 with `stream_k` above 1, in a cluster
-        - swapped operands with `stream_k` above 1
+        - swapped operands with `stream_k` above 1: some of these kernels
         """
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)

@@ -70,9 +70,9 @@ SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective, and
-# clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model predicts that they
-# are clearly faster.
+# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective or
+# with cut tiles, and clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model
+# predicts that they are clearly faster.
 _NOT_MEASURED = 1.05
 # Fine fields are varied only for this many of the best shapes.
 MOST_VARIED = 32
@@ -112,7 +112,8 @@ def rank(config: Config, problem: Problem, target: Target, rates: Rates | None =
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns the model's time in µs, plus a little for a configuration of a kind that was never measured."""
     us = predicted_us(config, problem, target, rates)
-    new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
+    swapped = config.swap_operands and (problem.communicates or config.stream_k > 1)
+    new = swapped or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
 
 
@@ -154,8 +155,7 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     """Yields each tile shape with every different way to cut the last wave. The fine fields have their usual values."""
-    cuts = ("split_k", "stream_k")
-    names = [name for name in SHAPE if name not in cuts]
+    names = [name for name in SHAPE if name not in ("split_k", "stream_k")]
     upright = itertools.product(*(SHAPE[name] for name in names))
     of_swapped = SHAPE | SWAPPED | {"tile_m": _rows_of_swapped(problem)}
     swapped = itertools.product(*(of_swapped[name] for name in names))
@@ -164,22 +164,27 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
             continue
         yield whole
-        work = work_of(whole, problem, target)
-        if not work.full_waves and not problem.communicates:
-            # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
-            for parts in SHAPE["split_k"][1:]:
-                if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
-                    if not whole.swap_operands:
-                        yield dataclasses.replace(whole, split_k=parts)
-                    if parts <= MOST_SHARED and problem.m > FEW_ROWS:
-                        yield dataclasses.replace(whole, stream_k=parts)
-            continue
-        seen = {work.workers}
-        for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
-            cut = dataclasses.replace(work, max_pieces=parts)
-            if cut.workers not in seen and work.k_steps >= 2 * parts:
-                seen.add(cut.workers)
-                yield dataclasses.replace(whole, stream_k=parts)
+        yield from (cut for cut in _cut(whole, problem, target) if not spills(cut))
+
+
+def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
+    """Yields a tile shape with every different way to cut the last wave."""
+    work = work_of(whole, problem, target)
+    if not work.full_waves and not problem.communicates:
+        # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
+        for parts in SHAPE["split_k"][1:]:
+            if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
+                if not whole.swap_operands:
+                    yield dataclasses.replace(whole, split_k=parts)
+                if parts <= MOST_SHARED and problem.m > FEW_ROWS:
+                    yield dataclasses.replace(whole, stream_k=parts)
+        return
+    seen = {work.workers}
+    for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
+        cut = dataclasses.replace(work, max_pieces=parts)
+        if cut.workers not in seen and work.k_steps >= 2 * parts:
+            seen.add(cut.workers)
+            yield dataclasses.replace(whole, stream_k=parts)
 
 
 def _may_swap(problem: Problem, target: Target) -> bool:
@@ -252,7 +257,11 @@ def spills(shape: Config) -> bool:
     # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
-    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > MOST_ACCUMULATED)
+    # Cut tiles need more registers than whole ones in a cluster (144 registers of sums spill 40 bytes, 128 leave no
+    # register) or if warpgroups take turns (152 leave no register).
+    crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
+    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED
+    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:

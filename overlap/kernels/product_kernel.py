@@ -132,7 +132,7 @@ class ProductKernel:
             flags = shared_semaphores(*shapes, told=bool(self.peers_read)) if shapes else ()
             own, rest = _split(flags, len(self.flags))
             counter, of_sums = _split(rest, len(counters))
-            partial = PartialSums(*sums, *of_sums, config.swap_operands) if work.cuts else None
+            partial = PartialSums(*sums, *of_sums, transposed=config.swap_operands) if work.cuts else None
             trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
 
             def run(buffers: Any, *smem: Any) -> None:
