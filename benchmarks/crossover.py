@@ -2,7 +2,7 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
-    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/h200/*.csv \
+    python3 -m benchmarks.crossover benchmarks/results/[am]*-one_process.csv benchmarks/model/h*/*.csv \
         --out overlap/choice/crossover.csv
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from benchmarks import command, fit_model
+from benchmarks.model_tasks import TARGETS
 from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
@@ -27,7 +28,8 @@ from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-_KEY = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
+_SIZES = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
+_KEY = ("gpu", *_SIZES)
 # `result`: the file from which a row comes, relative to benchmarks/ and without suffix. That file names the commit, the
 # date and the command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
@@ -48,7 +50,7 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
                 m, n, k = map(int, row["shape"].split("x"))
                 layout = cast(Layout, row.get("layout") or "nn")
                 problem = TableProblem(row["op"], int(row["devices"]), m, n, k, row["dtype"], layout).library
-                key = tuple(getattr(problem, name) for name in _KEY)
+                key = (_gpu(path), *(getattr(problem, name) for name in _SIZES))
                 if row["method"] in ("fused", "xla") and row["status"] == "ok":
                     times.setdefault(key, {})[row["method"]] = float(row["loop_us"])
             except (KeyError, ValueError) as error:
@@ -59,13 +61,19 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _rows_of_configurations(path: pathlib.Path) -> list[dict[str, Any]]:
-    measured, rows = fit_model.load(path), []
+    gpu, rows = path.resolve().parent.name, []
+    measured = fit_model.load(path, gpu)
     for problem, (_, chosen) in fit_model.losses(measured).items():
         times = measured[problem]
         if None in times:
-            key = (getattr(problem, name) for name in _KEY)
-            rows.append(dict(zip(FIELDS, (*key, times[chosen], times[None], _name(path)), strict=True)))
+            key = (getattr(problem, name) for name in _SIZES)
+            rows.append(dict(zip(FIELDS, (gpu, *key, times[chosen], times[None], _name(path)), strict=True)))
     return rows
+
+
+def _gpu(path: pathlib.Path) -> str:
+    """Returns the GPU that a result's file name names; "h200" if it names none."""
+    return next((gpu for gpu in TARGETS if f"-{gpu}-" in path.name), "h200")
 
 
 def _name(path: pathlib.Path) -> str:

@@ -1,7 +1,8 @@
 """Makes the tuning table that is shipped with the library, from the products of known models.
 
-    python -m benchmarks.known_models tasks --out tasks.jsonl                 writes tasks for `benchmarks.configurations`
-    python -m benchmarks.known_models table benchmarks/model/h200/known.csv   writes the table, from its measurements
+    python -m benchmarks.known_models tasks --out tasks.jsonl               writes tasks for `configurations`
+    python -m benchmarks.known_models table benchmarks/model/h200/known*.csv --jax 0.11.2
+                                                                             writes the table, from its measurements
 
 Both take `--gpu h100` for an H100.
 
@@ -30,9 +31,8 @@ from overlap.kernels.target import Target
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
 # IN_TURN: how many times longer a configuration with `in_turn` takes at the power limit if it is measured alone
-# (harness, 2026-11-23). The samples of `benchmarks.configurations` do not show this: they are so short that the GPU's
-# clock still depends on the configurations that ran before. POWER_LIMITED_US: products that take longer reach the power
-# limit.
+# (harness, 2026-11-23). Samples of less than some 50 ms do not show this: the GPU's clock still depends on the
+# configurations that ran before. POWER_LIMITED_US: products that take longer reach the power limit.
 IN_TURN, POWER_LIMITED_US = 1.02, 100.0
 
 
@@ -92,21 +92,29 @@ def task_of(problem: Problem, target: Target) -> Task:
     return Task(problem, tuple(ranked[:CONFIGS]), with_xla=True)
 
 
-def _by_itself(config: Config, us: float) -> float:
-    """Estimates how long a configuration takes if it is measured alone (see `IN_TURN`), in microseconds."""
-    return us * IN_TURN if config.in_turn and us > POWER_LIMITED_US else us
+def _by_itself(config: Config, us: float, short: bool) -> float:
+    """Estimates how long a configuration takes if it is measured alone (see `IN_TURN`), in microseconds.
+
+    Args:
+      config: the configuration.
+      us: its time in `benchmarks.configurations`.
+      short: whether it was measured in short samples (`fit_model.Times`).
+    """
+    return us * IN_TURN if short and config.in_turn and us > POWER_LIMITED_US else us
 
 
 def entries(times: fit_model.Times, jax_version: str, date: str) -> list[Entry]:
-    """Makes the entries of the table, with the fastest configuration of each problem."""
+    """Makes the entries of the table, with the fastest configuration of each problem that the search offers."""
     result = []
     for problem, of_problem in times.items():
-        fused = [(config, us) for config, us in of_problem.items() if config is not None]
-        (best, us), *rest = ranked = sorted(fused, key=lambda pair: _by_itself(*pair))
+        fused = [(config, us) for config, us in of_problem.items() if config is not None and not space.spills(config)]
+        (best, us), *rest = ranked = sorted(fused, key=lambda pair: _by_itself(*pair, problem in times.short))
         others = {space.differences(config): other for config, other in rest[:2]}
         others |= {"xla": of_problem[None]} if None in of_problem else {}
         result.append(
-            Entry(problem, times.target.kind, jax_version, best, us, others, tried=len(ranked), complete=True, date=date)
+            Entry(
+                problem, times.target.kind, jax_version, best, us, others, tried=len(ranked), complete=True, date=date
+            )
         )
     return result
 
@@ -120,7 +128,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     add_gpu(tasks)
     tasks.add_argument("--limit", type=whole_number(1), help="write only the first LIMIT problems")
     table = commands.add_parser("table", help="write the table that is shipped")
-    table.add_argument("times", type=old_file, help="a CSV of benchmarks.configurations")
+    table.add_argument(
+        "times",
+        nargs="+",
+        type=old_file,
+        help="CSV files of benchmarks.configurations; of several with the same problem the last one counts",
+    )
     add_gpu(table)
     table.add_argument("--jax", required=True, help="the version of jax of the measurements")
     table.add_argument("--date", default=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
@@ -130,14 +143,17 @@ def main(arguments: Iterable[str] | None = None) -> int:
         tables.replace(given.out, "\n".join(lines) + "\n")
         print(f"{len(lines)} tasks in {given.out}")
         return 0
-    try:
-        found = entries(fit_model.load(given.times, given.gpu), given.jax, given.date)
-    except (KeyError, TypeError, ValueError) as error:
-        raise WrongArguments(f"known_models: {given.times} holds no times: {error!r}") from None
+    found: dict[Problem, Entry] = {}
+    for path in given.times:
+        try:
+            made = entries(fit_model.load(path, given.gpu), given.jax, given.date)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WrongArguments(f"known_models: {path} holds no times: {error!r}") from None
+        found |= {entry.problem: entry for entry in made}
     file = tables.SHIPPED / f"{given.gpu}.json"
     kept = [entry for entry in tables.read(file) if entry.problem.op != "matmul"] if file.exists() else []
     new = file.with_suffix(".new")
-    tables.add(new, [*kept, *found])
+    tables.add(new, [*kept, *found.values()])
     new.replace(file)
     print(f"{len(tables.load(file))} entries in {file}")
     return 0

@@ -14,10 +14,11 @@ from benchmarks import configurations, fit_model, model_tasks
 from benchmarks.configurations import Task
 from overlap.choice import crossover, model, rates
 from overlap.choice.problem import Problem
-from overlap.choice.rates import HOPPER, Rates
+from overlap.choice.rates import H200, Rates
 from overlap.kernels.config import Config
 
-TARGET = model_tasks.TARGET
+TARGET = model_tasks.TARGETS["h200"]
+GPUS = pytest.mark.parametrize("gpu", model_tasks.TARGETS)
 
 
 def drawn(count: int, seed: int = 0, **given: float | bool) -> list[Problem]:
@@ -36,7 +37,7 @@ def test_tasks_are_drawn_from_the_whole_space_and_can_run():
     assert all(2.0 * p.m * p.n * p.k <= model_tasks.MOST_FLOPS for p in problems)
     assert all(row % 128 == 0 for p in drawn(30, aligned=1.0) for row in p.row_bytes)
     chance = random.Random(1)
-    tasks = [Task(p, model_tasks.draw_configs(chance, p)) for p in problems[:12]]
+    tasks = [Task(p, model_tasks.draw_configs(chance, p, TARGET)) for p in problems[:12]]
     for task in tasks:
         assert 5 <= len(task.configs) == len(set(task.configs)) <= 14
         assert all(task.problem.accepts(config, TARGET) for config in task.configs)
@@ -56,12 +57,11 @@ def test_the_command_draws_the_same_for_a_seed(tmp_path):
 
 
 def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
-    monkeypatch.setattr(configurations, "_LAUNCH_US", 0.0)
     monkeypatch.setattr(configurations, "_WARM_UP_S", 0.0)
     problem = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16", layout="nt")
     good = Config.of(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
     task = Task(problem, (good, Config.of(tile_n=512)), with_xla=True)
-    worker = configurations._Worker(128 * 128, samples=2)
+    worker = configurations._Worker(128 * 128, samples=2, launch_ms=0.0)
     compiled = worker.compile(task)
     loop, expected, difference = worker.prepare(compiled)
     rows = {row["config"]: row for row in worker.measure(compiled, loop, expected, difference)}
@@ -80,27 +80,28 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
 
 def synthetic(with_rates: Rates, noise: float = 0.03) -> fit_model.Times:
     """Returns the times that a device with the given rates would take."""
-    times, chance = fit_model.Times(), random.Random(5)
+    times, chance = fit_model.Times(TARGET), random.Random(5)
     for problem in drawn(30, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
-        for config in model_tasks.draw_configs(chance, problem):
+        for config in model_tasks.draw_configs(chance, problem, TARGET):
             us = model.predicted_us(config, problem, TARGET, with_rates)
             times[problem][config] = us * chance.lognormvariate(0.0, noise)
-        times.samples[problem] = 3
+        times.weights[problem] = 3.0
     return times
 
 
 def test_the_fit_finds_the_rates_of_a_device(monkeypatch):
     free = {"tile_cycles": (2000.0, 3.0), "l2_bytes_per_cycle": (75.0, 1.6), "launch_us": (5.0, 1.5)}
     monkeypatch.setattr(fit_model, "FREE", free)
-    true = dataclasses.replace(HOPPER, tile_cycles=4000.0, l2_bytes_per_cycle=55.0, launch_us=4.0)
-    found = fit_model.fit([synthetic(true)], HOPPER)
+    true = dataclasses.replace(H200, tile_cycles=4000.0, l2_bytes_per_cycle=55.0, launch_us=4.0)
+    found = fit_model.fit([synthetic(true)], H200)
     for name in free:
         assert abs(np.log(getattr(found, name) / getattr(true, name))) < 0.15, name
-    assert found.step_cycles == HOPPER.step_cycles
+    assert found.step_cycles == H200.step_cycles
 
 
-def test_the_rates_lie_beside_the_code_and_are_all_there():
-    fitted = json.loads(rates.FILE.read_text())["rates"]
+@GPUS
+def test_the_rates_lie_beside_the_code_and_are_all_there(gpu):
+    fitted = json.loads(rates.file_of(gpu).read_text())["rates"]
     names = {field.name for field in dataclasses.fields(Rates)}
     assert names - fitted.keys() == {"overlaps_epilogue", "measured"} and fitted.keys() <= names
     assert all(value > 0 for value in fitted.values())
@@ -110,28 +111,32 @@ def test_the_rates_lie_beside_the_code_and_are_all_there():
 # --- The loss of the choices ------------------------------------------------------------------------------------------
 
 
-def test_the_held_out_problems_are_none_of_those_fitted_to():
-    fitted, held_out = fit_model.load(fit_model.FITTED_TO[0]), fit_model.load(fit_model.HELD_OUT)
-    assert len(fitted) >= 200 and len(held_out) >= 50
-    assert not fitted.keys() & held_out.keys()
+@GPUS
+def test_the_held_out_problems_are_none_of_those_fitted_to(gpu):
+    held_out = fit_model.load(fit_model.held_out(gpu), gpu)
+    fitted = set().union(*(fit_model.load(path, gpu) for path in fit_model.fitted_to(gpu)))
+    assert len(fitted) >= 140 and len(held_out) >= 30
+    assert not fitted & held_out.keys()
     assert all(None in of_problem for of_problem in held_out.values())
 
 
-def test_choices_lose_little_on_problems_that_the_model_has_not_seen():
+@GPUS
+def test_choices_lose_little_on_problems_that_the_model_has_not_seen(gpu):
     """Uses stored measurements, so the result depends on the model and not on this machine."""
-    times = fit_model.load(fit_model.HELD_OUT)
+    times = fit_model.load(fit_model.held_out(gpu), gpu)
     lost = [loss for loss, _ in fit_model.losses(times).values()]
     assert statistics.mean(lost) <= 0.03 and fit_model._at(lost, 0.95) <= 0.11
     text = fit_model.judgement(times)
     assert len(text.splitlines()) == 4 and f"{len(times)} problems" in text
 
 
-def test_what_is_chosen_is_not_far_behind_the_better_of_both():
-    times = fit_model.load(fit_model.HELD_OUT)
+@GPUS
+def test_what_is_chosen_is_not_far_behind_the_better_of_both(gpu):
+    times = fit_model.load(fit_model.held_out(gpu), gpu)
     ratios = []
     for problem, (_, config) in fit_model.losses(times).items():
         xla, fused = times[problem][None], times[problem][config]
-        ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem) else fused))
+        ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem, gpu) else fused))
     assert statistics.mean(ratios) >= 0.97 and fit_model._at(ratios, 0.05) >= 0.87
 
 

@@ -12,7 +12,7 @@ import jax
 from overlap.choice import crossover, tables
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
-from overlap.choice.rates import rates_of
+from overlap.choice.rates import measured_gpu, rates_of
 from overlap.choice.session import session
 from overlap.choice.space import heuristic, spills
 from overlap.kernels.config import Config, default_config
@@ -102,7 +102,7 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
         return slower and f"{slower} ({source})"
     if not rates_of(target).measured:
         return crossover.NOTHING_MEASURED
-    return crossover.xla_is_faster(problem)
+    return crossover.xla_is_faster(problem, measured_gpu(target))
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:

@@ -1,8 +1,9 @@
 """Predicts where XLA is faster than the fused kernel, from measured pairs of times (fused kernel, XLA).
 
 The measurements are in `crossover.csv`, which `python -m benchmarks.crossover` makes from results of benchmarks. They
-were taken on an H200, and are used for all Hopper GPUs: the choice depends mostly on the fixed costs of a launch
-relative to the size of the problem, and this relation is similar on all of them.
+were taken on H200s, and some of them on an H100. All are used for all Hopper GPUs: the choice depends mostly on the
+fixed costs of a launch relative to the size of the problem, and this relation is similar on all of them. But those of
+the same GPU count as nearer.
 
 Between measurements, the ratio of the two times is interpolated: the logarithm of the ratio is averaged over near
 measurements, each weighted by the inverse square of its distance. Distances are taken between the logarithms of the
@@ -26,16 +27,15 @@ from overlap.kernels.config import SWIZZLE_BYTES
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
 # If the ratio of XLA's time to the fused kernel's is below this, XLA is faster. A ratio between this and 1 counts as
-# noise. The same pair measured twice differs by up to 4%, and XLA's times from runs of many configurations are
-# corrected by an estimate of 3% (`benchmarks.fit_model`).
-LEAST_RATIO = 0.93
+# noise: the same pair measured twice differs by up to 4%.
+LEAST_RATIO = 0.96
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
 # The distance between two problems is 1 for each doubling of m, n, k or the batch. These are added: `_DEVICES` for each
-# doubling of the number of devices, `_LAYOUT` if the layouts differ, `_KIND` if the dtypes differ (`_kind`), and
-# `_ALIGNMENT` if only one of the problems has aligned rows (`_aligned`).
-_DEVICES, _LAYOUT, _KIND, _ALIGNMENT = 1.0, 0.5, 3.0, 3.0
+# doubling of the number of devices, `_LAYOUT` if the layouts differ, `_KIND` if the dtypes differ (`_kind`),
+# `_ALIGNMENT` if only one of the problems has aligned rows (`_aligned`), and `_OTHER_GPU` if another GPU was measured.
+_DEVICES, _LAYOUT, _KIND, _ALIGNMENT, _OTHER_GPU = 1.0, 0.5, 3.0, 3.0, 0.5
 # A measurement is not used if its distance exceeds the distance of the nearest measurement by more than this.
 _REACH = 1.0
 # If the nearest measurement is farther away than this, the problem counts as not measured.
@@ -50,11 +50,13 @@ class Measured:
       problem: the problem that was measured.
       fused_us: the fused kernel's time per call, in a loop on the device.
       xla_us: XLA's time per call, in the same run.
+      gpu: what was measured on (`rates.measured_gpu`).
     """
 
     problem: Problem
     fused_us: float
     xla_us: float
+    gpu: str = "h200"
 
     @property
     def ratio(self) -> float:
@@ -69,15 +71,15 @@ class Measured:
         return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
 
 
-def neighbours(problem: Problem) -> list[tuple[float, Measured]]:
-    """Returns the measurements that decide about a problem, each with its distance, the nearest first.
+def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measured]]:
+    """Returns the measurements that decide about a problem on a GPU, each with its distance, the nearest first.
 
-    Among equally near measurements, the one with the smallest ratio (the worst for the fused kernel) comes first. The
-    list is empty if the problem's operation was never measured.
+    Among equally near measurements, those of the same dtype come first, and of these the one with the smallest ratio
+    (the worst for the fused kernel). The list is empty if the problem's operation was never measured.
     """
     alike = [measured for measured in _measurements() if measured.problem.op == problem.op]
-    pairs = [(_distance(measured.problem, problem), measured) for measured in alike]
-    pairs.sort(key=lambda pair: (pair[0], pair[1].ratio))
+    pairs = [(_distance(one.problem, problem) + _OTHER_GPU * (one.gpu != gpu), one) for one in alike]
+    pairs.sort(key=lambda pair: (pair[0], pair[1].problem.dtype != problem.dtype, pair[1].ratio))
     return [pair for pair in pairs if pair[0] <= pairs[0][0] + _REACH]
 
 
@@ -90,9 +92,14 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
     return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
 
 
-def xla_is_faster(problem: Problem) -> str | None:
-    """Returns why XLA is expected to be faster for a problem, with the measurement that says so; None if it is not."""
-    near = neighbours(problem)
+def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
+    """Returns why XLA is expected to be faster for a problem, with the measurement that says so; None if it is not.
+
+    Args:
+      problem: the operation and the sizes.
+      gpu: whose measurements count as the nearest (`rates.measured_gpu`).
+    """
+    near = neighbours(problem, gpu)
     if not near:
         return NOTHING_MEASURED
     distance, nearest = near[0]
@@ -139,4 +146,4 @@ def _measured(row: dict[str, str]) -> Measured:
     m, n, k, devices = (int(row[name]) for name in ("m", "n", "k", "devices"))
     layout = cast(Layout, row["layout"])
     problem = Problem(row["op"], m, n, k, row["dtype"], row["out_dtype"], devices=devices, layout=layout)
-    return Measured(problem, float(row["fused_us"]), float(row["xla_us"]))
+    return Measured(problem, float(row["fused_us"]), float(row["xla_us"]), row["gpu"])

@@ -21,8 +21,8 @@ F32_BYTES = 4
 # An exponent like `Rates.overlap_exponent`, here for full clocks and the power limit. The larger it is, the more
 # abruptly the clock rate begins to fall where work reaches the power limit.
 _LIMITED = 8.0
-# The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass through
-# the L2 meanwhile.
+# The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass
+# through the L2 meanwhile.
 _KEPT_IN_L2 = 0.5
 # Cores with consecutive numbers that share a path to the L2: about a GPC.
 GROUP = 16
@@ -142,7 +142,7 @@ class _PerDepth:
       cycles: time, in cycles of the core.
       multiplied: multiply-adds times the bytes of an operand's element.
       loaded: bytes loaded from the L2.
-      of_group: the same, but a byte that several cores of a group load counts once, divided by the number of these cores.
+      of_group: the same, but a byte that several cores of a group load counts once.
       read: bytes of shared memory that the tensor cores read.
     """
 

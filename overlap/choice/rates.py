@@ -1,7 +1,7 @@
 """The rates of each GPU (work per cycle, bytes per µs, fixed times) that the model in `model.py` uses.
 
 Hopper's rates are fitted to measurements on an H200 and on an H100: `rates_h200.json` and `rates_h100.json`, written by
-`python -m benchmarks.fit_model`. Other Hopper GPUs use the rates of the one whose memory they have (`_RATES_OF`).
+`python -m benchmarks.fit_model`. Other Hopper GPUs use the rates of the one whose memory they have (`measured_gpu`).
 
 Blackwell's rates are for a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
 products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction). Each is multiplied by the ratio of the
@@ -141,6 +141,10 @@ class Rates:
         return hopper.rows_loaded(config, m, transpose_lhs)
 
 
+# Names in the kinds of devices that have the memory of an H100. An H200's measurements stand for all other Hopper GPUs.
+_LIKE_H100 = ("H100", "H800")
+
+
 class BlackwellRates(Rates):
     """Rates for a mainloop whose tensor cores read each operand once per k step and keep the sums in tensor memory."""
 
@@ -157,6 +161,10 @@ class BlackwellRates(Rates):
         return tma.rows_loaded(config, m, transpose_lhs)
 
 
+def measured_gpu(target: Target) -> str:
+    """Returns the Hopper GPU whose measurements stand for a device: "h100" or "h200"."""
+    return "h100" if any(name in target.kind for name in _LIKE_H100) else "h200"
+
 
 def file_of(gpu: str) -> pathlib.Path:
     """Returns the file with the fitted rates of a GPU ("h200" or "h100")."""
@@ -168,8 +176,6 @@ def _fitted(gpu: str) -> dict[str, Any]:
 
 
 H200, H100 = Rates(**_fitted("h200")), Rates(**_fitted("h100"))
-# Parts of device kinds, with the rates of these devices. The first part that occurs counts; H200's rates if none does.
-_RATES_OF = (("H100", H100), ("H800", H100))
 BLACKWELL = BlackwellRates(
     overlaps_epilogue=True,
     measured=False,
@@ -199,4 +205,4 @@ def rates_of(target: Target) -> Rates:
     """Returns the rates of a device."""
     if target.is_blackwell:
         return BLACKWELL
-    return next((rates for part, rates in _RATES_OF if part in target.kind), H200)
+    return H100 if measured_gpu(target) == "h100" else H200

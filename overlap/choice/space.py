@@ -70,9 +70,9 @@ SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective or
-# with cut tiles, and clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model
-# predicts that they are clearly faster.
+# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective, and
+# clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model predicts that they
+# are clearly faster.
 _NOT_MEASURED = 1.05
 # Fine fields are varied only for this many of the best shapes.
 MOST_VARIED = 32
@@ -112,8 +112,7 @@ def rank(config: Config, problem: Problem, target: Target, rates: Rates | None =
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns the model's time in µs, plus a little for a configuration of a kind that was never measured."""
     us = predicted_us(config, problem, target, rates)
-    swapped = config.swap_operands and (problem.communicates or config.stream_k > 1)
-    new = swapped or (config.joined and config.cluster > 1)
+    new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
     return us * _NOT_MEASURED if new else us
 
 
