@@ -60,8 +60,9 @@ def test_the_heuristic_knows_the_usual_cases():
         assert config is not None
         return config
 
-    # Large problem: the tile with the most work per byte.
-    assert tile("8192x8192x8192") == (128, 256, 1)
+    # Large problem: a large tile, and warpgroups that take turns, or the tile with the most work per byte.
+    rows, columns, cut = tile("8192x8192x8192")
+    assert rows * columns >= 128 * 128 and cut == 1
     # 3.4 waves: the last wave is cut, or avoided by tiles with another number of rows.
     assert fields("4096x3584x8192").stream_k > 1 or fields("4096x3584x8192").swap_operands
     assert fields("4096x4096x4096").stream_k == 1

@@ -11,7 +11,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
-from overlap.choice.rates import H200, Rates, rates_of
+from overlap.choice.rates import COLLECTIVES, Rates, rates_of
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
@@ -40,7 +40,7 @@ ONE_SHOT_US = 6.0
 
 def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
     """Whether copying `copied_bytes` within a device takes less time than receiving `received_bytes` from its peers."""
-    return 2 * copied_bytes / H200.hbm_bytes_per_us < received_bytes / H200.pulled_bytes_per_us
+    return 2 * copied_bytes / COLLECTIVES.hbm_bytes_per_us < received_bytes / COLLECTIVES.pulled_bytes_per_us
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
@@ -66,12 +66,15 @@ def waves(config: Config, problem: Problem, target: Target) -> float:
 
 def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns the model's time for one call, in microseconds. `rates`: None takes the rates of the target."""
-    rates, work, itemsize = rates or rates_of(target), work_of(config, problem, target), problem.itemsize
+    rates = rates or rates_of(target, communicates=problem.communicates)
+    work, itemsize = work_of(config, problem, target), problem.itemsize
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
     weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
-    hbm_bytes = problem.bytes_per_device + again * weights + _read_again(config, problem, work, rates)
+    hbm_bytes = problem.bytes_per_device + again * weights
+    if not problem.communicates:
+        hbm_bytes += _read_again(config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
         # The data do not fit into the L2. So the rate at which the active cores can read memory is a limit, too.
