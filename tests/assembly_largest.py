@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.choice.space import MOST_ACCUMULATED
+from overlap.choice.space import MOST_ACCUMULATED, MOST_ACCUMULATED_IN_CLUSTERS
 
 # Pairs (tile, ending) for which a compute thread needs more than 160 registers. They come from the table of registers
 # that `python -m tests.assembly_sweep` writes. The list also has three small tiles that need far more registers than
@@ -31,11 +31,11 @@ MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[bool, int, bool, bool]], ...]
     ((64, 256, 64, 4, "pingpong", False), (False, 1, False, True)),
     ((128, 128, 64, 2, "pingpong", False), (True, 1, True, True)),
     ((128, 128, 64, 4, "pingpong", False), (False, 2, True, True)),
-    ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (True, 2, False, True)),
+    ((MOST_ACCUMULATED_IN_CLUSTERS, 256, 64, 2, "cooperative", True), (True, 2, False, True)),
     ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (True, 1, False, True)),
-    ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (False, 2, False, True)),
+    ((MOST_ACCUMULATED_IN_CLUSTERS, 256, 64, 2, "cooperative", True), (False, 2, False, True)),
     ((MOST_ACCUMULATED, 128, 64, 2, "pingpong", True), (True, 1, False, True)),
-    ((MOST_ACCUMULATED, 128, 64, 2, "pingpong", True), (False, 2, False, True)),
+    ((MOST_ACCUMULATED_IN_CLUSTERS, 128, 64, 2, "pingpong", True), (False, 2, False, True)),
     ((MOST_ACCUMULATED // 2, 256, 64, 2, "pingpong", True), (False, 1, False, True)),
     ((MOST_ACCUMULATED, 256, 64, 2, "cooperative", True), (False, 1, True, True)),
     ((MOST_ACCUMULATED // 2, 128, 64, 2, "pingpong", True), (False, 2, True, True)),

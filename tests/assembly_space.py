@@ -42,7 +42,7 @@ TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
 # Registers that a kernel must leave unused, because other members of its class may need a setmaxnreg step or two more.
 RESERVE = Registers(compute=16, transfer=8)
 # The index arithmetic of some gathers uses all registers of the transfer threads: about one in thirty with swapped
-# operands (of 340), one of twelve with the schedule "pingpong". None of these kernels spills.
+# operands (of 340), one of twelve with "pingpong", one of six with gathered weights and cut tiles. None of them spills.
 RESERVE_OF_GATHERS = Registers(compute=16, transfer=0)
 # With jax 0.12, the largest tiles with a full epilogue spill at most these bytes (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
@@ -69,10 +69,9 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
 SEEN = frozenset(
     {"tile_m", "tile_n", "tile_k", "schedule", "swap_operands", "epilogue_tile_n", "cluster", "split_k", "stream_k"}
 )
-# With swapped operands any multiple of 8 rows can be chosen. More rows need more registers, so three values stand
-# for all: a class contains its own number of rows and those down to the next value. The last value is the most with 256
-# columns when warpgroups take turns; the one before, with 256 columns otherwise and with 128 when they take turns.
-ROWS_OF_SWAPPED = (256, space.MOST_ACCUMULATED, space.MOST_ACCUMULATED // 2)
+# A class with swapped operands has its own number of rows and those down to the next value (limits of `space.spills`).
+_MOST = {space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2}
+ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
 # The fields of a Config that do not determine the class, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
@@ -373,9 +372,10 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     """Returns descriptions of what is wrong with an assembled kernel; the list is empty if nothing is wrong."""
     limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
     taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
-    smem, most = report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
-    crowded = member.kernel.pulls and (member.kernel.swapped or member.kernel.schedule == "pingpong")
-    reserve = RESERVE_OF_GATHERS if crowded else RESERVE
+    kernel, smem, most = member.kernel, report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
+    kernel = member.kernel
+    crowded = kernel.swapped or kernel.schedule == "pingpong" or (kernel.op in GATHER_RHS and kernel.cuts)
+    reserve = RESERVE_OF_GATHERS if kernel.pulls and crowded else RESERVE
     # A division by a variable is a function call. With such a call jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
     checks = {

@@ -66,6 +66,7 @@ MOST_COLUMNS = 256
 # (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
 # but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
+MOST_ACCUMULATED_IN_CLUSTERS = 128
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
@@ -256,10 +257,10 @@ def spills(shape: Config) -> bool:
     # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
-    # Cut tiles need more registers than whole ones in a cluster (144 registers of sums spill 40 bytes, 128 leave no
-    # register) or if warpgroups take turns (152 leave no register).
+    # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
+    # ones in a cluster (144 spill 40 bytes, 128 leave no register) or if warpgroups take turns (152 leave no register).
     crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
-    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED
+    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED_IN_CLUSTERS if shape.cluster > 1 else MOST_ACCUMULATED
     return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
 
 
