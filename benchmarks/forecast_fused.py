@@ -1,4 +1,4 @@
-"""Forecasts the time of a fused operation on any chip, with the formulas of `overlap/choice/model.py`."""
+"""Forecasts the time of a fused operation on any chip, with formulas like those of `overlap/choice/model.py`."""
 
 from __future__ import annotations
 

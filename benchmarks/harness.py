@@ -293,7 +293,10 @@ class Session:
         return calls_s(prepared.call, prepared.operands, self.calls)
 
     def measure_overhead(self) -> None:
-        """Times a loop without a product: only the write of an element, and the counter."""
+        """Times the loop with a method that computes no product, for `loop_overhead_us`.
+
+        In each iteration this leaves the loop counter, and the write of one element into an operand.
+        """
         empty = Method("empty", lambda lhs, rhs: lhs[..., :1, :1] * 0.5)
         loop = self._loop(empty, self.inputs, call_program(self.problem, empty.call, self.mesh)(*self.inputs))
         self.loop_overhead_us = 1e6 * float(np.median([loop.call_s(self.settings.launches) for _ in range(3)]))

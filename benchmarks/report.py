@@ -107,8 +107,9 @@ class Writer:
     """Writes the files of a run.
 
     The files are written while the benchmark runs, as `NAME.partial`, so that a run that is killed loses little.
-    `finish` gives the files their final names. A run that ends early calls `keep`. So partial files are left behind
-    only if the run is ended by a signal that no program can catch.
+    `finish` gives the files their final names or, with `into_table`, adds their rows to the current table. A run that
+    ends early calls `keep`, which does the same with what is complete and removes the rest. So partial files are left
+    behind only if the process is ended without `keep`: by SIGKILL, or by the last timer of `benchmarks.watch`.
 
     The files are STEM.rounds.csv (every time, appended after each round), STEM.csv (a row for each method and problem,
     rewritten after each problem), STEM.md (the same as a table, with the environment) and STEM.summary.csv (see

@@ -59,7 +59,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
 
 
 def waves(config: Config, problem: Problem, target: Target) -> float:
-    """Returns the k steps that the busiest core computes, in units of the k steps of one tile."""
+    """Returns how many k steps the busiest core computes, divided by the k steps of one tile."""
     work = work_of(config, problem, target)
     return work.total_k_steps(0) / work.k_steps
 

@@ -1,11 +1,14 @@
 """The rates of each GPU (work per cycle, bytes per µs, fixed times) that the model in `model.py` uses.
 
-Hopper's rates are fitted to measurements on an H200 and on an H100: `rates_h200.json` and `rates_h100.json`, written by
-`python -m benchmarks.fit_model`. Other Hopper GPUs use the rates of the one whose memory they have (`measured_gpu`).
+Hopper's rates for plain products are fitted to measurements on an H200 and on an H100: `rates_h200.json` and
+`rates_h100.json`, written by `python -m benchmarks.fit_model`. An H800 has the memory of an H100 and uses its rates;
+all other Hopper GPUs use the H200's (`measured_gpu`). For operations over several devices, all Hopper GPUs use
+`rates_collectives.json`, fitted on an H200.
 
-Blackwell's rates are for a B200, and none of them is measured. They come from its data sheet (2250 TFLOP/s of 16-bit
-products, 148 cores, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction). Each is multiplied by the ratio of the
-measured rate to the data sheet's rate on an H200. Rates that the data sheet does not state are those of the H200.
+Blackwell's rates are for a B200, and none of them is measured. Those that its data sheet states (2250 TFLOP/s of 16-bit
+products, 148 SMs, 8 TB/s, 126 MB of L2, 900 GB/s of NVLink in each direction) are reduced to what such rates were
+measured to be, as a fraction of the data sheet's, on an H200 in November 2026. Further rates that `BLACKWELL` sets are
+estimates; the rest come from `rates_collectives.json`.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ class Rates:
         This cost makes small tiles slow.
       cluster_step_cycles: cycles that each k step takes in addition in a cluster, whose CTAs share loads and wait for
         each other.
-      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle. l2_bytes_per_cycle:
-        bytes per cycle that one core loads from the L2 while all cores load. l2_bytes_per_cycle_alone: bytes per cycle
-        that one core loads from the L2 while no other core loads.
+      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
+      l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
+      l2_bytes_per_cycle_alone: bytes per cycle that one core loads from the L2 while no other core loads.
       group_bytes_per_cycle: bytes per cycle and core that a group of neighbouring cores (`model.GROUP`) loads from the
         L2, if a byte that several of them load counts once.
       unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
@@ -54,8 +57,8 @@ class Rates:
       hbm_bytes_per_us: bytes per µs that all cores together move to and from the device's memory.
       hbm_bytes_per_us_alone: bytes per µs that one core alone moves to and from the device's memory. Measured on an
         H200: 16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
-        l2_bytes: size of the L2. Weights larger than this are read from memory once for each shard, since the shards
-          are multiplied one after the other.
+      l2_bytes: size of the L2. Weights larger than this are read from memory once for each shard, since the shards are
+        multiplied one after the other.
       sum_bytes_per_us: with split-k, bytes per µs that are read by the kernel that adds up the partial products.
       flag_cycles: with stream-k, cycles that CTAs that share a tile need in addition to storing and adding sums: a flag
         crosses the L2, and the sums of the other CTAs are read one round trip after another.
@@ -166,17 +169,13 @@ def measured_gpu(target: Target) -> str:
     return "h100" if any(name in target.kind for name in _LIKE_H100) else "h200"
 
 
-def file_of(gpu: str) -> pathlib.Path:
-    """Returns the file with the fitted rates of a GPU ("h200" or "h100")."""
-    return _file(gpu)
-
-
-def _file(name: str) -> pathlib.Path:
+def file_of(name: str) -> pathlib.Path:
+    """Returns the file with the fitted rates for plain products on a GPU ("h200", "h100"), or for "collectives"."""
     return pathlib.Path(__file__).parent / f"rates_{name}.json"
 
 
 def _fitted(name: str) -> dict[str, Any]:
-    return json.loads(_file(name).read_text(encoding="utf-8"))["rates"]
+    return json.loads(file_of(name).read_text(encoding="utf-8"))["rates"]
 
 
 H200, H100 = Rates(**_fitted("h200")), Rates(**_fitted("h100"))

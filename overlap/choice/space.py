@@ -1,9 +1,9 @@
 """Lists the configurations worth trying for a problem, the best by the model first.
 
 All of them pass the kernel's own check. The fields of a configuration are of two kinds. The *shape* (`SHAPE`: the tile,
-the size of a stage, how the last wave is cut) determines the time that the model predicts. The *fine* fields (`FINE`
-and `CHUNKS`) do not enter the model. The first value of a fine field is the usual one, and each other value ranks a
-configuration a little lower.
+the size of a stage, how the last wave is cut) determines most of the time that the model predicts. Of the *fine* fields
+(`FINE` and `CHUNKS`) only the tile order enters the model, and for each shape the best order is taken (`_ordered`). The
+first value of any other fine field is the usual one, and each other value ranks a configuration a little lower.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates 
 
 
 def _deviation_factor(config: Config, base: Config, problem: Problem, target: Target) -> float:
-    """Returns by which factor `config` is assumed to take longer than `base`, which has the same shape."""
+    """Returns the factor by which `config` is assumed to take longer than `base`. They differ in fine fields only."""
     fine = (*FINE, *CHUNKS, "stages")
     deviations = sum(config.fields[name] != base.fields[name] for name in fine)
     order = (config.order_minor, config.order_width)
@@ -265,7 +265,10 @@ def spills(shape: Config) -> bool:
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
-    """Returns a shape's usual configuration, with as many stages as fit and can be filled; None if none can run."""
+    """Returns the configuration with a shape (the fields in `SHAPE`) and the usual fine fields; None if it cannot run.
+
+    It has as many stages as shared memory holds, but no more than the busiest CTA has k steps.
+    """
     epilogue = ("epilogue_tile_n", "epilogue_buffers")
     low = shape.tile_m < LEAST_ROWS_TO_SHARE
     if not problem.communicates and rates_of(target).measured:

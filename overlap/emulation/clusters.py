@@ -62,7 +62,7 @@ class Cta:
             self.peer_uses[component] = (time, what, thread.instruction.index)
 
     def check_left(self, thread: Visitor) -> None:
-        """Checks, when the CTA ends, that its peers no longer use its barriers and memory."""
+        """Checks, when this CTA ends, that the other CTAs of its cluster no longer use its barriers and memory."""
         for component, (time, what, instruction) in self.peer_uses.items():
             if not covers(self.final.seen, component, time):
                 error = ProtocolError(report.left_cluster(self, what))

@@ -353,7 +353,8 @@ def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     return attribute.value & ((1 << _bits(operation.results[0].type)) - 1), _NOTHING
 
 
-# Operations without operands. Each returns (the value, or a function from the thread to it; how the value varies).
+# MLIR operations without operands, by name. Each entry is a function that returns a pair: the value (or a function that
+# computes it from the thread), and between which CUDA threads it differs ("lane", "warp", as in `_Value.varies`).
 _MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,

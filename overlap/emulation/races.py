@@ -124,10 +124,11 @@ class RaceDetector:
 
     @staticmethod
     def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
-        """Whether the access is a read by rows that finds each row either wholly written or wholly unwritten.
+        """Whether a read of partly unwritten memory is no fault, since each row is wholly written or wholly unwritten.
 
-        A tile at the end of an operand is loaded without the rows out of bounds, which stay NaN. They affect only the
-        same rows of the result, which are dropped when the result is stored.
+        The rows of the read must each affect only the same row of a result (`Access.by_rows`), and some memory must be
+        written. This happens at the end of an operand: a tile is loaded there without the rows out of bounds, which
+        stay NaN. The same rows of the result are dropped when the result is stored.
         """
         if not access.by_rows or old_writes == [0]:
             return False

@@ -51,7 +51,7 @@ def extract(transform: Any) -> Callable[[Any, list, bool], None]:
             tiles = rows // LANES
             b.array = cells[:, : tiles * minor].reshape(LANES, tiles, minor).transpose(1, 0, 2)
             b.groups = [2, 1]
-        else:  # With 64 rows, each half of the columns has half of the lanes.
+        else:  # 64 rows: of every 32 lanes, the first 16 hold the left half of the columns, the others the right half.
             parts = cells[:, : minor // 2].reshape(4, 2, LANES // 8, minor // 2)
             b.array, b.groups = parts.transpose(0, 2, 1, 3), [2, 2]
         b.text += f"{{union group {transform.alias_group_idx}, {dtype}{[rows, minor]}}}"
@@ -60,7 +60,10 @@ def extract(transform: Any) -> Callable[[Any, list, bool], None]:
 
 
 def expand(transform: Any) -> Callable[[Any, list, bool], None]:
-    """Makes the step that adds leading dimensions, whose elements lie side by side in the columns."""
+    """Returns a function that adds leading dimensions to a view of tensor memory while a reference is resolved.
+
+    The elements of these dimensions lie side by side along the columns.
+    """
     batch = tuple(transform.batch_shape)
 
     def step(b: Any, env: list, clip: bool) -> None:

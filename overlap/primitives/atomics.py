@@ -27,11 +27,12 @@ BY_LANE_0 = (".reg .pred first;", ".reg .b32 lane;", "mov.u32 lane, %laneid;", "
 
 
 def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns: bool = False) -> Any:
-    """Runs inline code on references and int32 scalars.
+    """Runs inline PTX on words of memory and int32 scalars.
 
     Args:
-      emit: called at lowering as `emit(context, *pointers, *values)`; it emits PTX, and returns an i32 if it `returns`.
-      refs: words of global memory, here or on a peer.
+      emit: called at lowering as `emit(context, *pointers, *values)`; it emits the PTX. If `returns`, it returns the
+        result, an MLIR value of type i32.
+      refs: words of global memory (of this device or of a peer) or of shared memory.
       *scalars: int32 scalars.
       returns: whether the code has a result, an int32 scalar.
 
@@ -143,7 +144,8 @@ def each_drawn(
       counter: the counter, as in `draw`.
       number: the first number that this warp has drawn.
       end: the first number for which `do` is not called.
-      last: the first number that no warp needs for any purpose; a Python int of at least `end`.
+      last: the `end` for `draw`: numbers from here on stand for no work; a Python int of at least `end`. It is greater
+        than `end` if the numbers from `end` on stand for other work, which the caller does after this call.
       do: is traced once, with an int32 scalar.
 
     Returns:

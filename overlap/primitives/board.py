@@ -37,7 +37,8 @@ ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from the addresses that programs, 
 MOST_DEVICES = 32
 RECORD_BYTES = 64
 _BYTES = MOST_DEVICES * MOST_DEVICES * RECORD_BYTES
-# The words of a record. The state is written last; its values are OVER (0, as in no record), STILL_WAITING, GIVEN_UP.
+# The index of each word in a record. The word STATE is written last. Its values are below; OVER is 0, so memory in
+# which no record was ever written reads as OVER too.
 STATE, OPERATION, POSITION, PEER, ROLE, EXPECTED, GOT, WAITED, POINTER = range(9)  # The pointer has two words.
 # A kernel's clock counts in 2^20 ns.
 TICK_S = 2**20 / 1e9
@@ -81,7 +82,8 @@ def address() -> int | None:
     """Returns the address of the board, for the kernels of this process; None if there is no board.
 
     The first call sets the board up. There is no board in a process without GPUs (which compiles for another machine),
-    or where the driver cannot share host memory with GPUs. Kernels that give up then end without a message.
+    where the driver cannot share host memory with GPUs, or where the address is taken. Kernels that give up then end
+    without a message.
     """
     gpus = [device.local_hardware_id for device in jax.local_devices() if device.platform == "gpu"]
     if not gpus:

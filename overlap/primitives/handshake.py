@@ -150,13 +150,14 @@ class Handshake:
         return board.describe(self.operation, self.group)
 
     def begin(self) -> jax.Array:
-        """Raises this device's beacon and looks for the peers that this CTA draws.
+        """Raises this device's beacon (one CTA does it for the device) and waits for peers to begin.
 
-        Each communicator calls it once, first. It waits until the peers that this CTA has drawn have begun.
+        Each communicator calls it once, first. The communicators share the peers: each draws peers from `counter`, and
+        waits until those that it has drawn have begun.
 
         Returns:
-          The first item that this CTA has drawn after the looks: an int32 scalar of at least `looks`. If the item is
-          below `items`, it stands for transfer number item − `looks`.
+          The first number that this CTA has drawn that stands for no peer: an int32 scalar of at least `looks`. Below
+          `items` it stands for transfer number − `looks`; otherwise no transfer is left for this CTA.
         """
         return self._begin(self._look)
 

@@ -52,7 +52,10 @@ def for_each_piece(
 
 
 def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.OperandLoad, staging.OperandLoad]:
-    """Describes the loads of both operands' tiles, still with the memory of all stages and without barriers."""
+    """Describes how both operands' tiles are loaded, but not into which stage.
+
+    `box_smem` has all stages, and `barrier` is None: `produce` fills in both for each k step.
+    """
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
