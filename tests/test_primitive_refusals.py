@@ -99,7 +99,12 @@ WRONG = [
     (lambda flag, group: LAYER.semaphore_wait(flag, 1.5), TypeError, "`value` of `semaphore_wait`.*1.5 (float)"),
     (lambda flag, group: LAYER.semaphore_wait(flag, True), TypeError, "`value` of `semaphore_wait`.*True (bool)"),
     (lambda flag, group: LAYER.semaphore_wait(flag, jnp.float32(1)), TypeError, "`value`.*float32 and shape ()"),
-    (lambda flag, group: LAYER.semaphore_wait(flag, -1), ValueError, "`value` of `semaphore_wait`.*at least 0, got -1"),
+    (
+        lambda flag, group: LAYER.semaphore_wait(flag, -1),
+        ValueError,
+        "`value`.*at least 0 and.*got -1",
+    ),
+    (lambda flag, group: LAYER.semaphore_wait(flag, 1 << 31), ValueError, "`value`.*less than 2³¹, got 2147483648"),
     (lambda flag, group: LAYER.semaphore_signal(flag, 1.5), TypeError, "`increment` of `semaphore_signal`.*1.5"),
     (lambda flag, group: LAYER.semaphore_signal(flag, group.me()), TypeError, "`increment`.*int32.*by a constant"),
     (lambda flag, group: LAYER.semaphore_signal(flag, 0), ValueError, "`increment`.*at least 1, got 0"),
@@ -118,7 +123,28 @@ WRONG = [
     (lambda flag, group: group.peer(3), ValueError, "`distance` of `PeerGroup.peer`.*in 0 … 2, got 3"),
     (lambda flag, group: LAYER.draw(flag, group.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
     (lambda flag, group: LAYER.each_drawn(flag, 0, 4, 3, print), ValueError, "`last`.*at least 4, got 3.*not end"),
+    (lambda flag, group: LAYER.draw(flag, 1 << 31), ValueError, "`end` of `draw`.*less than 2³¹, got 2147483648"),
+    (lambda flag, group: LAYER.draw(3, 2), TypeError, "`counter` of `draw` must be one semaphore.*got 3 (int)"),
+    (lambda flag, group: LAYER.Handshake(flag, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got shape ()"),
+    (lambda flag, group: LAYER.Handshake(3, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got 3: take"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda flags, group: prim.draw(flags, 2), "`counter` of `draw` must be one semaphore, got shape (4,)"),
+        (lambda flags, group: prim.each_drawn(flags, 0, 2, 2, print), "`counter` of `draw` must be one semaphore"),
+        (lambda flags, group: prim.semaphore_wait_peer(flags, 1, group, 1), "`flag` of `semaphore_wait_peer` must be"),
+    ],
+)
+def test_several_semaphores_are_not_one(call, words):
+    def body(out):
+        (flags,) = prim.shared_semaphores((4,))
+        in_one_warp(lambda: call(flags, prim.PeerGroup.of("x")))
+
+    with pytest.raises(TypeError, match=re.escape(words)):
+        run(body, devices=2)
 
 
 @pytest.mark.parametrize(("call", "error", "words"), WRONG)

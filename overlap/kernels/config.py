@@ -80,14 +80,17 @@ class Config:
         memory limits their number.
       schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": they take turns, each
         with tiles of its own, so that one stores its tile while the other multiplies; a tile is then 128 × 128 or
-        64 × 256 at most. Blackwell has no "pingpong": there a tile is always stored during the products of the next.
+        64 × 256 at most (with `swap_operands` 20480 elements). Blackwell has no "pingpong": there a tile is always
+        stored during the products of the next.
       swap_operands: the tensor cores compute the transposed tile, rhsᵀ · lhsᵀ. wgmma computes 64 rows at a time, but
-        any multiple of 8 columns. So `tile_m` may then be any multiple of 8, chosen such that the tiles fill the last
-        wave, and `tile_n` is 64 (pingpong), 128 or 256. It needs a 16-bit result, `lhs` as [m, k], and no `split_k`. It
-        cannot be used with the transport "ring", where results are exchanged between devices, or on Blackwell.
+        any multiple of 8 columns. So `tile_m` may then be any multiple of 8 (of 16 in a cluster along "n"), chosen such
+        that the tiles fill the last wave. `tile_n` is 128 or 256, with "pingpong" any multiple of 64; a tile has at
+        most 40960 elements, with "pingpong" 20480. It needs a 16-bit result, `lhs` as [m, k], and no `split_k`;
+        `stream_k` may be used. It cannot be used in `matmul_reduce_scatter` and `matmul_all_reduce`, with the transport
+        "ring", or on Blackwell.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
-      order_width: how many tiles wide a band of the tile order is (`TileOrder`); with clusters, tiles of a whole
-        cluster.
+      order_width: the tile order runs through bands of this many tiles along `order_minor`: with "m" and 8 down 8 tile
+        rows, then down the next column of these rows. With clusters, a tile here is the tile of a whole cluster.
       stream_k: into how many pieces, at most, each tile of the last, partial wave is cut along k, so that cores that
         would otherwise be idle compute a piece (`StreamK`); 1: no tile is cut.
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;

@@ -10,6 +10,8 @@ import numpy as np
 
 from overlap.primitives.types import Index
 
+_INT32_END = 1 << 31
+
 
 def _is_integer(value: Any) -> bool:
     """Whether `value` is an integer of Python or numpy. A truth value is not."""
@@ -34,11 +36,12 @@ def require_index(caller: str, name: str, value: Index, wanted: str, end: int | 
 
     Raises:
       TypeError: the argument is not an integer scalar.
-      ValueError: the argument is a Python int that is negative, or not less than `end`.
+      ValueError: the argument is a Python int that is negative, or not less than `end` (2³¹ if that is None).
     """
     if _is_integer(value):
-        if value < 0 or (end is not None and value >= end):
-            allowed = "at least 0" if end is None else f"in 0 … {end - 1}"
+        limit = _INT32_END if end is None else end
+        if not 0 <= value < limit:
+            allowed = "at least 0 and less than 2³¹" if end is None else f"in 0 … {end - 1}"
             raise ValueError(f"`{name}` of `{caller}` must be {wanted}, {allowed}, got {value}")
         return
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
@@ -61,9 +64,29 @@ def require_constant(caller: str, name: str, value: int, least: int, way_out: st
 
     Raises:
       TypeError: the argument is not a Python int.
-      ValueError: the argument is less than `least`.
+      ValueError: the argument is less than `least`, or not less than 2³¹.
     """
     if not _is_integer(value):
         raise TypeError(f"`{name}` of `{caller}` must be a Python int, got {_described(value)}: {way_out}")
     if value < least:
         raise ValueError(f"`{name}` of `{caller}` must be at least {least}, got {value}: {way_out}")
+    if value >= _INT32_END:
+        raise ValueError(f"`{name}` of `{caller}` must be less than 2³¹, got {value}: kernels count with int32")
+
+
+def require_one(caller: str, name: str, ref: Any) -> None:
+    """Checks an argument that must be one semaphore, or one word of memory.
+
+    Args:
+      caller: the function whose argument is checked.
+      name: the argument's name.
+      ref: the argument.
+
+    Raises:
+      TypeError: the argument is no reference, or refers to an array of several.
+    """
+    shape = getattr(ref, "shape", None)
+    if shape is None:
+        raise TypeError(f"`{name}` of `{caller}` must be one semaphore of `shared_semaphores`, got {_described(ref)}")
+    if shape != ():
+        raise TypeError(f"`{name}` of `{caller}` must be one semaphore, got shape {shape}: take one with `.at[i]`")

@@ -18,7 +18,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from overlap.primitives.arguments import require_constant, require_index
+from overlap.primitives.arguments import require_constant, require_index, require_one
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.types import Index, SemaphoreRef
 
@@ -108,9 +108,10 @@ def draw(counter: SemaphoreRef, end: int, previous: Index = 0) -> jax.Array:
       An int32 scalar.
 
     Raises:
-      TypeError: `end` is not a Python int, or `previous` is not an integer scalar.
+      TypeError: `counter` is not one semaphore, `end` is not a Python int, or `previous` is not an integer scalar.
       ValueError: `end` or `previous` is a negative Python int.
     """
+    require_one("draw", "counter", counter)
     require_constant("draw", "end", end, 0, "give the number of items, which the kernel knows while it is traced")
     require_index("draw", "previous", previous, "the number drawn before")
     return inline(_draw(end), [counter], previous, returns=True)

@@ -110,7 +110,8 @@ class Handshake:
         None: every device needs the memory of all peers.
 
     Raises:
-      TypeError: `transfers` or `only` is not a Python int, or `cta` is not an integer scalar.
+      TypeError: `flags` has another shape than `HANDSHAKE_FLAGS`, `transfers` or `only` is not a Python int, or `cta`
+        is not an integer scalar.
       ValueError: the group has one device only, or `transfers` or `only` is out of range.
     """
 
@@ -122,6 +123,12 @@ class Handshake:
     only: int | None = None
 
     def __post_init__(self) -> None:
+        if (shape := getattr(self.flags, "shape", None)) != HANDSHAKE_FLAGS:
+            got = f"got {self.flags!r}" if shape is None else f"got shape {shape}"
+            raise TypeError(
+                f"`flags` of `Handshake` must be semaphores of shape HANDSHAKE_FLAGS, {HANDSHAKE_FLAGS}, {got}: take "
+                "`shared_semaphores(HANDSHAKE_FLAGS)[0]`"
+            )
         if self.group.size < 2:
             raise ValueError("`Handshake` needs a group of at least two devices, got one: launch a kernel without it")
         require_index("Handshake", "cta", self.cta, "this CTA's index on the device")

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _settings
 from overlap.primitives import board
-from overlap.primitives.arguments import require_index
+from overlap.primitives.arguments import require_index, require_one
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.types import Index, SemaphoreRef
@@ -161,12 +161,13 @@ def semaphore_wait_peer(
       operation: the name of the kernel in the report.
 
     Raises:
-      TypeError: `value` or `position` is not an integer scalar.
+      TypeError: `flag` is not one semaphore, or `value` or `position` is not an integer scalar.
       ValueError: `value` is a negative Python int, or `position` is a Python int outside of the group.
 
     Example:
       `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
     """
+    require_one("semaphore_wait_peer", "flag", flag)
     require_index("semaphore_wait_peer", "value", value, "the number that the flag must reach")
     require_index("semaphore_wait_peer", "position", position, "a position in the group", group.size)
     number = board.describe(operation, group)

@@ -98,9 +98,11 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
     _, wg_n = warpgroup_tile(config)
     if wg_n % TILE_N_UNIT or config.tile_n > TMA_BOX_LIMIT:
         unit = TILE_N_UNIT * config.tile_n // wg_n if wg_n else 2 * TILE_N_UNIT
+        reason = "with `swap_operands`" if config.swap_operands else f"for tile_m={config.tile_m}"
+        way_out = ": change it, or set schedule='pingpong', which takes multiples of 64" if unit > TILE_N_UNIT else ""
         raise ValueError(
-            f"`tile_n` must be a multiple of {unit} (for tile_m={config.tile_m}) and at most {TMA_BOX_LIMIT}, got "
-            f"{config.tile_n}"
+            f"`tile_n` must be a multiple of {unit} ({reason}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
+            + way_out
         )
     if (registers := accumulator_registers(config)) > MAX_ACCUMULATOR_REGISTERS:
         raise ValueError(
@@ -115,10 +117,17 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
 def _check_swapped(sizes: Sizes, config: Config) -> None:
     """Checks that the tensor cores can compute the transposed tile. Raises ValueError."""
     leave_out = "leave `swap_operands` out of `config`"
-    unit, rows = WGMMA_N_UNIT * (config.cluster if config.cluster_along == "n" else 1), config.tile_m
+    along_n, rows = config.cluster > 1 and config.cluster_along == "n", config.tile_m
+    unit = WGMMA_N_UNIT * (config.cluster if along_n else 1)
     if rows % unit or rows > TMA_BOX_LIMIT:
+        shares = f" and cluster={config.cluster} along n, whose CTAs load a part of the rows each" if along_n else ""
         raise ValueError(
-            f"`tile_m` must be a multiple of {unit} and at most {TMA_BOX_LIMIT} with `swap_operands`, got {rows}"
+            f"`tile_m` must be a multiple of {unit} and at most {TMA_BOX_LIMIT} with `swap_operands`{shares}, got "
+            f"{rows}"
+        )
+    if config.split_k > 1:
+        raise ValueError(
+            f"`split_k` must be 1 with `swap_operands`, got {config.split_k}: leave one of them out of `config`"
         )
     if sizes.transport not in ("", "pull"):
         what = "with transport='ring'" if sizes.transport == "ring" else "where results are exchanged"
@@ -128,8 +137,4 @@ def _check_swapped(sizes: Sizes, config: Config) -> None:
     if jnp.dtype(sizes.out_dtype).itemsize != 2:
         raise ValueError(
             f"`swap_operands` needs a result of 16 bits, got {jnp.dtype(sizes.out_dtype).name}: {leave_out}"
-        )
-    if config.split_k > 1:
-        raise ValueError(
-            f"`split_k` must be 1 with `swap_operands`, got {config.split_k}: leave one of them out of `config`"
         )
