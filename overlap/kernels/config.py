@@ -18,7 +18,7 @@ SWIZZLE_BYTES = 128
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("cooperative", "pingpong"),
     "order_minor": ("m", "n"),
-    "cluster_along": ("m", "n"),
+    "cluster_along": ("m", "n", "k"),
 }
 _SWITCHES = ("swap_operands", "joined", "one_shot")
 
@@ -37,9 +37,9 @@ def _require_valid(sizes: PullSizes | Config) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` must be True or False, got {value!r}")
         elif name in _CHOICES:
-            first, second = _CHOICES[name]
-            if not (isinstance(value, str) and value in (first, second)):
-                raise ValueError(f"`{name}` must be {first!r} or {second!r}, got {value!r}")
+            *most, last = map(repr, _CHOICES[name])
+            if not (isinstance(value, str) and value in _CHOICES[name]):
+                raise ValueError(f"`{name}` must be {', '.join(most)} or {last}, got {value!r}")
         elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
 
@@ -121,7 +121,7 @@ class Config:
     stream_k: int = 1
     split_k: int = 1
     cluster: int = 1
-    cluster_along: Literal["m", "n"] = "m"
+    cluster_along: Literal["m", "n", "k"] = "m"
     joined: bool = False
     one_shot: bool = False
     epilogue_tile_n: int = 64
@@ -139,9 +139,23 @@ class Config:
     @property
     def cluster_tile(self) -> tuple[int, int]:
         """Rows and columns of the output tile of one cluster."""
-        if self.cluster_along == "m":
-            return self.cluster * self.tile_m, self.tile_n
-        return self.tile_m, self.cluster * self.tile_n
+        along_m, along_n = self.tiles_of_cluster
+        return along_m * self.tile_m, along_n * self.tile_n
+
+    @property
+    def tiles_of_cluster(self) -> tuple[int, int]:
+        """How many tiles a cluster computes side by side along m and along n. Along k it computes one tile together."""
+        return self.cluster if self.cluster_along == "m" else 1, self.cluster if self.cluster_along == "n" else 1
+
+    @property
+    def shares_loads(self) -> bool:
+        """Whether the CTAs of a cluster share the loads of an operand."""
+        return self.cluster > 1 and self.cluster_along != "k"
+
+    @property
+    def ctas_per_tile(self) -> int:
+        """How many CTAs, those of a cluster, divide the k steps of each tile among them."""
+        return self.cluster if self.cluster_along == "k" else 1
 
     def strip_rows(self, itemsize: int) -> int:
         """Returns how many whole rows of an output tile one chunk holds: a divisor of `tile_m`."""

@@ -25,5 +25,5 @@ def cta(config: Config) -> Index:
 def own_tile(config: Config, row: Index, column: Index) -> tuple[Index, Index]:
     """Returns row and column of this CTA's tile in tiles of a CTA, from `row` and `column` in tiles of a cluster."""
     own_rank = rank(config)
-    along_m, along_n = (config.cluster, 1) if config.cluster_along == "m" else (1, config.cluster)
+    along_m, along_n = config.tiles_of_cluster
     return row * along_m + (own_rank if along_m > 1 else 0), column * along_n + (own_rank if along_n > 1 else 0)

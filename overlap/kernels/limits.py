@@ -64,7 +64,8 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
     if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
         where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
-    if config.cluster not in (1, 2) or config.cluster > target.num_cores:
+    sizes_of_clusters = (1, 2, 4) if config.cluster_along == "k" else (1, 2)
+    if config.cluster not in sizes_of_clusters or config.cluster > target.num_cores:
         raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
     if sizes.transport in SUMMING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(

@@ -25,7 +25,7 @@ import dataclasses
 
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.primitives.integers import choose, quotient, remainder, smaller
+from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
 from overlap.primitives.types import Index
 
 
@@ -64,17 +64,21 @@ class StreamK:
       k_steps: k steps of each tile.
       num_ctas: CTAs (or clusters) of the grid. Each computes its pieces in order.
       max_pieces: into how many pieces a tile may be cut at most; 1: no tile is cut.
+      ctas_per_tile: how many CTAs of a cluster divide the k steps of each tile among them. If there are several, tiles
+        are not cut in any other way.
     """
 
     tiles: int
     k_steps: int
     num_ctas: int
     max_pieces: int = 1
+    ctas_per_tile: int = 1
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
         """Returns the work of a device on which each core runs a CTA, or as many cores as fill whole clusters."""
-        return StreamK(tiles, k_steps, target.num_cores // config.cluster, config.stream_k)
+        clusters = target.num_cores // config.cluster
+        return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile)
 
     @property
     def full_waves(self) -> int:
@@ -89,7 +93,8 @@ class StreamK:
     @property
     def pieces_per_tile(self) -> int:
         """How many pieces each tile that is left is cut into: no more than there are CTAs and k steps for."""
-        return min(self.max_pieces, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
+        most = 1 if self.ctas_per_tile > 1 else self.max_pieces
+        return min(most, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
 
     @property
     def cuts(self) -> bool:
@@ -106,17 +111,26 @@ class StreamK:
         return self.full_waves + choose(cta < self.workers, 1, 0)
 
     def total_k_steps[I: Index](self, cta: I) -> I:
-        """Returns how many k steps a CTA computes in all its pieces."""
+        """Returns how many k steps a CTA computes in all its pieces (of a cluster that shares tiles: its first CTA)."""
+        if self.ctas_per_tile > 1:
+            return self.pieces(cta) * ceil_div(self.k_steps, self.ctas_per_tile)
         return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
 
     def _cut_k_steps(self, cta: Index) -> tuple[Index, Index]:
-        """Returns first k step and length of a worker's piece. The first pieces of a tile may be one k step longer."""
-        length, longer = divmod(self.k_steps, self.pieces_per_tile)
-        index = remainder(cta, self.pieces_per_tile)
+        """Returns first k step and length of a worker's piece."""
+        return self._k_steps_of(remainder(cta, self.pieces_per_tile), self.pieces_per_tile)
+
+    def _k_steps_of(self, index: Index, pieces: int) -> tuple[Index, Index]:
+        """Returns first k step and length of a piece. The first pieces of a tile may be one k step longer."""
+        length, longer = divmod(self.k_steps, pieces)
         return index * length + smaller(index, longer), length + choose(index < longer, 1, 0)
 
-    def piece(self, cta: Index, ordinal: Index) -> Piece:
-        """Returns piece number `ordinal` of a CTA."""
+    def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
+        """Returns piece number `ordinal` of a CTA; `rank`: its index in its cluster."""
+        if self.ctas_per_tile > 1:
+            k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
+            tile, before = cta + ordinal * self.num_ctas, ordinal * k_steps
+            return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole

@@ -236,7 +236,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
 
 
 def _consumed(config: Config, arrivals: int) -> Any:
-    if config.cluster == 1:
+    if not config.shares_loads:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
     # An arrival at this barrier counts in all CTAs of the cluster.
     return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=arrivals, num_barriers=config.stages)
@@ -288,7 +288,7 @@ class Hopper:
                 drawn.deal(loop, buffers, produce.produce)
                 return
             for_each_piece(produce.produce)
-            if loop.config.cluster > 1:
+            if loop.config.shares_loads:
                 produce.wait_until_consumed(work.total_k_steps(cluster_index), buffers, loop.config)
 
         def forward() -> None:

@@ -10,12 +10,13 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.kernels.grid import rank
+from overlap.kernels.grid import GRID_AXIS, rank
 from overlap.kernels.hooks import Exchange, Tile
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
+from overlap.kernels.tma.cluster_sums import ClusterSums, Sharing, finish_in_cluster
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives import wait_stores_read
@@ -55,6 +56,8 @@ def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -
     output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, loop.hooks.epilogue_at)
     if loop.hooks.exchange is not None:
         _finish_exchanged(loop, buffers, piece, sums, output, loop.hooks.exchange)
+    elif buffers.cluster_sums is not None:
+        _finish_in_cluster(loop, buffers, buffers.cluster_sums, piece, sums, output)
     elif loop.partial is None:
         _store_all(loop, buffers, sums, output)
     else:
@@ -88,6 +91,34 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output:
     shape = buffers.wg_tile.rows, buffers.wg_tile.columns
     finish_share = functools.partial(store, loop, buffers, output, box_width)
     finish_together(loop.partial, shape, shared, sums.hand_over, sums.load, finish_share)
+
+
+def _finish_in_cluster(
+    loop: Loop, buffers: Buffers, shared: ClusterSums, piece: Piece, sums: Sums, output: WarpgroupOutput
+) -> None:
+    """Finishes a tile that the CTAs of a cluster share: each finishes some of its columns."""
+    wait_stores_read(0)  # as in `_store_share`
+    wg_tile, box_width = buffers.wg_tile, buffers.out[0].shape[-1]
+
+    def block_of(box: int) -> jax.Array:
+        return sums.block(0, wg_tile.rows, slice(box * box_width, (box + 1) * box_width))
+
+    sharing = Sharing(
+        ctas=loop.work.ctas_per_tile,
+        wg_tiles=buffers.wg_tiles,
+        boxes=wg_tile.columns // box_width,
+        rank=rank(loop.config),
+        transposed=wg_tile.transposed,
+    )
+    finish_in_cluster(
+        shared,
+        sharing,
+        sums.wg_tile_index,
+        waits=piece.ordinal > 0,
+        tells=piece.ordinal + 1 < loop.work.pieces(lax.axis_index(GRID_AXIS)),
+        block_of=block_of,
+        finish=functools.partial(store, loop, buffers, output, box_width),
+    )
 
 
 def _finish_exchanged(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
-BARRIER_BYTES = 8
+BARRIER_BYTES, F32_BYTES = 8, 4
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
@@ -54,6 +54,28 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     chunk_bytes *= config.pull.chunk_buffers
     barriers = (config.pull.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
+
+
+def cluster_sums_bytes(config: Config, wg_tiles: int, wg_tile: tuple[int, int], out_dtype: jnp.dtype) -> int:
+    """Returns the shared memory, with its barriers, in which a CTA receives sums from the CTAs of its cluster.
+
+    Args:
+      config: sizes.
+      wg_tiles: how many warpgroup tiles a tile has at most.
+      wg_tile: rows and columns of a warpgroup tile.
+      out_dtype: the dtype of the result, of which a box has 128 bytes in each row.
+    """
+    if config.ctas_per_tile == 1:
+        return 0
+    (rows, columns), width = wg_tile, SWIZZLE_BYTES // out_dtype.itemsize
+    boxes = boxes_of_share(wg_tiles * columns // width, config.ctas_per_tile)
+    sums = boxes * config.ctas_per_tile * rows * width * F32_BYTES
+    return sums + (boxes + wg_tiles) * BARRIER_BYTES
+
+
+def boxes_of_share(boxes: int, ctas: int) -> int:
+    """Returns how many of a tile's boxes a CTA finishes at most, if `ctas` CTAs share them."""
+    return ceil_div(boxes, ctas)
 
 
 def check_dtypes(sizes: Sizes) -> None:

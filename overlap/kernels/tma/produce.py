@@ -47,7 +47,7 @@ def for_each_piece(
     @pl.loop(0, pieces if every == 1 else quotient(pieces - first + every - 1, every))
     def _piece(turn: jax.Array) -> None:
         ordinal = turn if every == 1 else first + turn * every
-        piece = loop.work.piece(cluster_index, ordinal)
+        piece = loop.work.piece(cluster_index, ordinal, rank(loop.config))
         role(loop, buffers, loop.tile_at(piece.tile), piece, *more)
 
 
@@ -61,7 +61,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
     lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
-    if config.cluster == 1:
+    if not config.shares_loads:
         return lhs, rhs
     if buffers.pairs:
         me = rank(config)

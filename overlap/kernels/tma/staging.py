@@ -33,6 +33,7 @@ from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
+from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
@@ -85,6 +86,7 @@ class Buffers:
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
+      cluster_sums: the sums that the CTAs of a cluster send each other; None: they share no tiles.
     """
 
     lhs: tuple[SmemRef, ...]
@@ -104,6 +106,7 @@ class Buffers:
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
     stored: BarrierRef = None
+    cluster_sums: ClusterSums | None = None
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
@@ -262,6 +265,11 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
+        "cluster_sums": None
+        if config.ctas_per_tile == 1
+        else cluster_sums_type(
+            plan.wg_tiles, config.cluster, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed
+        ),
         "stored_barriers": plan.stored_barriers,
         "stages": stages,
         "taking_turns": plan.taking_turns,
