@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import clusters
-from .counted_writes import write_later
+from .counted_writes import counted_write
 from .machine import Thread
 from .program import Decoder, handles
 
@@ -48,7 +48,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.program.cancels_clusters = True
 
     def run(thread: Thread) -> None:
-        env, cta = thread.env, thread.cta
+        env, cta, engine = thread.env, thread.cta, thread.machine.engine
         where = barrier_path.resolve(thread, env[barrier])
         is_first = thread_axis not in axes or thread.warpgroup == 0
         if is_first:
@@ -61,8 +61,8 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 target = result_path.resolve(thread, env[result] if own else clusters.twin(env[result], each))
                 landing = where if own else barrier_path.resolve(thread, clusters.twin(env[barrier], each))
                 # The answer may reach different CTAs at different times.
-                write_later(
-                    thread.machine.engine,
+                op = counted_write(
+                    engine,
                     thread,
                     target,
                     landing,
@@ -70,6 +70,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                     "cluster launch control, write",
                     nbytes=_RESPONSE_BYTES,
                 )
+                engine.fly(op)
         thread.tick()
 
     d.emit(run, eqn, visible=True)

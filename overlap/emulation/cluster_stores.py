@@ -14,7 +14,7 @@ import numpy as np
 
 from . import clusters
 from .clusters import Cta
-from .counted_writes import write_later
+from .counted_writes import counted_write
 from .engines import REDUCTIONS
 from .environment import value_of
 from .errors import ProtocolError
@@ -67,31 +67,27 @@ def _async_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         target = path.resolve(thread, twin_of(ref))
         counting = barrier_path.resolve(thread, twin_of(barrier))
         check_counts_copies(counting)
-        if cta is not thread.cta:
-            cta.note_use(thread, f"{what}, arrival on {counting.name}", thread.component, thread.time)
-        new = np.array(env[value])
-
-        def landing() -> np.ndarray:
-            return new if atomic is None else REDUCTIONS[atomic](target.read(), new)
-
-        counting.expect(nbytes)
-        counting.arrive(thread.knowledge)
-        run = thread.machine.run
-        run.count("copies", nbytes)
-        event = run.event(thread, "copy", "registers", target, thread.device)
-        write_later(
+        new, record = np.array(env[value]), thread.machine.run
+        event = record.event(thread, "copy", "registers", target, thread.device)
+        op = counted_write(
             engine,
             thread,
             target,
             counting,
-            landing,
+            lambda: new if atomic is None else REDUCTIONS[atomic](target.read(), new),
             what,
             nbytes=nbytes,
             atomic=atomic is not None,
             asynchronous=False,
-            on_landing=lambda: run.event_end(event),
+            on_landing=lambda: record.event_end(event),
         )
+        record.count("copies", nbytes)
+        if cta is not thread.cta:
+            cta.note_use(thread, f"{what}, arrival on {counting.name}", thread.component, thread.time)
+        counting.expect(nbytes)
+        counting.arrive(thread.knowledge)
         thread.tick()
+        engine.fly(op)
 
     d.emit(run, eqn, visible=True)
     return []

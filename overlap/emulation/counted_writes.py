@@ -12,7 +12,7 @@ from .memory import View
 from .sync import MBarrier
 
 
-def write_later(
+def counted_write(
     engine: Engine,
     thread: Issuer,
     target: View,
@@ -24,10 +24,11 @@ def write_later(
     atomic: bool = False,
     asynchronous: bool = True,
     on_landing: Callable[[], None] = lambda: None,
-) -> None:
-    """Issues a write to the shared memory of a CTA, which lands some time later and is then counted by a barrier.
+) -> Arrival:
+    """Makes a write to the shared memory of a CTA, which lands some time later and is then counted by a barrier.
 
-    The caller makes the barrier expect the bytes, and calls `Thread.tick` after that.
+    The write is checked for races here. The caller then makes the barrier expect the bytes, calls `Thread.tick`, and
+    passes the returned operation to `Engine.fly`.
 
     Args:
         engine: the launch's engine.
@@ -37,7 +38,7 @@ def write_later(
         value: returns what is written. It is called when the write lands.
         what: names the write in messages.
         nbytes: the bytes that the barrier counts.
-        atomic: whether the write is an atomic operation, which no order with other atomic operations is needed for.
+        atomic: whether the write is an atomic operation. Atomic operations need no order among each other.
         asynchronous: whether the write goes through the asynchronous proxy.
         on_landing: is called when the write has landed.
     """
@@ -55,4 +56,4 @@ def write_later(
         on_landing()
         barrier.landed(nbytes, knowledge)
 
-    engine.fly(Arrival(thread, barrier, complete))
+    return Arrival(thread, barrier, complete)
