@@ -2,8 +2,8 @@
 
 On the hardware (PTX `st.async`, `red.async`), the threads of the warpgroup first arrive on the barrier of the
 destination and make it expect the bytes. The stores then land one by one, and the barrier counts their bytes. Here all
-stores of one call land together. They go through the generic proxy. An arrival releases what its thread has done
-before, as an arrival on a cluster barrier does.
+stores of one call land together. They go through the generic proxy. The arrival has release semantics at cluster scope:
+who waits for the barrier knows what the sender has done before the call.
 """
 
 from __future__ import annotations

@@ -166,6 +166,20 @@ def test_what_has_landed_is_stored_by_tma_after_a_proxy_fence(fenced, completion
             to_the_other(body, x, settings={"completion": completion})
 
 
+@pytest.mark.parametrize("completion", COMPLETIONS)
+def test_a_store_lands_some_time_after_the_call(completion):
+    def body(o, smem, barrier):
+        send(jnp.ones(TILE), smem, barrier, lax.axis_index("rank"))
+        o[lax.axis_index("rank")] = smem[...]
+        plgpu.barrier_wait(barrier)
+
+    landed = [
+        not np.isnan(to_the_other(body, settings=dict(completion=completion, detect_races=False, seed=seed))).any()
+        for seed in range(20)
+    ]
+    assert set(landed) == {"late": {False}, "random": {False, True}, "eager": {True}}[completion]
+
+
 def test_a_store_tells_what_its_sender_has_done_before():
     def body(x, o, smem, barrier):
         @pl.when(lax.axis_index("rank") == 0)
