@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 
 from . import clusters
-from .clocks import Knowledge
-from .engines import Arrival, Issued
+from .counted_writes import counted_write
 from .machine import Thread
-from .memory import View
 from .program import Decoder, handles
-from .sync import MBarrier
 
 _RESPONSE_BYTES = 16
 _UNDEFINED = -(1 << 31)  # the index that a query returns if no cluster was cancelled
@@ -51,7 +48,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     d.program.cancels_clusters = True
 
     def run(thread: Thread) -> None:
-        env, cta = thread.env, thread.cta
+        env, cta, engine = thread.env, thread.cta, thread.machine.engine
         where = barrier_path.resolve(thread, env[barrier])
         is_first = thread_axis not in axes or thread.warpgroup == 0
         if is_first:
@@ -63,29 +60,21 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
                 own = each is cta
                 target = result_path.resolve(thread, env[result] if own else clusters.twin(env[result], each))
                 landing = where if own else barrier_path.resolve(thread, clusters.twin(env[barrier], each))
-                _respond(thread, request, target, landing)
+                # The answer may reach different CTAs at different times.
+                op = counted_write(
+                    engine,
+                    thread,
+                    target,
+                    landing,
+                    lambda target=target: request.answer().view(target.array.dtype),
+                    "cluster launch control, write",
+                    nbytes=_RESPONSE_BYTES,
+                )
+                engine.fly(op)
         thread.tick()
 
     d.emit(run, eqn, visible=True)
     return []
-
-
-def _respond(thread: Thread, request: _Request, target: View, barrier: MBarrier) -> None:
-    """Issues the write of a request's answer to one CTA. The answer may reach different CTAs at different times."""
-    engine, knowledge = thread.machine.engine, thread.knowledge.copy()
-    component, time = thread.pool.take(knowledge.seen)
-    knowledge.note(component, time)
-    op = Issued(thread, thread.instruction, knowledge, component, time)
-    engine.record(op, target, "cluster launch control, write", component, time, write=True)
-    if barrier.cta is not thread.cta:  # Another CTA learns of this answer, but not of earlier actions of the issuer.
-        knowledge = Knowledge()
-        knowledge.note(component, time)
-
-    def complete() -> None:
-        target.write(request.answer().view(target.array.dtype))
-        barrier.landed(_RESPONSE_BYTES, knowledge)
-
-    engine.fly(Arrival(thread, barrier, complete))
 
 
 @handles("query_cluster_cancel")

@@ -10,6 +10,7 @@ from typing import Any
 
 from . import (  # noqa: F401
     cluster_launch,
+    cluster_stores,
     control,
     data,
     inline,

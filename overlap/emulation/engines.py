@@ -145,8 +145,12 @@ class Engine:
         write: bool,
         atomic: bool = False,
         by_rows: bool = False,
+        asynchronous: bool = True,
     ) -> None:
-        """Checks an access that an operation makes to memory for races and faults, and remembers the access."""
+        """Checks an access that an operation makes to memory for races and faults, and remembers the access.
+
+        `asynchronous` says whether the access goes through the asynchronous proxy.
+        """
         simulation = self._simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
@@ -160,7 +164,7 @@ class Engine:
             component,
             time,
             write=write,
-            asynchronous=True,
+            asynchronous=asynchronous,
             atomic=atomic,
             by_rows=by_rows,
         )

@@ -285,6 +285,11 @@ class RefPath:
     def is_remote(self) -> bool:
         return self._peer is not None
 
+    @property
+    def names_a_cta(self) -> bool:
+        """Whether the reference names a CTA of the cluster (`plgpu.cluster_ref`)."""
+        return self._place is not None
+
     def forget(self) -> None:
         """Empties the caches whose contents belong to one launch."""
         self._cache.clear()

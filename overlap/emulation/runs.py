@@ -77,8 +77,8 @@ class Run:
     Attributes:
         errors: all faults, in the order in which they were found.
         warnings: messages about suspicious actions that are no faults, such as a signal for which nothing waits.
-        counts: the numbers of ``"launches"``, ``"copies"``, ``"bytes"`` (copied), ``"wgmmas"``, ``"mmas"`` (tcgen05)
-            and ``"signals"``.
+        counts: the numbers of ``"launches"``, ``"copies"`` (by TMA and by `async_store_smem`), ``"bytes"`` (copied),
+            ``"wgmmas"``, ``"mmas"`` (tcgen05) and ``"signals"``.
         steps: the scheduler's steps in all launches together.
         events: a list of `Event` if ``record=True``, else empty.
         launches: a list of `Launch` if ``keep=True``, for `run_sequence`; else empty.

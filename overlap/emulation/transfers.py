@@ -27,6 +27,16 @@ def _check_shapes(src: View, dst: View) -> None:
         raise ProtocolError(f"a copy from {src} of shape {a} to {dst} of shape {b}: the shapes must be equal")
 
 
+def check_counts_copies(barrier: MBarrier) -> None:
+    """Checks that compiled code arrives on `barrier` for a copy as often as the barrier expects."""
+    if _ARRIVES_FROM_EACH_THREAD and barrier.orders_tensor_core:
+        raise ProtocolError(
+            f"a copy is counted on {barrier.name}, which orders the tensor core: before jax 0.12 a compiled copy "
+            "arrives 128 times there, and the barrier expects one arrival. Expected: for copies, a barrier without "
+            "orders_tensor_core"
+        )
+
+
 @handles("copy_gmem_to_smem")
 def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     p = eqn.params
@@ -54,12 +64,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
         counting = barrier_in(thread.cta) if tracking is None else _leader(thread, axes, barrier_in)
         is_counted_here = counting.cta is thread.cta
-        if _ARRIVES_FROM_EACH_THREAD and counting.orders_tensor_core:
-            raise ProtocolError(
-                f"a copy is counted on {counting.name}, which orders the tensor core: before jax 0.12 a compiled copy "
-                "arrives 128 times there, and the barrier expects one arrival. Expected: for copies, a barrier without "
-                "orders_tensor_core"
-            )
+        check_counts_copies(counting)
         if not predicate(env):
             if is_counted_here and _ARRIVES_WITHOUT_COPY:
                 counting.arrive(thread.knowledge)

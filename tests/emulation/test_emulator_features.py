@@ -217,17 +217,11 @@ def test_delay_scopes_and_parallel_signals():
 
 
 def test_what_is_not_emulated_says_so():
-    def body(o, smem, barrier):
-        plgpu.async_store_smem(jnp.zeros(128, jnp.float32), smem, barrier, cluster_idx=jnp.int32(0), cluster_dim="rank")
+    def body(o):
+        plgpu.wait_gmem_to_smem(0)
 
-    with pytest.raises(NotImplementedError, match="async_store_smem is not emulated"):
-        run(
-            body,
-            out_type=out((1,)),
-            scratch_types=[plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()],
-            cluster=(1,),
-            cluster_names=("rank",),
-        )
+    with pytest.raises(NotImplementedError, match="wait_gmem_to_smem is not emulated"):
+        run(body, out_type=out((1,)))
 
 
 def test_a_signal_by_a_traced_increment_is_refused_as_the_compiler_does():

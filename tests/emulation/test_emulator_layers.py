@@ -23,7 +23,7 @@ LAYERS = {
     "groups and orders": ("clusters", "orders"),
     # Operations that complete later than they are issued, and the memory that a reference stands for.
     "engines": ("engines", "references"),
-    "programs": ("program", "tensor_queue"),
+    "programs": ("program", "tensor_queue", "counted_writes"),
     # One launch of one program: its threads.
     "launch": ("machine",),
     "tensor core": ("tensor_core", "deadlock", "registers"),
@@ -31,7 +31,7 @@ LAYERS = {
     "instructions of PTX": ("ptx_meaning",),
     # Each of these modules turns equations of some primitives into instructions.
     "handlers": ("cluster_launch", "control", "data", "inline", "signals", "tcgen05", "tensor_memory", "transfers"),
-    "handlers on top of others": ("scopes", "multimem"),
+    "handlers on top of others": ("scopes", "multimem", "cluster_stores"),
     # `sequence` runs launches one after the other; `decode` makes a kernel's program with all handlers.
     "sequences": ("sequence", "decode"),
     "ways in": ("lowering", "replay"),
