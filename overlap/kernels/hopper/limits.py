@@ -61,7 +61,7 @@ def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport
     # counted in `transport_bytes`.
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
-    sums_bytes = limits.cluster_sums_bytes(config, COMPUTE_WARPGROUPS, warpgroup_tile(config), jnp.dtype(out_dtype))
+    sums_bytes = limits.cluster_sums_bytes(config, COMPUTE_WARPGROUPS)
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES + sums_bytes
 
 

@@ -1,17 +1,22 @@
 """Lets the CTAs of a cluster add their sums of a tile through each other's shared memory (`cluster_along="k"`).
 
-Each CTA of the cluster has computed a piece of the tile: f32 sums of the whole tile over the CTA's own k steps. The
-boxes of the tile are divided among the CTAs. Each CTA stores every box into the shared memory of the CTA that finishes
-it (its own boxes into its own memory), where the sums of all CTAs lie side by side:
+Each CTA of the cluster has computed a piece of the tile: f32 sums of the whole tile over the CTA's own k steps. It
+stores these sums in its own shared memory, box by box, and tells the cluster. The boxes of the tile are divided among
+the CTAs. Each CTA reads its boxes from the shared memory of all CTAs, adds them from the first piece to the last, so
+that results are deterministic, and stores them:
 
-    2 CTAs, a tile of 4 boxes     CTA 0 receives boxes 0, 1 of both CTAs;  CTA 1 receives boxes 2, 3 of both
+    2 CTAs, a tile of 4 boxes     CTA 0 reads boxes 0, 1 of both CTAs;  CTA 1 reads boxes 2, 3 of both
 
 No flag and no sum passes through global memory, as they do between CTAs of different clusters (`PartialSums`).
 
-Why no CTA writes to memory that is still in use: before the sums of its second tile and of each later one, a warpgroup
-waits at the barrier `read`, at which the same warpgroups of all CTAs arrive when they have read the sums of the tile
-before. Why no CTA ends too early: each CTA waits for everything that is sent to it, and there is no arrival at `read`
-after the last tile.
+A warpgroup exchanges sums only with the warpgroups that have the same part of the tile in the other CTAs. Two barriers
+order the exchange, and each of these warpgroups arrives at both in all CTAs:
+
+    stored    all CTAs have stored their sums of a tile, so they may be read
+    read      all CTAs have read the sums of a tile, so the next tile's may be stored, and the CTA may end
+
+Sums are read, not sent, because an asynchronous store to another CTA (`plgpu.async_store_smem`) updates the barrier
+once for every 8 bytes: measured on an H200, two CTAs then needed some 8 µs for a tile of 128 × 128.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.grid import RANK_AXIS
 from overlap.kernels.partial_sums import share
-from overlap.kernels.tma.limits import F32_BYTES, boxes_of_share
+from overlap.kernels.tma.limits import F32_BYTES
 from overlap.primitives.types import BarrierRef, Index, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
@@ -39,123 +44,107 @@ _TILE_ROWS, _SWIZZLES = 8, (128, 64, 32)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClusterSums:
-    """Shared memory for the sums that the CTAs of a cluster send each other.
+    """Shared memory in which a CTA stores its sums of a tile for the CTAs of its cluster.
 
     Attributes:
-      sums: f32: [boxes that a CTA finishes, CTAs, rows, columns of a box]; the last two are exchanged if the mainloop
-        keeps values as [columns, rows].
-      arrived: barriers, one for each box that a CTA finishes: the sums of all CTAs have arrived.
-      read: barriers, one for each warpgroup tile: all CTAs of the cluster have read the sums of a tile.
+      sums: f32: [warpgroup tiles, boxes, rows, columns of a box]; the last two are exchanged if the mainloop keeps
+        values as [columns, rows].
+      stored: barriers of the cluster, one for each warpgroup tile: all CTAs have stored their sums.
+      read: barriers of the cluster, one for each warpgroup tile: all CTAs have read the sums.
     """
 
     sums: SmemRef
-    arrived: BarrierRef
+    stored: BarrierRef
     read: BarrierRef
 
 
-def cluster_sums_type(
-    wg_tiles: int, ctas: int, rows: int, columns: int, box_width: int, *, transposed: bool
-) -> ClusterSums:
+def cluster_sums_type(wg_tiles: int, rows: int, columns: int, box_width: int, *, transposed: bool) -> ClusterSums:
     """Returns `ClusterSums` as scratch types, for `wg_tiles` warpgroup tiles of `rows` × `columns` each."""
-    places = boxes_of_share(wg_tiles * columns // box_width, ctas)
     block = (box_width, rows) if transposed else (rows, box_width)
     swizzle = next(width for width in _SWIZZLES if block[1] * F32_BYTES % width == 0)
     layout = (
         plgpu.TilingTransform((_TILE_ROWS, swizzle // F32_BYTES)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
+    barriers = plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=wg_tiles)
     types: dict[str, Any] = {
-        "sums": plgpu.SMEM((places, ctas, *block), jnp.float32, transforms=layout),
-        "arrived": plgpu.Barrier(num_arrivals=ctas, num_barriers=places),
-        "read": plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=wg_tiles),
+        "sums": plgpu.SMEM((wg_tiles, columns // box_width, *block), jnp.float32, transforms=layout),
+        "stored": barriers,
+        "read": barriers,
     }
     return ClusterSums(**types)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharing:
-    """How the CTAs of a cluster share the boxes of a tile.
+class ClusterPiece:
+    """One warpgroup's sums of a piece of a tile that the CTAs of a cluster share.
 
     Attributes:
-      ctas: how many CTAs the cluster has, each with a piece of the tile.
-      wg_tiles: how many warpgroup tiles the tile has.
-      boxes: how many boxes a warpgroup tile has. The boxes of all warpgroup tiles are numbered one after the other.
       rank: this CTA's index in its cluster, and the index of its piece.
-      transposed: whether the mainloop keeps values as [columns, rows].
+      ctas: how many CTAs the cluster has; static.
+      wg_tile_index: the index of the warpgroup tile.
+      wg_tiles: how many warpgroup tiles a tile has; static.
+      boxes: how many boxes a warpgroup tile has; static.
+      is_first: whether this is the cluster's first tile.
+      is_last: whether this is the cluster's last tile.
+      transposed: whether the mainloop keeps values as [columns, rows]; static.
     """
 
+    rank: Index
     ctas: int
+    wg_tile_index: Index
     wg_tiles: int
     boxes: int
-    rank: Index
+    is_first: jax.Array
+    is_last: jax.Array
     transposed: bool
-
-    def finished_by(self, box: int) -> tuple[int, int]:
-        """Returns which CTA finishes a box, and the box's place among those that this CTA finishes."""
-        for cta in range(self.ctas):
-            begin, end = share(cta, self.wg_tiles * self.boxes, self.ctas)
-            if begin <= box < end:
-                return cta, box - begin
-        raise AssertionError("every box is finished by a CTA")
 
 
 def finish_in_cluster(
-    sums: ClusterSums,
-    sharing: Sharing,
-    wg_tile_index: int | Index,
-    *,
-    waits: jax.Array,
-    tells: jax.Array,
-    block_of: Callable[[int], jax.Array],
+    shared: ClusterSums,
+    piece: ClusterPiece,
+    block: Callable[[int], jax.Array],
+    load: Callable[[SmemRef], jax.Array],
     finish: Callable[[Index, Callable[[int, int, slice], jax.Array]], None],
 ) -> None:
-    """Exchanges a warpgroup's sums with the cluster's other CTAs, and finishes those boxes that are this CTA's share.
+    """Exchanges a warpgroup's sums with the cluster's other CTAs, and finishes the boxes that are this CTA's share.
 
     Args:
-      sums: shared memory.
-      sharing: which CTA finishes which boxes.
-      wg_tile_index: the index of the warpgroup tile.
-      waits: whether the cluster has computed a tile before this one, whose sums must have been read.
-      tells: whether the cluster computes another tile after this one.
-      block_of: a function from the index of a box in the warpgroup tile to its f32 sums over this CTA's k steps.
+      shared: shared memory.
+      piece: which sums these are.
+      block: a function from the index of a box in the warpgroup tile to its f32 sums over this CTA's k steps.
+      load: a function from a reference to a block of sums in shared memory to its values, in the layout in which the
+        mainloop keeps values in registers.
       finish: called as `finish(index, total)` for each box to finish, with its index in the warpgroup tile;
         `total(row, rows, columns)` returns the complete sums of some rows and columns of the box, transposed if the
         values are.
     """
-    boxes, ctas = sharing.boxes, sharing.ctas
-    pl.when(waits)(lambda: plgpu.barrier_wait(sums.read.at[wg_tile_index]))
+    wg_tile, boxes, ctas = piece.wg_tile_index, piece.boxes, piece.ctas
 
-    def send(box: int, cta: Index, place: Index) -> None:
-        to = sums.sums.at[place, sharing.rank], sums.arrived.at[place]
-        plgpu.async_store_smem(block_of(box), *to, cluster_idx=cta, cluster_dim=RANK_AXIS)
+    def await_readers() -> None:
+        plgpu.barrier_wait(shared.read.at[wg_tile])
 
+    pl.when(jnp.where(piece.is_first, 0, 1) == 1)(await_readers)
     for box in range(boxes):
-        # The CTA and the place differ between warpgroups, which run the same code.
-        of_each = [sharing.finished_by(wg_tile * boxes + box) for wg_tile in range(sharing.wg_tiles)]
-        cta, place = (_chosen(values, wg_tile_index) for values in zip(*of_each, strict=True))
-        send(box, cta, place)
-    begin, end = share(sharing.rank, sharing.wg_tiles * boxes, ctas)
-    first = wg_tile_index * boxes
+        shared.sums[wg_tile, box] = block(box)
+    plgpu.barrier_arrive(shared.stored.at[wg_tile])
+    plgpu.barrier_wait(shared.stored.at[wg_tile])
+    # The boxes of all warpgroup tiles are numbered one after the other, and divided evenly.
+    begin, end = share(piece.rank, piece.wg_tiles * boxes, ctas)
+    first = wg_tile * boxes
 
     @pl.loop(jnp.maximum(begin, first), jnp.minimum(end, first + boxes))
-    def _box(box: jax.Array) -> None:
-        place = box - begin
-        plgpu.barrier_wait(sums.arrived.at[place])
+    def _box(number: jax.Array) -> None:
+        of_box = shared.sums.at[wg_tile, number - first]
 
         def total(row: int, rows: int, columns: slice) -> jax.Array:
             where = pl.ds(row, rows), pl.ds(columns.start, columns.stop - columns.start)
-            where = where[::-1] if sharing.transposed else where
-            return functools.reduce(operator.add, (sums.sums[place, cta, *where] for cta in range(ctas)))
+            of_block = of_box.at[where[::-1] if piece.transposed else where]
+            sums = (load(plgpu.cluster_ref(of_block, {RANK_AXIS: jnp.int32(cta)})) for cta in range(ctas))
+            return functools.reduce(operator.add, sums)
 
-        finish(box - first, total)
+        finish(number - first, total)
 
-    # The sums have been read. Nobody waits for this after the cluster's last tile.
-    pl.when(tells)(lambda: plgpu.barrier_arrive(sums.read.at[wg_tile_index]))
-
-
-def _chosen(values: tuple[int, ...], index: Index) -> Index:
-    """Returns the value with an index that is known only when the kernel runs."""
-    chosen: Index = jnp.int32(values[0])
-    for i, value in enumerate(values[1:], 1):
-        chosen = jnp.where(index == i, value, chosen)
-    return chosen
+    plgpu.barrier_arrive(shared.read.at[wg_tile])
+    # Each CTA waits in each phase of the barrier: here, or before it stores the sums of its next tile.
+    pl.when(piece.is_last)(await_readers)

@@ -16,7 +16,7 @@ from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
-from overlap.kernels.tma.cluster_sums import ClusterSums, Sharing, finish_in_cluster
+from overlap.kernels.tma.cluster_sums import ClusterPiece, ClusterSums, finish_in_cluster
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives import wait_stores_read
@@ -100,25 +100,20 @@ def _finish_in_cluster(
     wait_stores_read(0)  # as in `_store_share`
     wg_tile, box_width = buffers.wg_tile, buffers.out[0].shape[-1]
 
-    def block_of(box: int) -> jax.Array:
+    def block(box: int) -> jax.Array:
         return sums.block(0, wg_tile.rows, slice(box * box_width, (box + 1) * box_width))
 
-    sharing = Sharing(
+    own = ClusterPiece(
+        rank=rank(loop.config),
         ctas=loop.work.ctas_per_tile,
+        wg_tile_index=sums.wg_tile_index,
         wg_tiles=buffers.wg_tiles,
         boxes=wg_tile.columns // box_width,
-        rank=rank(loop.config),
+        is_first=piece.ordinal == 0,
+        is_last=piece.ordinal + 1 == loop.work.pieces(lax.axis_index(GRID_AXIS)),
         transposed=wg_tile.transposed,
     )
-    finish_in_cluster(
-        shared,
-        sharing,
-        sums.wg_tile_index,
-        waits=piece.ordinal > 0,
-        tells=piece.ordinal + 1 < loop.work.pieces(lax.axis_index(GRID_AXIS)),
-        block_of=block_of,
-        finish=functools.partial(store, loop, buffers, output, box_width),
-    )
+    finish_in_cluster(shared, own, block, sums.load, functools.partial(store, loop, buffers, output, box_width))
 
 
 def _finish_exchanged(

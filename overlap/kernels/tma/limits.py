@@ -56,26 +56,16 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
 
 
-def cluster_sums_bytes(config: Config, wg_tiles: int, wg_tile: tuple[int, int], out_dtype: jnp.dtype) -> int:
-    """Returns the shared memory, with its barriers, in which a CTA receives sums from the CTAs of its cluster.
+def cluster_sums_bytes(config: Config, wg_tiles: int) -> int:
+    """Returns the shared memory, with its barriers, in which a CTA stores sums for the CTAs of its cluster.
 
     Args:
       config: sizes.
-      wg_tiles: how many warpgroup tiles a tile has at most.
-      wg_tile: rows and columns of a warpgroup tile.
-      out_dtype: the dtype of the result, of which a box has 128 bytes in each row.
+      wg_tiles: how many warpgroup tiles a tile has at most, each with two barriers.
     """
     if config.ctas_per_tile == 1:
         return 0
-    (rows, columns), width = wg_tile, SWIZZLE_BYTES // out_dtype.itemsize
-    boxes = boxes_of_share(wg_tiles * columns // width, config.ctas_per_tile)
-    sums = boxes * config.ctas_per_tile * rows * width * F32_BYTES
-    return sums + (boxes + wg_tiles) * BARRIER_BYTES
-
-
-def boxes_of_share(boxes: int, ctas: int) -> int:
-    """Returns how many of a tile's boxes a CTA finishes at most, if `ctas` CTAs share them."""
-    return ceil_div(boxes, ctas)
+    return config.tile_m * config.tile_n * F32_BYTES + 2 * wg_tiles * BARRIER_BYTES
 
 
 def check_dtypes(sizes: Sizes) -> None:

@@ -267,9 +267,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         else None,
         "cluster_sums": None
         if config.ctas_per_tile == 1
-        else cluster_sums_type(
-            plan.wg_tiles, config.cluster, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed
-        ),
+        else cluster_sums_type(plan.wg_tiles, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed),
         "stored_barriers": plan.stored_barriers,
         "stages": stages,
         "taking_turns": plan.taking_turns,
