@@ -127,8 +127,13 @@ def finish_in_cluster(
     pl.when(jnp.where(piece.is_first, 0, 1) == 1)(await_readers)
     for box in range(boxes):
         shared.sums[wg_tile, box] = block(box)
+    import os
+    if os.environ.get("OV_FENCE"):
+        _fence()
     plgpu.barrier_arrive(shared.stored.at[wg_tile])
     plgpu.barrier_wait(shared.stored.at[wg_tile])
+    if os.environ.get("OV_FENCE"):
+        _fence()
     # The boxes of all warpgroup tiles are numbered one after the other, and divided evenly.
     begin, end = share(piece.rank, piece.wg_tiles * boxes, ctas)
     first = wg_tile * boxes
@@ -148,3 +153,12 @@ def finish_in_cluster(
     plgpu.barrier_arrive(shared.read.at[wg_tile])
     # Each CTA waits in each phase of the barrier: here, or before it stores the sums of its next tile.
     pl.when(piece.is_last)(await_readers)
+
+
+def _fence() -> None:
+    from jax.experimental.mosaic.gpu import utils as u
+
+    def code(_):
+        u.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=())(code)()
