@@ -156,6 +156,11 @@ class ProductKernel:
             recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
+    def _clusters(self):
+        import os
+        n = self.target.num_cores // self.config.cluster
+        return min(n, self.work.tiles) if os.environ.get("OV_CLAMP") and self.work.ctas_per_tile > 1 else n
+
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
         """Makes a Pallas kernel of `body`, with the grid, the clusters and the warpgroups that the mainloop needs."""
         body.__name__ = self.name
@@ -163,7 +168,7 @@ class ProductKernel:
         return plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(self.target.num_cores // cluster,),
+            grid=(self._clusters(),),
             grid_names=(GRID_AXIS,),
             cluster=(cluster,) if cluster > 1 else (),
             cluster_names=(RANK_AXIS,) if cluster > 1 else (),

@@ -35,6 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.grid import RANK_AXIS
 from overlap.kernels.partial_sums import share
 from overlap.kernels.tma.limits import F32_BYTES
+from overlap.primitives import marks
+from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, Index, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
@@ -131,7 +133,9 @@ def finish_in_cluster(
     if os.environ.get("OV_FENCE"):
         _fence()
     plgpu.barrier_arrive(shared.stored.at[wg_tile])
+    marks.now(Work.AWAIT_ROWS, 0, 1)
     plgpu.barrier_wait(shared.stored.at[wg_tile])
+    marks.now(Work.STORE, 0, 2)
     if os.environ.get("OV_FENCE"):
         _fence()
     # The boxes of all warpgroup tiles are numbered one after the other, and divided evenly.
@@ -151,6 +155,7 @@ def finish_in_cluster(
         finish(number - first, total)
 
     plgpu.barrier_arrive(shared.read.at[wg_tile])
+    marks.now(Work.AWAIT_TILE, 0, 3)
     # Each CTA waits in each phase of the barrier: here, or before it stores the sums of its next tile.
     pl.when(piece.is_last)(await_readers)
 
