@@ -108,7 +108,25 @@ class StreamK:
 
     def pieces(self, cta: Index) -> Index:
         """Returns how many pieces a CTA computes."""
+        cta = self.worker(cta)
         return self.full_waves + choose(cta < self.workers, 1, 0)
+
+    def worker(self, j):
+        import os
+        mode = os.environ.get("OV_PERM")
+        n = self.num_ctas
+        if not mode or self.cuts or n not in (66, 33, 32, 30):
+            return j
+        if mode == "8":
+            full, rest = divmod(n, 8)
+            q = remainder(j, 8)
+            return q * full + smaller(q, rest) + quotient(j, 8)
+        if n == 66:
+            a, b = j - 4, j - 36
+            w = choose(j < 36, 4 + remainder(a, 8) * 4 + quotient(a, 8), 36 + remainder(b, 7) * 4 + quotient(b, 7))
+            return choose(j < 4, j, choose(j >= 64, j, w))
+        w = choose(j < 16, remainder(j, 8) * 2 + quotient(j, 8), 16 + remainder(j - 16, 7) * 2 + quotient(j - 16, 7))
+        return choose(j >= 30, j, w)
 
     def total_k_steps[I: Index](self, cta: I) -> I:
         """Returns how many k steps a CTA computes in all its pieces (of a cluster that shares tiles: its first CTA)."""
@@ -129,9 +147,9 @@ class StreamK:
         """Returns piece number `ordinal` of a CTA; `rank`: its index in its cluster."""
         if self.ctas_per_tile > 1:
             k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
-            tile, before = cta + ordinal * self.num_ctas, ordinal * k_steps
+            tile, before = self.worker(cta) + ordinal * self.num_ctas, ordinal * k_steps
             return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
-        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
+        whole = Piece(self.worker(cta) + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole
         tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
