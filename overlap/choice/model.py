@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from overlap.choice.problem import Problem
 from overlap.choice.rates import COLLECTIVES, Rates, rates_of
 from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
@@ -26,6 +27,10 @@ _LIMITED = 8.0
 _KEPT_IN_L2 = 0.5
 # Cores with consecutive numbers that share a path to the L2: about a GPC.
 GROUP = 16
+# Cores that run clusters with consecutive numbers, and share a path to the L2 (`kernels/placement.py`).
+_GROUP_OF_CLUSTERS = 8
+# The columns of a box of 16-bit results.
+BOX_COLUMNS = 64
 # The time of a gather from its start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
 # The time that each shard but the first adds to a gather, if the rows of all shards are not joined (`Config.joined`).
@@ -96,6 +101,8 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
         us = _with_scatter(us, work, config, problem, rates)
     if work.cuts:
         us += rates.zero_flags_us
+    if config.ctas_per_tile > 1:
+        us += work.pieces(0) * _exchange_cycles(config, rates) / rates.cycles_per_us
     if config.cluster > 1:
         us += rates.cluster_us
     if config.split_k > 1:
@@ -175,14 +182,14 @@ class _PerDepth:
             for rows, row_bytes in ((rows - empty, lhs_row), (config.tile_n, rhs_row))
         )
         shared = rhs if config.cluster_along == "m" else lhs
-        loaded = lhs + rhs - shared * (1 - 1 / config.cluster)
+        loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
         of_group = _loaded_by_group(
             config, problem, work_of(config, problem, target), (rows - empty) * itemsize, config.tile_n * itemsize
         )
         load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
         if config.cluster > 1 and config.cluster_along == "n":
             load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
-        step = rates.step_cycles + (rates.cluster_step_cycles if config.cluster > 1 else 0.0)
+        step = rates.step_cycles + (rates.cluster_step_cycles if config.shares_loads else 0.0)
         busy = _at_once(
             rates.overlap_exponent,
             multiplied / rates.tensor_core_rate,
@@ -207,7 +214,8 @@ def _loaded_by_group(config: Config, problem: Problem, work: StreamK, lhs: float
     tiles = {"m": ceil_div(m, rows), "n": ceil_div(n, columns)}
     # CTAs that compute pieces of the same tile load different parts of it.
     pieces = work.pieces_per_tile if not work.full_waves else 1
-    members = min(max(GROUP / config.cluster / pieces, 1.0), tiles["m"] * tiles["n"])
+    group = GROUP if config.ctas_per_tile == 1 else _GROUP_OF_CLUSTERS
+    members = min(max(group / config.cluster / pieces, 1.0), tiles["m"] * tiles["n"])
     minor, major = ("m", "n") if config.order_minor == "m" else ("n", "m")
     of_band = min(config.order_width, tiles[minor])
     # How many different tiles the members have along each dimension. A group may begin anywhere in a band.
@@ -216,7 +224,17 @@ def _loaded_by_group(config: Config, problem: Problem, work: StreamK, lhs: float
     of_minor = min(of_band, members) if of_major < tiles[major] else max(of_band, 1 + (members - 1) / of_major)
     along = {minor: min(of_minor, tiles[minor], members), major: min(of_major, members)}
     bytes_along = {"m": lhs * rows / config.tile_m, "n": rhs * columns / config.tile_n}
-    return sum(along[name] * bytes_along[name] for name in ("m", "n")) / (members * config.cluster)
+    together = config.cluster // config.ctas_per_tile
+    return sum(along[name] * bytes_along[name] for name in ("m", "n")) / (members * together)
+
+
+def _exchange_cycles(config: Config, rates: Rates) -> float:
+    """Returns the cycles in which the CTAs of a cluster read and add each other's sums of a tile."""
+    rows, _ = hopper.warpgroup_tile(config)
+    # Each box of a tile is finished by one CTA, which reads the sums of all CTAs.
+    boxes = ceil_div(config.tile_m * config.tile_n // (rows * BOX_COLUMNS), config.ctas_per_tile)
+    read = boxes * rows * BOX_COLUMNS * config.ctas_per_tile * F32_BYTES
+    return rates.exchange_cycles + read / rates.exchange_bytes_per_cycle
 
 
 def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target, per_depth: _PerDepth) -> float:
@@ -245,7 +263,7 @@ def _at_power_limit(
     us: float, work: StreamK, config: Config, per_depth: _PerDepth, hbm_bytes: float, rates: Rates
 ) -> float:
     """Returns the time, at the clock rate that the power limit allows, of work that takes `us` at full clocks."""
-    depth = work.tiles * config.cluster * work.k_steps * config.tile_k
+    depth = work.tiles * config.cluster // config.ctas_per_tile * work.k_steps * config.tile_k
     # How long the work would take if power were the only limit.
     energy_us = hbm_bytes / rates.moved_per_us + depth * (
         per_depth.multiplied / rates.multiplied_per_us

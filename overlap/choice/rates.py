@@ -63,6 +63,10 @@ class Rates:
       flag_cycles: with stream-k, cycles that CTAs that share a tile need in addition to storing and adding sums: a flag
         crosses the L2, and the sums of the other CTAs are read one round trip after another.
       add_bytes_per_cycle: with stream-k, bytes per cycle at which the sums of the other CTAs are read and added.
+      exchange_cycles: with `cluster_along="k"`, cycles in which the CTAs of a cluster tell each other that sums may be
+        read, and that they have been read. Measured by traces on an H200.
+      exchange_bytes_per_cycle: with `cluster_along="k"`, bytes per cycle at which a CTA reads and adds the sums in the
+        shared memory of its cluster's CTAs. Measured by traces on an H200: 1.2 µs for 32 KB.
       launch_us: µs to launch a kernel.
       next_launch_us: µs to launch a second kernel right after the first.
       zero_flags_us: µs that the kernel takes that sets the flags to 0.
@@ -106,6 +110,8 @@ class Rates:
     sum_bytes_per_us: float
     flag_cycles: float
     add_bytes_per_cycle: float
+    exchange_cycles: float
+    exchange_bytes_per_cycle: float
     launch_us: float
     next_launch_us: float
     zero_flags_us: float

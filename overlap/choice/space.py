@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from overlap.choice.model import order_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
-from overlap.kernels.config import Config
+from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
+from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 
 SHAPE: dict[str, tuple[Any, ...]] = {
@@ -67,6 +68,8 @@ MOST_COLUMNS = 256
 # but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 MOST_ACCUMULATED_IN_CLUSTERS = 128
+# Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
+CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
@@ -159,12 +162,28 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     upright = itertools.product(*(SHAPE[name] for name in names))
     of_swapped = SHAPE | SWAPPED | {"tile_m": _rows_of_swapped(problem)}
     swapped = itertools.product(*(of_swapped[name] for name in names))
+    yield from _along_k(problem, target)
     for values in itertools.chain(upright, swapped if _may_swap(problem, target) else ()):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
         if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
             continue
         yield whole
         yield from (cut for cut in _cut(whole, problem, target) if not spills(cut))
+
+
+def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
+    """Yields the shapes of clusters that compute a tile together, if all tiles of the result are computed at once."""
+    if problem.communicates or not target.is_hopper:
+        return
+    usual, k_steps = _usual(problem), -(-problem.k // (SWIZZLE_BYTES // problem.itemsize))
+    upright = itertools.product((False,), SHAPE["tile_m"], SHAPE["tile_n"])
+    swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), SWAPPED["tile_n"])
+    tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())
+    for (swap, rows, columns), cluster in itertools.product(tiles, CLUSTERS_ALONG_K):
+        count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
+        if count <= clusters_at_once(target.num_cores, cluster) and k_steps >= LEAST_K_STEPS * cluster:
+            shape = dict(tile_m=rows, tile_n=columns, tile_k=SWIZZLE_BYTES // problem.itemsize, swap_operands=swap)
+            yield dataclasses.replace(usual, **shape, cluster=cluster, cluster_along="k")
 
 
 def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
@@ -195,12 +214,12 @@ def _may_swap(problem: Problem, target: Target) -> bool:
     )
 
 
-def _rows_of_swapped(problem: Problem) -> tuple[int, ...]:
+def _rows_of_swapped(problem: Problem, least_rows: int = LEAST_ROWS_OF_SWAPPED) -> tuple[int, ...]:
     """Returns values of `tile_m` for swapped operands: for each number of tiles along m, the fewest rows needed."""
     found: set[int] = set()
     # Do this for the rows of one shard, and for the rows of all shards together, which are tiled if rows are joined.
     for m in {problem.m, problem.m * problem.devices * problem.batch} - {0}:
-        least = min(LEAST_ROWS_OF_SWAPPED, m)
+        least = min(least_rows, m)
         counts = range(-(-m // MOST_ROWS_OF_SWAPPED), -(-m // least) + 1)
         found |= {-(-m // (count * SWAPPED_UNIT)) * SWAPPED_UNIT for count in counts}
     return tuple(sorted(rows for rows in found if rows <= MOST_ROWS_OF_SWAPPED))

@@ -96,10 +96,14 @@ class Config:
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;
         XLA then sums the pieces in f32 in a fixed order. For results of few tiles (plain matmul only, and not together
         with `stream_k`).
-      cluster: how many CTAs form a cluster, 1 or 2. The two CTAs of a cluster compute adjacent tiles and share the
-        loads of the operand that both need. On Blackwell they compute one tile of twice the rows, with one product.
+      cluster: how many CTAs form a cluster, 1 or 2 (with `cluster_along="k"` also 4). The two CTAs of a cluster compute
+        adjacent tiles and share the loads of the operand that both need. On Blackwell they compute one tile of twice
+        the rows, with one product.
       cluster_along: in which dimension the tiles of a cluster are adjacent: "m" (the CTAs share the right operand) or
-        "n" (they share the left one; not on Blackwell).
+        "n" (they share the left one; not on Blackwell). With "k" all CTAs of a cluster compute the same tile: each
+        takes a part of the contraction, and they add their sums through each other's shared memory. That is for results
+        of few tiles (plain `matmul` on Hopper only, with the schedule "cooperative" and without `stream_k` and
+        `split_k`).
       joined: whether the gathered rows of all shards are tiled as the rows of one matrix, so that few rows per shard
         fill a tile together (`all_gather_lhs_matmul` by the transport "pull" only; ignored elsewhere).
       one_shot: whether each device sends its part of the whole result to all others, and adds up all parts itself: for

@@ -64,9 +64,7 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
     if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
         where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
-    sizes_of_clusters = (1, 2, 4) if config.cluster_along == "k" else (1, 2)
-    if config.cluster not in sizes_of_clusters or config.cluster > target.num_cores:
-        raise ValueError(f"`cluster` must be 1 or 2, and at most the {target.num_cores} cores, got {config.cluster}")
+    _check_cluster(sizes, config, target)
     if sizes.transport in SUMMING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
@@ -91,8 +89,43 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
                 f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
                 f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
             )
-    if (k_steps := ceil_div(k, config.tile_k)) % config.split_k:
+    k_steps = ceil_div(k, config.tile_k)
+    if k_steps < config.ctas_per_tile:
+        raise NotImplementedError(
+            f"k={k} has {k_steps} k steps (tile_k={config.tile_k}), fewer than the {config.cluster} CTAs of a cluster "
+            "that divide them among them (cluster_along='k'): reduce `cluster`, or leave it out of `config`"
+        )
+    if k_steps % config.split_k:
         raise NotImplementedError(
             f"`split_k` must divide the {k_steps} k steps of k={k} (tile_k={config.tile_k}), got {config.split_k}: "
             'name a divisor, or use implementation="xla"'
         )
+
+
+def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
+    """Checks that clusters have a size that the device runs, and that they may share tiles along k. Raises ValueError.
+
+    Args:
+      sizes: the product.
+      config: sizes of the kernel.
+      target: the device.
+    """
+    cluster, along_k = config.cluster, config.cluster_along == "k"
+    allowed = "1, 2 or 4 with cluster_along='k'" if along_k else "1 or 2"
+    if cluster not in ((1, 2, 4) if along_k else (1, 2)) or cluster > target.num_cores:
+        raise ValueError(f"`cluster` must be {allowed}, and at most the {target.num_cores} cores, got {cluster}")
+    if config.ctas_per_tile == 1:
+        return
+    if sizes.transport or not target.is_hopper:
+        where = "only in `matmul`" if sizes.transport else f"only on Hopper, and this device is {target.kind}"
+        raise ValueError(f"cluster_along='k' can be used {where}: use 'm' or 'n', or leave it out of `config`")
+    for name, value, usual in (
+        ("schedule", config.schedule, "cooperative"),
+        ("stream_k", config.stream_k, 1),
+        ("split_k", config.split_k, 1),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"`{name}` must be {usual!r} with cluster_along='k', got {value!r}: leave it out of `config`, or leave "
+                "`cluster_along` out"
+            )

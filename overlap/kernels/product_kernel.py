@@ -66,7 +66,7 @@ class ProductKernel:
 
     Attributes:
       name: the name of the kernel.
-      target: the device. One CTA runs on each of its cores (with clusters: on as many cores as fill whole clusters).
+      target: the device. One CTA runs on each of its cores (with clusters: on as many cores as whole clusters fit on).
       config: sizes.
       types: dtypes and layouts of what the mainloop loads and stores.
       work: which tiles there are, and which CTA computes which of them.
@@ -121,7 +121,7 @@ class ProductKernel:
         sums_types = [partial_sums_type(work, config)] if work.cuts else []
         counters = [(1,)] if self.draws else []
         recording = marks.current()
-        ctas = self.target.num_cores // config.cluster * config.cluster
+        ctas = work.num_ctas * config.cluster
         entries_types = [] if recording is None else [recording.entries_type(ctas)]
         roles: dict[int, str] = {}
 
@@ -156,19 +156,14 @@ class ProductKernel:
             recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
-    def _clusters(self):
-        import os
-        n = self.target.num_cores // self.config.cluster
-        return min(n, self.work.tiles) if os.environ.get("OV_CLAMP") and self.work.ctas_per_tile > 1 else n
-
     def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
         """Makes a Pallas kernel of `body`, with the grid, the clusters and the warpgroups that the mainloop needs."""
         body.__name__ = self.name
-        semantics, cluster = plgpu.LoweringSemantics.Warpgroup, self.config.cluster
+        semantics, work, cluster = plgpu.LoweringSemantics.Warpgroup, self.work, self.config.cluster
         return plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(self._clusters(),),
+            grid=(work.num_ctas,),
             grid_names=(GRID_AXIS,),
             cluster=(cluster,) if cluster > 1 else (),
             cluster_names=(RANK_AXIS,) if cluster > 1 else (),

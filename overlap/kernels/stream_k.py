@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 
 from overlap.kernels.config import Config
+from overlap.kernels.placement import beside_neighbours, clusters_at_once
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
 from overlap.primitives.types import Index
@@ -77,7 +78,7 @@ class StreamK:
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
         """Returns the work of a device on which each core runs a CTA, or as many cores as fill whole clusters."""
-        clusters = target.num_cores // config.cluster
+        clusters = clusters_at_once(target.num_cores, config.cluster)
         return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile)
 
     @property
@@ -108,25 +109,15 @@ class StreamK:
 
     def pieces(self, cta: Index) -> Index:
         """Returns how many pieces a CTA computes."""
-        cta = self.worker(cta)
-        return self.full_waves + choose(cta < self.workers, 1, 0)
+        return self.full_waves + choose(self._number(cta) < self.workers, 1, 0)
 
-    def worker(self, j):
-        import os
-        mode = os.environ.get("OV_PERM")
-        n = self.num_ctas
-        if not mode or self.cuts or n not in (66, 33, 32, 30):
-            return j
-        if mode == "8":
-            full, rest = divmod(n, 8)
-            q = remainder(j, 8)
-            return q * full + smaller(q, rest) + quotient(j, 8)
-        if n == 66:
-            a, b = j - 4, j - 36
-            w = choose(j < 36, 4 + remainder(a, 8) * 4 + quotient(a, 8), 36 + remainder(b, 7) * 4 + quotient(b, 7))
-            return choose(j < 4, j, choose(j >= 64, j, w))
-        w = choose(j < 16, remainder(j, 8) * 2 + quotient(j, 8), 16 + remainder(j - 16, 7) * 2 + quotient(j - 16, 7))
-        return choose(j >= 30, j, w)
+    def _number(self, cta: Index) -> Index:
+        """Returns the number of a CTA or cluster by which tiles are assigned.
+
+        Clusters that share tiles are renumbered, so that clusters of one GPC compute adjacent tiles. Pieces that CTAs
+        exchange through global memory are assigned by index, so that CTAs of one tile start together.
+        """
+        return beside_neighbours(cta, self.ctas_per_tile, self.num_ctas) if self.ctas_per_tile > 1 else cta
 
     def total_k_steps[I: Index](self, cta: I) -> I:
         """Returns how many k steps a CTA computes in all its pieces (of a cluster that shares tiles: its first CTA)."""
@@ -147,9 +138,9 @@ class StreamK:
         """Returns piece number `ordinal` of a CTA; `rank`: its index in its cluster."""
         if self.ctas_per_tile > 1:
             k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
-            tile, before = self.worker(cta) + ordinal * self.num_ctas, ordinal * k_steps
+            tile, before = self._number(cta) + ordinal * self.num_ctas, ordinal * k_steps
             return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
-        whole = Piece(self.worker(cta) + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
+        whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         if not self.cuts:
             return whole
         tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
