@@ -122,15 +122,22 @@ def main(arguments: Iterable[str] | None = None) -> int:
         default=16,
         help="with --judge: how many of the search's first configurations",
     )
+    parser.add_argument(
+        "--few-tiles", action="store_true", help='only products that clusters along k (cluster_along="k") may compute'
+    )
     parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
     given = parser.parse_args(None if arguments is None else list(arguments))
     chance, target, lines = random.Random(given.seed), TARGETS[given.gpu], []
-    for _ in range(given.problems):
+    while len(lines) < given.problems:
         if given.judge:
             problem = draw_problem(chance, aligned=1.0, few_rows=0.0, bfloat16_only=True)
-            configs = judged_configs(chance, problem, given.configs, target)
         else:
             problem = draw_problem(chance, aligned=0.85, few_rows=0.1, bfloat16_only=False)
+        if given.few_tiles and not any(config.ctas_per_tile > 1 for config in space.candidates(problem, target)):
+            continue
+        if given.judge:
+            configs = judged_configs(chance, problem, given.configs, target)
+        else:
             configs = draw_configs(chance, problem, target)
         lines.append(Task(problem, configs, given.judge).to_json())
     replace(given.out, "\n".join(lines) + "\n")
