@@ -133,12 +133,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
             problem = draw_problem(chance, aligned=1.0, few_rows=0.0, bfloat16_only=True)
         else:
             problem = draw_problem(chance, aligned=0.85, few_rows=0.1, bfloat16_only=False)
-        if given.few_tiles and not any(config.ctas_per_tile > 1 for config in space.candidates(problem, target)):
+        along_k = [config for config in space.candidates(problem, target) if config.ctas_per_tile > 1]
+        if given.few_tiles and not along_k:
             continue
         if given.judge:
             configs = judged_configs(chance, problem, given.configs, target)
         else:
             configs = draw_configs(chance, problem, target)
+        if given.few_tiles:
+            first = {shape_of(config): config for config in reversed(along_k)}
+            configs = tuple(dict.fromkeys((*configs, *list(first.values())[-1:-5:-1])))
         lines.append(Task(problem, configs, given.judge).to_json())
     replace(given.out, "\n".join(lines) + "\n")
     print(f"{len(lines)} tasks in {given.out}")
