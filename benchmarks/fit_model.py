@@ -37,8 +37,9 @@ from overlap.cli.arguments import WrongArguments, old_file
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
-# For each GPU a folder. `held_out.csv` is for the judgement; the model is fitted to the other files. Each file is from
-# one session. Times of different sessions are not compared, since GPUs differ by some percent.
+# For each GPU a folder. `held_out.csv` is for the judgement. The model is fitted to no file whose name begins with
+# `held_out`. Each file is from one session. Times of different sessions are not compared, since GPUs differ by some
+# percent.
 FOLDER = pathlib.Path(__file__).parent / "model"
 _HELD_OUT = "held_out.csv"
 # For each fitted rate its start value, and the largest factor by which the fitted value may differ from the start
@@ -135,7 +136,7 @@ def held_out(gpu: str) -> pathlib.Path:
 
 def fitted_to(gpu: str) -> list[pathlib.Path]:
     """Returns the files that the model of a GPU is fitted to."""
-    return sorted(path for path in (FOLDER / gpu).glob("*.csv") if path.name != _HELD_OUT)
+    return sorted(path for path in (FOLDER / gpu).glob("*.csv") if not path.name.startswith("held_out"))
 
 
 # --- The fit ----------------------------------------------------------------------------------------------------------
