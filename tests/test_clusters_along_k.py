@@ -130,7 +130,9 @@ def test_random_products(data):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "dtype"), [(TWO, BF16), (FOUR, F16), (SWAPPED_FOUR, BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("config", "dtype"), [(TWO, BF16), (FOUR, F16), (SWAPPED_FOUR, BF16)], ids=["2", "4", "swapped"]
+)
 def test_error_within_twice_that_of_rounding(config, dtype):
     check(normal(7, 200, 456, dtype=dtype), normal(8, 456, 264, dtype=dtype), config=config, cores=4)
 
@@ -209,7 +211,8 @@ def test_launches_in_a_row(config):
 def test_laps(config):
     """Runs each launch several times on the same memory; all laps but the last have operands of NaN."""
     for seed, completion in enumerate(COMPLETIONS):
-        check_exactly(RAGGED, config, cores=8, settings={"laps": 3, "completion": completion, "seed": seed})
+        settings = {"laps": 2, "completion": completion, "seed": seed}
+        check_exactly((136, 264, 328), config, cores=8, settings=settings)
 
 
 @BOTH

@@ -70,7 +70,7 @@ def test_each_needs_a_k_step(k, config, words):
 
 
 def test_a_dimension_that_there_is_not():
-    with pytest.raises(ValueError, match="`cluster_along` must be .*got 'x'"):
+    with pytest.raises(ValueError, match=r"`cluster_along` must be .*got 'x'"):
         overlap.Config.of(cluster_along="x")
 
 
@@ -84,7 +84,9 @@ COLLECTIVES = [
 
 @pytest.mark.parametrize("config", [TWO, FOUR], ids=["2", "4"])
 @pytest.mark.parametrize(
-    ("operation", "keywords", "of_lhs", "of_rhs", "of_result"), COLLECTIVES, ids=[row[0].__name__ for row in COLLECTIVES]
+    ("operation", "keywords", "of_lhs", "of_rhs", "of_result"),
+    COLLECTIVES,
+    ids=[row[0].__name__ for row in COLLECTIVES],
 )
 def test_collectives_refuse_them(operation, keywords, of_lhs, of_rhs, of_result, config):
     def call(lhs, rhs):
@@ -120,7 +122,10 @@ def along_k(problem: Problem, target: Target = H200) -> list[overlap.Config]:
 def test_deep_products_of_few_tiles_try_them(sizes, target):
     problem = Problem("matmul", *sizes, "bfloat16", "bfloat16")
     found = along_k(problem, target)
-    assert {config.cluster for config in found} == {2, 4} and {config.swap_operands for config in found} == {False, True}
+    assert {config.cluster for config in found} == {2, 4} and {config.swap_operands for config in found} == {
+        False,
+        True,
+    }
     for config in found:
         assert problem.accepts(config, target)
         # All tiles are computed at the same time.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,18 +69,34 @@ def run_some(kernel: Kernel, cores: int, seeds: int) -> None:
         kernel.run(cores=cores, completion=COMPLETIONS[seed % 3], scheduler=scheduler, seed=seed, step_limit=100_000)
 
 
-CTAS = pytest.mark.parametrize("ctas", [2, 4])
-
-
-@CTAS
-@pytest.mark.parametrize("name", PROGRAMS)
+# `test_on_an_h200` runs the program of 132 cores without defects.
+@pytest.mark.parametrize("ctas", [2, 4])
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "132 cores"])
 def test_programs_without_defects_are_clean(name, ctas):
-    run_some(program(name, ctas), _cores(name, ctas), 1 if name == "132 cores" else 6)
+    run_some(program(name, ctas), ctas, 6)
+
+
+# Defects of the barriers, and of the division of boxes and k steps, with both sizes.
+BOTH = [
+    "sums not awaited", "sums not told", "readers not awaited before the next tile", "readers not awaited at the end",
+    "read told before it is read", "read told before the last tile is read", "own sums alone", "not the last CTA's",
+    "a box finished twice", "a box never finished", "a k step twice", "a k step left out",
+]  # fmt: skip
+assert set(BOTH) <= INJECTED.keys()
+
+
+def with_two_and_four(cases: dict[str, tuple], both: Iterable[str] = ()) -> Callable[..., pytest.MarkDecorator]:
+    """Gives each case to a test with clusters of two and of four CTAs; one of the two is slow, but not of `both`."""
+    of_case = [
+        pytest.param(*case, ctas, id=f"{name}-{ctas}", marks=[] if in_turn or name in both else pytest.mark.slow)
+        for number, (name, case) in enumerate(cases.items())
+        for ctas, in_turn in ((2, number % 2 == 0), (4, number % 2 == 1))
+    ]
+    return functools.partial(pytest.mark.parametrize, argvalues=of_case)
 
 
 @pytest.mark.one_jax
-@CTAS
-@pytest.mark.parametrize(("name", "words", "defect"), INJECTED.values(), ids=INJECTED)
+@with_two_and_four(INJECTED, BOTH)(("name", "words", "defect", "ctas"))
 def test_each_injected_defect_is_reported(name, words, defect, ctas, monkeypatch):
     """The emulator reports the defect, the result differs from the oracle, or jax cannot make the kernel."""
     kernel = program(name, ctas)
@@ -87,8 +106,7 @@ def test_each_injected_defect_is_reported(name, words, defect, ctas, monkeypatch
 
 
 @pytest.mark.one_jax
-@CTAS
-@pytest.mark.parametrize(("name", "change"), HARMLESS.values(), ids=HARMLESS)
+@with_two_and_four(HARMLESS)(("name", "change", "ctas"))
 def test_what_does_no_harm(name, change, ctas, monkeypatch):
     """Runs the program with the change: the emulator must report nothing. If it ever does, the change is a defect."""
     kernel = program(name, ctas)
