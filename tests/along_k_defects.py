@@ -52,7 +52,7 @@ INJECTED = {
         exchange({TELL_STORED: TELL_STORED.replace("[wg_tile]", "[1 - wg_tile]")})),
     "await the other warpgroup": ("tiles", "race|missed phase",
         exchange({AWAIT_STORED: AWAIT_STORED.replace("[wg_tile]", "[1 - wg_tile]")})),
-    "one barrier for both warpgroups": ("tiles", "race|missed phase",
+    "one barrier for both warpgroups": ("tiles", "race|missed phase|too early",
         exchange({".at[wg_tile])": ".at[0])"})),
     "two arrivals": ("tiles", "deadlock", sums_type({"num_arrivals=1": "num_arrivals=2"})),
     "readers not awaited before the next tile": ("tiles", "race|missed phase", exchange({BEFORE_THE_NEXT: "pass"})),

@@ -73,7 +73,7 @@ def run_some(kernel: Kernel, cores: int, seeds: int) -> None:
 @pytest.mark.parametrize("ctas", [2, 4])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "132 cores"])
 def test_programs_without_defects_are_clean(name, ctas):
-    run_some(program(name, ctas), ctas, 6)
+    run_some(program(name, ctas), ctas, 3)
 
 
 # Defects of the barriers, and of the division of boxes and k steps, with both sizes.
