@@ -82,14 +82,29 @@ CASES = {  # cores, shape, config, further arguments
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_bit(case):
+# Each of these has a case beside it that differs in one thing only.
+SLOW = (
+    "idle clusters, four", "twelve tiles in turn, four", "some have a tile more", "128 x 128", "two clusters",
+    "64 x 256, four", "swapped, 136 rows", "swapped, all of the epilogue", "float8", "few rows, four",
+    "fewer k steps than stages", "columns first", "two boxes at a time", "swapped, float16", "one tile, four",
+)  # fmt: skip
+assert set(SLOW) <= CASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("seed", "case"),
+    [
+        pytest.param(seed, case, id=case, marks=pytest.mark.slow if case in SLOW else [])
+        for seed, case in enumerate(CASES)
+    ],
+)
+def test_every_bit(seed, case):
+    """Each case runs with one of nine combinations of completion and scheduler."""
     cores, shape, config, kwargs = CASES[case]
-    for seed, completion in enumerate(("eager", "random")):
-        settings = {"completion": completion, "scheduler": SCHEDULERS[seed], "seed": seed}
-        run = check_exactly(shape, config, cores=cores, settings=settings, **kwargs)
-        # No flag passes through global memory.
-        assert run.counts["signals"] == 0
+    how = {"completion": COMPLETIONS[seed % 3], "scheduler": SCHEDULERS[seed // 3 % 3], "seed": seed}
+    run = check_exactly(shape, config, cores=cores, settings=how, **kwargs)
+    # No flag passes through global memory.
+    assert run.counts["signals"] == 0
 
 
 def test_the_cases_have_clusters_with_several_tiles_and_idle_ones():
@@ -110,7 +125,7 @@ def test_all_layouts_on_a_batch(left, right):
     check_exactly((136, 264, 328), FOUR if right else TWO, cores=4, batch=(2,), transpose_lhs=left, transpose_rhs=right)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_random_products(data):
     draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
@@ -165,7 +180,7 @@ def test_on_an_h200(cores, shape, config, tiles):
 @pytest.mark.parametrize("config", [TWO, FOUR, SWAPPED_FOUR.replace(tile_m=104)], ids=["2", "4", "swapped"])
 def test_the_same_bits_under_every_schedule(config):
     """Results have the bits of the pieces' sums, added from the first piece to the last."""
-    lhs, rhs, out = normal(9, 136, 584), normal(10, 584, 264), BF16 if config.swap_operands else F32
+    lhs, rhs, out = normal(9, 136, 584), normal(10, 584, 136), BF16 if config.swap_operands else F32
 
     def product(lhs, rhs, config, **settings):
         with emulate(cores=8, **settings):
@@ -211,7 +226,7 @@ def test_laps(config):
     """Runs each launch several times on the same memory; all laps but the last have operands of NaN."""
     for seed, completion in enumerate(COMPLETIONS):
         settings = {"laps": 2, "completion": completion, "seed": seed}
-        check_exactly((136, 264, 328), config, cores=8, settings=settings)
+        check_exactly((136, 136, 328), config, cores=8, settings=settings)
 
 
 @BOTH
