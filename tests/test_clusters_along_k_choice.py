@@ -126,7 +126,7 @@ def test_deep_products_of_few_tiles_try_them(sizes, target):
         True,
     }
     for config in found:
-        assert problem.accepts(config, target)
+        assert problem.accepts(config, target) and not space.spills(config)
         # All tiles are computed at the same time.
         tiles = -(-problem.m // config.tile_m) * -(-problem.n // config.tile_n)
         assert tiles <= {2: 66, 4: 30}[config.cluster]
