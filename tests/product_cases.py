@@ -11,6 +11,7 @@ import numpy as np
 import overlap
 from overlap.emulation import emulate
 from overlap.kernels.stream_k import Piece, StreamK
+from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 from tests import oracle
 
@@ -100,4 +101,4 @@ def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> 
     """Returns the work list that the kernel of a product walks."""
     (m, n, k), (rows, columns) = shape, config.cluster_tile
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
-    return StreamK(tiles, ceil_div(k, config.tile_k), cores // config.cluster, config.stream_k)
+    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, config.tile_k))

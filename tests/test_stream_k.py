@@ -117,6 +117,68 @@ def test_traced_indices_agree_with_python_ones(work):
             assert Piece(*(int(field[i]) for field in fields)) == work.piece(cta, ordinal)
 
 
+def check_walk_of_clusters(work):
+    """Walks the pieces of all CTAs of clusters that share tiles, and checks what the mainloop relies on."""
+    ranks, tiles = work.ctas_per_tile, []
+    assert not work.cuts and work.pieces_per_tile == 1
+    for cluster in range(work.num_ctas):
+        before = [0] * ranks
+        for ordinal in range(work.pieces(cluster)):
+            pieces = [work.piece(cluster, ordinal, rank) for rank in range(ranks)]
+            (tile,) = {piece.tile for piece in pieces}
+            tiles.append(tile)
+            # The CTAs take the k steps of the tile in their order, each at least one; the first ones take the most.
+            k_steps = [piece.k_steps for piece in pieces]
+            assert [piece.k_first for piece in pieces] == list(itertools.accumulate([0, *k_steps[:-1]]))
+            assert sum(k_steps) == work.k_steps and min(k_steps) >= 1
+            assert k_steps[0] == max(k_steps) <= min(k_steps) + 1
+            assert [piece.before for piece in pieces] == before
+            before = [a + b for a, b in zip(before, k_steps, strict=True)]
+            for rank, piece in enumerate(pieces):
+                assert (piece.index_in_tile, piece.pieces_per_tile, piece.ordinal) == (rank, ranks, ordinal)
+        assert work.total_k_steps(cluster) == before[0]
+    assert sorted(tiles) == list(range(work.tiles))
+
+
+@pytest.mark.parametrize("ctas_per_tile", [2, 4])
+def test_clusters_compute_every_k_step_of_every_tile_once(ctas_per_tile):
+    for num_clusters, k_steps in itertools.product(range(1, 6), range(ctas_per_tile, 11)):
+        for tiles in range(1, 2 * num_clusters + 2):
+            check_walk_of_clusters(StreamK(tiles, k_steps, num_clusters, ctas_per_tile=ctas_per_tile))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        StreamK(48, 143, 66, ctas_per_tile=2),  # Renumbered clusters, some of them idle.
+        StreamK(66, 64, 66, ctas_per_tile=2),
+        StreamK(150, 1 << 16, 66, ctas_per_tile=2),  # Full waves, then a partial one.
+        StreamK(6, 143, 30, ctas_per_tile=4),
+        StreamK(77, 1 << 16, 30, ctas_per_tile=4),
+        StreamK(20, 9, 57, ctas_per_tile=2),
+        StreamK(60, 4, 26, max_pieces=8, ctas_per_tile=4),  # No tile is cut in another way.
+    ],
+    ids=str,
+)
+def test_traced_indices_of_clusters_agree_with_python_ones(work):
+    check_walk_of_clusters(work)
+    clusters, ordinals, ranks = np.indices((work.num_ctas, work.pieces(0), work.ctas_per_tile), np.int32)
+
+    def traced(cluster, ordinal, rank):
+        piece = work.piece(cluster, ordinal, rank)
+        return work.pieces(cluster), work.total_k_steps(cluster), *(getattr(piece, name) for name in fields)
+
+    fields = ("tile", "k_first", "k_steps", "before", "index_in_tile", "ordinal")
+    found = jax.jit(jax.vmap(traced))(clusters.ravel(), ordinals.ravel(), ranks.ravel())
+    pieces, steps, *values = map(np.asarray, found)
+    assert all(value.dtype == np.int32 for value in (pieces, steps, *values))
+    for i, where in enumerate(zip(*(map(int, axis.ravel()) for axis in (clusters, ordinals, ranks)), strict=True)):
+        assert (pieces[i], steps[i]) == (work.pieces(where[0]), work.total_k_steps(where[0]))
+        if where[1] < work.pieces(where[0]):
+            piece = work.piece(*where)
+            assert [value[i] for value in values] == [getattr(piece, name) for name in fields]
+
+
 def test_nothing_is_cut_without_need():
     assert not StreamK(264, 65, 132, 8).cuts  # Only full waves.
     assert not StreamK(561, 65, 132).cuts  # Splitting is not asked for.

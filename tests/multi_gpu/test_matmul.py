@@ -110,10 +110,22 @@ SWAPPED = [
 ]  # fmt: skip
 
 
+ALONG_K = [
+    (overlap.Config(cluster=2, cluster_along="k", tile_m=64, tile_n=128, stages=4), jnp.bfloat16),
+    (overlap.Config(cluster=4, cluster_along="k", tile_m=128, tile_n=192, stages=2), jnp.float16),
+    (overlap.Config(cluster=4, cluster_along="k", tile_m=64, tile_n=256, tile_k=128, stages=3), jnp.float8_e4m3fn),
+    (overlap.Config(cluster=2, cluster_along="k", tile_m=72, tile_n=128, stages=6, swap_operands=True), jnp.bfloat16),
+    (overlap.Config(cluster=4, cluster_along="k", tile_m=8, tile_n=128, stages=6, swap_operands=True), jnp.float16),
+]
+
+
 @pytest.mark.parametrize("rows", [1, 72, 1000])
-@pytest.mark.parametrize(("config", "dtype"), SWAPPED, ids=str)
-def test_transposed_tiles(config, dtype, rows):
-    """Runs products of integers (all sums are exact) with all epilogue operands and cut tiles of rows."""
+@pytest.mark.parametrize(("config", "dtype"), SWAPPED + ALONG_K, ids=str)
+def test_transposed_tiles_and_clusters_along_k(config, dtype, rows):
+    """Runs products of integers (all sums are exact) with all epilogue operands and cut tiles of rows.
+
+    With 1000 rows there are more tiles than clusters, which then store sums where other CTAs have read others.
+    """
     rng = np.random.default_rng(rows)
     draw = lambda *shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
     n, k, transpose_rhs = 1032, 656, jnp.dtype(dtype).itemsize == 1
@@ -128,6 +140,24 @@ def test_transposed_tiles(config, dtype, rows):
         config=config, implementation="fused",
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(result, np.float32), np.asarray(exact.astype(out), np.float32))
+
+
+@pytest.mark.parametrize("rows", [64, 1000])
+@pytest.mark.parametrize("config", [config for config, dtype in ALONG_K if dtype == jnp.bfloat16], ids=str)
+def test_clusters_along_k_are_repeatable(config, rows):
+    """Runs launches in a row, of which each must store the same bits: a race would change some of them."""
+    keys = jax.random.split(jax.random.key(rows), 2)
+    lhs, rhs = (
+        jax.random.normal(keys[0], (rows, 8256), jnp.bfloat16),
+        jax.random.normal(keys[1], (8256, 384), jnp.bfloat16),
+    )
+    call = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused"))
+    first = call(lhs, rhs)
+    exact = jnp.matmul(lhs.astype(jnp.float32), rhs.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+    rounding = float(oracle.distance(exact.astype(jnp.bfloat16), exact))
+    assert float(oracle.distance(first, exact)) <= 2 * rounding + 1e-5
+    for _ in range(100):
+        assert bool(jnp.array_equal(call(lhs, rhs), first))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
