@@ -121,6 +121,14 @@ def test_devices_without_a_kernel(monkeypatch, target, fragment):
 
 
 def test_a_fallback_on_the_right_gpu_is_a_warning(monkeypatch, caplog):
+def test_configs_take_integers_of_numpy():
+    config = overlap.Config.of(tile_m=np.int64(64), stages=np.uint8(3), chunk_bytes=np.int32(4096))
+    assert repr(config) == repr(overlap.Config.of(tile_m=64, stages=3, chunk_bytes=4096))
+    for wrong in (np.True_, np.int64(0), np.float64(64), np.arange(2)):
+        with pytest.raises(ValueError, match="`tile_m` must be an int of at least 1"):
+            overlap.Config(tile_m=wrong)
+
+
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 513)), "x", mesh=mesh(x=2))
     (record,) = [r for r in caplog.records if r.name == "overlap" and r.levelname == "WARNING"]
