@@ -90,6 +90,31 @@ def test_configs_that_do_not_fit(fields, fragments):
         assert fragment in str(caught.value)
 
 
+OPERATIONS = {
+    overlap.matmul: ((), {}),
+    overlap.all_gather_lhs_matmul: (("x",), {}),
+    overlap.all_gather_rhs_matmul: (("x",), {"gather_dimension": 1}),
+    overlap.matmul_reduce_scatter: (("x",), {}),
+    overlap.matmul_all_reduce: (("x",), {}),
+    overlap.sharded_matmul: ((), {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_config_is_checked_even_if_xla_runs(op, implementation):
+    args, kwargs = OPERATIONS[op]
+
+    def explained(config):
+        given = kwargs | {"implementation": implementation, "config": config, "mesh": mesh(x=2)}
+        return overlap.explain(op, *GOOD, *args, **given)
+
+    with pytest.raises(ValueError, match="`tile_n` must be a multiple of 64"):
+        explained(overlap.Config(tile_n=96))
+    if implementation == "xla":
+        assert explained(overlap.Config(tile_n=128)) == explained(None)
+
+
 @pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_buffers": True}])
 def test_configs_that_make_no_sense(fields):
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
