@@ -247,7 +247,8 @@ def matmul(
         Accumulation is in float32.
       transpose_lhs: whether `lhs` is stored transposed. The kernel reads it as it lies, without a copy.
       transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
-      config: tile sizes of the kernel; by default from a table of measurements, else by a model.
+      config: tile sizes of the kernel; by default from a table of measurements, else by a model. It is for this
+        product; see below for the backward pass and `jax.vmap`.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
 
     Returns:
@@ -278,6 +279,11 @@ def matmul(
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
     given = locals()
+    The products of the backward pass have configurations of their own, chosen as without `config`. `jax.vmap` keeps the
+    configuration of a single element, `config` included. Two cases need the product in float32: the derivative of a
+    call with an activation, and `jax.vmap` over a bias, scales of columns or scalars that an activation captures. If
+    the configuration does not fit float32 results, another one is chosen there.
+
     arrays, keywords = (
         {name: given[name] for name in ARRAYS},
         {name: given[name] for name in ("activation", "preferred_element_type", "transpose_lhs", "transpose_rhs")},
