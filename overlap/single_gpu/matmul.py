@@ -148,7 +148,8 @@ def _cut(
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
 
     if check is not None:
-        check(MATMUL, normalize(MATMUL, **bare_types(), **(keywords | {"activation": None})))
+        bare: dict[str, Any] = bare_types() | keywords | {"activation": None}
+        check(MATMUL, normalize(MATMUL, **bare))
     if keywords.get("activation") is not None:
         # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.
         applied, scalars = activations.traced(keywords["activation"], wide)
