@@ -90,10 +90,43 @@ def test_configs_that_do_not_fit(fields, fragments):
         assert fragment in str(caught.value)
 
 
+OPERATIONS = {
+    overlap.matmul: ((), {}),
+    overlap.all_gather_lhs_matmul: (("x",), {}),
+    overlap.all_gather_rhs_matmul: (("x",), {"gather_dimension": 1}),
+    overlap.matmul_reduce_scatter: (("x",), {}),
+    overlap.matmul_all_reduce: (("x",), {}),
+    overlap.sharded_matmul: ((), {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}),
+}
+
+
+@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_config_is_checked_even_if_xla_runs(op, implementation):
+    args, kwargs = OPERATIONS[op]
+
+    def explained(config):
+        given = kwargs | {"implementation": implementation, "config": config, "mesh": mesh(x=2)}
+        return overlap.explain(op, *GOOD, *args, **given)
+
+    with pytest.raises(ValueError, match="`tile_n` must be a multiple of 64"):
+        explained(overlap.Config(tile_n=96))
+    if implementation == "xla":
+        assert explained(overlap.Config(tile_n=128)) == explained(None)
+
+
 @pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_buffers": True}])
 def test_configs_that_make_no_sense(fields):
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
         overlap.Config.of(**fields)
+
+
+def test_configs_take_integers_of_numpy():
+    config = overlap.Config.of(tile_m=np.int64(64), stages=np.uint8(3), chunk_bytes=np.int32(4096))
+    assert repr(config) == repr(overlap.Config.of(tile_m=64, stages=3, chunk_bytes=4096))
+    for wrong in (np.True_, np.int64(0), np.float64(64), np.arange(2)):
+        with pytest.raises(ValueError, match="`tile_m` must be an int of at least 1"):
+            overlap.Config(tile_m=wrong)
 
 
 def test_outside_shard_map():
@@ -157,3 +190,25 @@ def test_a_choice_is_said_once(caplog):
 def test_an_axis_of_one_device_and_a_tuple_of_one_name():
     assert peer_group_of("op", ("x",), mesh(x=2)).axis_name == "x"
     assert trace(*GOOD, on=mesh(x=1)).shape == (128, 256)
+
+
+@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
+@pytest.mark.parametrize("config", [overlap.Config(tile_n=96), {"tile_n": 128}])
+@pytest.mark.parametrize("op", [overlap.matmul, overlap.matmul_reduce_scatter, overlap.matmul_all_reduce])
+def test_a_config_is_checked_before_the_activation_is_called(op, config, implementation):
+    def activation(values):
+        raise AssertionError("called")
+
+    def call(lhs, rhs):
+        given = dict(activation=activation, config=config, implementation=implementation)
+        return op(lhs, rhs, *OPERATIONS[op][0], **given)
+
+    on = jax.make_mesh((2,), ("x",))
+    sharded = jax.shard_map(call, mesh=on, in_specs=P(), out_specs=P("x"), check_vma=False)
+    typed = jax.NamedSharding(on, P("x"))
+    operands = [[jnp.zeros(x.shape, x.dtype) for x in GOOD]]
+    if op is overlap.matmul:
+        operands += [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=typed) for x in GOOD[:1]] + operands[0][1:]]
+    for of_call, run in zip(operands, (sharded, call), strict=False):
+        with pytest.raises(ValueError, match=r"`(tile_n|config)` must be"):
+            jax.eval_shape(run, *of_call)

@@ -1,5 +1,6 @@
 """Features of `matmul` beyond lhs @ rhs, emulated: forms, epilogues, batches, f8, split k, transformations."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 import overlap
 from overlap.emulation import emulate
+from overlap.single_gpu.matmul import Matmul
 from tests import oracle
 from tests.product_cases import check, in_f32, normal
 
@@ -160,6 +162,24 @@ def test_vmap(axes, inner):
     with emulate(cores=2):
         actual = call("fused")
         assert float(oracle.distance(actual, call("xla").astype(jnp.float32))) < 5e-3
+
+
+def test_a_config_is_for_the_forward_pass_and_for_each_element_of_a_vmap(monkeypatch):
+    """The docstring of `matmul` says which configurations run."""
+    given, found, launch = overlap.Config(tile_n=128, stages=3), [], Matmul.launch
+
+    def record(self, operands, plan):
+        found.append(plan.config)
+        return launch(self, operands, plan)
+
+    monkeypatch.setattr(Matmul, "launch", record)
+    lhs, rhs = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+    product = functools.partial(overlap.matmul, implementation="fused", config=given)
+    jax.eval_shape(jax.vmap(product, in_axes=(0, None)), jax.ShapeDtypeStruct((3, *lhs.shape), lhs.dtype), rhs)
+    assert found == [given] * len(found) and found
+    found.clear()
+    jax.eval_shape(jax.grad(lambda *operands: product(*operands).sum(), argnums=(0, 1)), lhs, rhs)
+    assert found[0] == given and len(found) > 2 and given not in found[-2:]
 
 
 @pytest.mark.parametrize(("left", "right"), FORMS)

@@ -127,6 +127,28 @@ WRONG = [
     (lambda flag, group: LAYER.draw(3, 2), TypeError, "`counter` of `draw` must be one semaphore.*got 3 (int)"),
     (lambda flag, group: LAYER.Handshake(flag, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got shape ()"),
     (lambda flag, group: LAYER.Handshake(3, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got 3: take"),
+    (
+        lambda flag, group: LAYER.Handshake(jnp.zeros(prim.HANDSHAKE_FLAGS), group, 0, "of mine"),
+        TypeError,
+        "`flags` of `Handshake`.*got an array of float32",
+    ),
+    (
+        lambda flag, group: LAYER.semaphore_signal_peer(flag, "x", 1),
+        TypeError,
+        "`group` of `semaphore_signal_peer`.*'x'",
+    ),
+    (
+        lambda flag, group: LAYER.semaphore_wait_peer(flag, 1, 2, 1),
+        TypeError,
+        "`group` of `semaphore_wait_peer`.*2: take",
+    ),
+    (
+        lambda flag, group: LAYER.Handshake(flag, "x", 0, "of mine"),
+        TypeError,
+        "`group` of `Handshake` must be a PeerGroup, got 'x': take `PeerGroup.of(axis_name)`",
+    ),
+    (lambda flag, group: LAYER.semaphore_signal(3), TypeError, "`flag` of `semaphore_signal` must be one semaphore"),
+    (lambda flag, group: group.remote_ref(jnp.ones(8), 1), TypeError, "`ref` of `PeerGroup.remote_ref` must be a ref"),
 ]
 
 
@@ -155,6 +177,33 @@ def test_wrong_arguments(call, error, words):
 
     with pytest.raises(error, match=".*".join(map(re.escape, words.split(".*")))):
         run(body, devices=2)
+
+
+LOAD, STORE = prim.tma_load, prim.tma_store
+WRONG_COPIES = [
+    (
+        lambda x, tile, loaded: LOAD(x[...], tile, loaded),
+        "`source_gmem` of `tma_load`.*an array of float32.*references",
+    ),
+    (lambda x, tile, loaded: LOAD(x, tile[...], loaded), "`tile_smem` of `tma_load`.*an array of float32"),
+    (
+        lambda x, tile, loaded: LOAD(tile, x, loaded),
+        "`source_gmem` of `tma_load`.*global memory, got one to shared memory",
+    ),
+    (lambda x, tile, loaded: LOAD(x, x, loaded), "`tile_smem` of `tma_load`.*shared memory, got one to global memory"),
+    (lambda x, tile, loaded: LOAD(x, tile, None), "`loaded` of `tma_load` must be an mbarrier, got None"),
+    (lambda x, tile, loaded: LOAD(x, tile, tile.at[0]), "`loaded` of `tma_load` must be an mbarrier, got float32"),
+    (lambda x, tile, loaded: STORE(jnp.ones((8, 128)), x), "`tile_smem` of `tma_store`.*an array of float32"),
+    (lambda x, tile, loaded: STORE(x.at[0], tile.at[0]), "`tile_smem` of `tma_store`.*(float32 of shape (128,))"),
+    (lambda x, tile, loaded: STORE(tile, tile), "`destination_gmem` of `tma_store`.*got one to shared memory"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_COPIES)
+def test_wrong_references_of_copies(call, words):
+    scratch = [plgpu.SMEM((8, 128), jnp.float32), plgpu.Barrier()]
+    with pytest.raises(TypeError, match=".*".join(map(re.escape, words.split(".*")))):
+        run(call, scratch=scratch)
 
 
 def test_integers_of_numpy_are_integers():
@@ -198,6 +247,30 @@ def test_wrong_chunk_buffers():
 
 
 # ---- where a primitive is called -------------------------------------------------------------------------------------
+
+
+FLAG, PEERS = np.int32(0), prim.PeerGroup("x", (("x", 2),))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name"),
+    [
+        (lambda: prim.shared_semaphores((1,)), ValueError, "shared_semaphores"),
+        (prim.converge_warp, ValueError, "converge_warp"),
+        (prim.fence_async_proxy, ValueError, "fence_async_proxy"),
+        (prim.wait_stores_read, ValueError, "wait_stores_read"),
+        (prim.wait_stores_landed, ValueError, "wait_stores_landed"),
+        (lambda: prim.semaphore_signal(FLAG), TypeError, "semaphore_signal"),
+        (lambda: prim.semaphore_wait(jnp.int32(0), 1), TypeError, "semaphore_wait"),
+        (lambda: prim.semaphore_signal_peer(FLAG, PEERS, 1), TypeError, "semaphore_signal_peer"),
+        (lambda: prim.semaphore_wait_peer(FLAG, 1, PEERS, 1), TypeError, "semaphore_wait_peer"),
+        (lambda: prim.draw(FLAG, 1), TypeError, "draw"),
+        (lambda: LOAD(ROWS, ROWS, FLAG), TypeError, "tma_load"),
+    ],
+)
+def test_outside_of_a_kernel(call, error, name):
+    with pytest.raises(error, match=f"`{name}` must .*kernel"):
+        call()
 
 
 def test_drawing_in_a_warpgroup():

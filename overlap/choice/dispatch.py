@@ -120,6 +120,12 @@ def _first_that_fits(
     return (config, source) if other is None else (other, "heuristic")
 
 
+def _require_valid(config: Config, device: Target, check: Callable[[Config, Target], None]) -> None:
+    """Raises ValueError for a configuration that the fused kernel would refuse. Call it where XLA runs instead."""
+    with contextlib.suppress(NotImplementedError):
+        check(config, device)
+
+
 def decide(
     op: str,
     implementation: str | None,
@@ -146,6 +152,8 @@ def decide(
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
     if implementation == "xla":
+        if config is not None:
+            _require_valid(config, device, check)
         return Explanation(op, "xla", None, "asked for", device)
     source = "given"
     if config is None:
@@ -166,9 +174,7 @@ def decide(
     missed = False
     if device.platform == "cpu":
         if source == "given":
-            # On a CPU, too, raise ValueError for a configuration that is invalid on a GPU.
-            with contextlib.suppress(NotImplementedError):
-                check(config, device)
+            _require_valid(config, device, check)
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
     else:
         try:

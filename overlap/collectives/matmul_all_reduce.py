@@ -152,9 +152,9 @@ def matmul_all_reduce(
     Differentiable to any order, in forward and reverse mode, as `lax.psum(lhs @ rhs, axis_name)` is. The backward pass
     runs by XLA; with `check_vma=True` it communicates nothing. The kernel folds leading dimensions into the rows.
 
-    `vmap` over `lhs`, an `lhs_scale` of rows and an `addend` becomes a leading dimension. For `vmap` over a bias or
-    arrays that an activation captures, the kernel computes the sum and XLA the rest. For `vmap` over anything else XLA
-    runs, or NotImplementedError is raised if implementation="fused".
+    `vmap` over `lhs`, an `lhs_scale` of rows and an `addend` becomes a leading dimension, with the configuration of a
+    single element. For `vmap` over a bias or arrays that an activation captures, the kernel computes the sum and XLA
+    the rest. For `vmap` over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

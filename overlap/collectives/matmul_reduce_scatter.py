@@ -148,12 +148,12 @@ def matmul_reduce_scatter(
 
     Differentiable to any order, in forward and reverse mode. With rows scattered, no scales, and a result of the
     operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport; fused or XLA
-    is chosen as in any other call. The gathered cotangent of the result is used for the cotangent of `rhs` as well. XLA
-    computes everything else in the backward pass.
+    is chosen as in any other call without `config`. The gathered cotangent of the result is used for the cotangent of
+    `rhs` as well. XLA computes everything else in the backward pass.
 
-    `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension. For `vmap` over a bias or arrays that an
-    activation captures, the kernel computes the sum and XLA the rest. For `vmap` over anything else XLA runs, or
-    NotImplementedError is raised if implementation="fused".
+    `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
+    element. For `vmap` over a bias or arrays that an activation captures, the kernel computes the sum and XLA the rest.
+    For `vmap` over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,7 +1,9 @@
-"""A user's activation: traced once, proven to be elementwise, and usable inside a kernel and for derivatives.
+"""A user's activation: traced at the call, proven to be elementwise, and usable inside a kernel and for derivatives.
 
-Scalars that the activation captures become operands of the call. So the function is not called again later, when the
-variables of its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see these scalars.
+The call traces the function several times, since it compares the programs for two shapes. Scalars that the activation
+captures become operands of the call. So the fused kernel does not call the function again later, when the variables of
+its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see these scalars. Where XLA runs, the call
+applies the function itself, and jax differentiates that.
 """
 
 from __future__ import annotations

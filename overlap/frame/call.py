@@ -9,6 +9,7 @@ The fused kernel lies behind a primitive of jax, which has its own rules for der
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,14 +38,35 @@ def check_choice(config: Any, implementation: Any) -> None:
     arguments.config(config)
 
 
+def _check(operation: Operation, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    operation.check_keywords(call)
+    operation.check(call, config, target, mesh)
+
+
+def require_config(operation: Operation, call: Call, config: Config, mesh: AnyMesh | None = None) -> None:
+    """Raises ValueError if a configuration contradicts itself, the call or the device. The activation is not needed."""
+    with contextlib.suppress(NotImplementedError):
+        _check(operation, call, config, dispatch.target(mesh), mesh)
+
+
+def _prepared(
+    prepare: Prepare, config: Any, implementation: Any, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Operation, Call]:
+    """Prepares a call. Raises ValueError for a wrong `config` or `implementation` before the activation is called."""
+    check_choice(config, implementation)
+    if config is not None and keywords.get("activation") is not None:
+        check = functools.partial(require_config, config=config, mesh=keywords.get("mesh"))
+        keywords = keywords | {"before_activation": check}
+    return prepare(*args, **keywords)
+
+
 def decide(
     operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: AnyMesh | None = None
 ) -> dispatch.Explanation:
     """Returns what would run, and why. Raises as the operation does."""
 
     def check(config: Config, target: Target) -> None:
-        operation.check_keywords(call)
-        operation.check(call, config, target, mesh)
+        _check(operation, call, config, target, mesh)
 
     check_choice(config, implementation)
     problem = operation.problem(call.operands, call.layouts, call.out_dtype)
@@ -55,7 +77,8 @@ def decide(
 def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:
     """Runs a public operation on the arguments `given`, all by keyword."""
     arguments.require_values(**{name: given[name] for name in ARRAYS if name in given})
-    return run_prepared(*prepare(**given), config=config, implementation=implementation)
+    operation, call = _prepared(prepare, config, implementation, (), given)
+    return run_prepared(operation, call, config=config, implementation=implementation)
 
 
 def run_prepared(
@@ -87,7 +110,7 @@ def explain(
     **keywords: Any,
 ) -> dispatch.Explanation:
     """Checks a call of a public operation and says what would run. Same arguments and errors."""
-    operation, call = prepare(*args, mesh=mesh, **keywords)
+    operation, call = _prepared(prepare, config, implementation, args, {"mesh": mesh, **keywords})
     return decide(operation, call, config, implementation, mesh)
 
 

@@ -1,6 +1,6 @@
 """A primitive that applies a traced function of single values to every entry of arrays, whatever the arrays' types.
 
-An activation is traced once, at the call, on types that say nothing of a mesh. The arrays that it is applied to may
+An activation is traced at the call, on types that say nothing of a mesh. The arrays that it is applied to may
 vary along mesh axes (`varying.py`) or be sharded over Explicit axes, and its jaxpr would not fit these types. So the
 jaxpr is the parameter of a primitive. The primitive's result has the type of the operands, and the jaxpr appears only
 when the primitive is lowered.

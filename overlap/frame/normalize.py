@@ -80,11 +80,13 @@ def normalize(
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
     scalars: tuple[Any, ...] | None = None,
+    before_activation: Callable[[Operation, Call], None] | None = None,
 ) -> Call:
     """Checks the arguments of a call and brings them into the form that kernels take.
 
     The arguments are those of the public functions. Arrays may be `jax.ShapeDtypeStruct`s. If `activation` has been
-    traced already (an `Activation`), `scalars` are the scalars that it captures.
+    traced already (an `Activation`), `scalars` are the scalars that it captures. `before_activation` is a further check
+    of the call. It gets the call without its activation, before `activation` is traced.
 
     Raises:
       ValueError: wrong ranks, dtypes or sizes.
@@ -110,12 +112,6 @@ def normalize(
     blocks = block_scales.normalize(lhs_scale, rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
     row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, scaled, wide) if blocks is None else (None, None)
-    applied: Any = activation
-    by_xla = activation
-    if activation is not None and scalars is None:
-        applied, scalars = activations.traced(activation, wide)
-    elif activation is not None:
-        by_xla = functools.partial(activation, scalars=scalars)
     operands = Operands(
         lhs=_flat(lhs, 2),
         rhs_list=tuple(_flat(x, 2) for x in rhs_list),
@@ -123,13 +119,32 @@ def normalize(
         column_scales=column_scales,
         biases=_biases(operation, bias, result, container, wide),
         addends=_addends(operation, addend, result, batch, container, out_dtype),
-        scalars=scalars or (),
         lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
         rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
     )
     epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     given = tuple(name for name, value in epilogue.items() if value is not None)
-    return Call(operands, layouts, out_dtype, applied, by_xla, batch, container, given)
+    call = Call(operands, layouts, out_dtype, None, None, batch, container, given)
+    return call if activation is None else _with_activation(operation, call, activation, scalars, before_activation)
+
+
+def _with_activation(
+    operation: Operation,
+    call: Call,
+    activation: Any,
+    scalars: tuple[Any, ...] | None,
+    before_activation: Callable[[Operation, Call], None] | None,
+) -> Call:
+    """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
+    if before_activation is not None:
+        before_activation(operation, call)
+    if scalars is None:
+        applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype))
+        by_xla = activation
+    else:
+        applied, by_xla = activation, functools.partial(activation, scalars=scalars)
+    operands = dataclasses.replace(call.operands, scalars=scalars)
+    return dataclasses.replace(call, operands=operands, activation=applied, by_xla=by_xla)
 
 
 def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from overlap.primitives.integers import largest_divisor
@@ -24,7 +26,7 @@ _SWITCHES = ("swap_operands", "joined", "one_shot")
 
 
 def _require_valid(sizes: PullSizes | Config) -> None:
-    """Checks each field of a configuration. Raises ValueError."""
+    """Checks each field of a configuration, and stores other integers (of NumPy, say) as ints. Raises ValueError."""
     for name, value in vars(sizes).items():
         # Check the common case first, because the search makes thousands of configurations.
         if type(value) is int and value >= 1 and name not in _NO_NUMBERS:
@@ -40,8 +42,18 @@ def _require_valid(sizes: PullSizes | Config) -> None:
             *most, last = map(repr, _CHOICES[name])
             if not (isinstance(value, str) and value in _CHOICES[name]):
                 raise ValueError(f"`{name}` must be {', '.join(most)} or {last}, got {value!r}")
-        elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
+        else:
+            object.__setattr__(sizes, name, _size(name, value))
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < 1:
+        raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

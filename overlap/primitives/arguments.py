@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.types import Index
 
@@ -85,8 +88,96 @@ def require_one(caller: str, name: str, ref: Any) -> None:
     Raises:
       TypeError: the argument is no reference, or refers to an array of several.
     """
-    shape = getattr(ref, "shape", None)
-    if shape is None:
-        raise TypeError(f"`{name}` of `{caller}` must be one semaphore of `shared_semaphores`, got {_described(ref)}")
-    if shape != ():
-        raise TypeError(f"`{name}` of `{caller}` must be one semaphore, got shape {shape}: take one with `.at[i]`")
+    require_semaphore(caller, name, ref)
+    if ref.shape != ():
+        raise TypeError(f"`{name}` of `{caller}` must be one semaphore, got shape {ref.shape}: take one with `.at[i]`")
+
+
+def require_semaphore(caller: str, name: str, ref: Any) -> None:
+    """Checks that an argument is a reference, as a semaphore is. Arguments as for `require_one`.
+
+    Raises:
+      TypeError: the argument is no reference, for instance because the call is outside of a kernel.
+    """
+    wanted = "one semaphore of `shared_semaphores`"
+    require_reference(caller, name, ref, wanted, f"call `{caller}` in the body of a kernel, with `flags.at[i]`")
+
+
+def require_reference(caller: str, name: str, ref: Any, wanted: str, way_out: str) -> None:
+    """Checks an argument that must be a reference to memory.
+
+    Args:
+      caller: the function whose argument is checked.
+      name: the argument's name.
+      ref: the argument.
+      wanted: what the argument stands for.
+      way_out: what to do instead, for the message.
+
+    Raises:
+      TypeError: the argument is no reference.
+    """
+    # jax has no public type for a slice of a reference (`ref.at[…]`). So refuse what is certainly none.
+    is_array = isinstance(ref, (jax.Array, np.ndarray, np.generic)) and not isinstance(ref, jax.Ref)
+    if is_array or not hasattr(ref, "shape") or isinstance(ref, jax.ShapeDtypeStruct):
+        raise TypeError(f"`{name}` of `{caller}` must be {wanted}, got {_described(ref)}: {way_out}")
+
+
+_SPACES: dict[Any, str] = {
+    plgpu.GMEM: "global memory",
+    plgpu.SMEM: "shared memory",
+    plgpu.TMEM: "tensor memory",
+}
+
+
+def require_memory(caller: str, name: str, ref: Any, space: Any, way_out: str) -> None:
+    """Checks an argument that must be a reference to one kind of memory.
+
+    Args:
+      caller: the function whose argument is checked.
+      name: the argument's name.
+      ref: the argument.
+      space: the memory space, as `plgpu.GMEM`.
+      way_out: what to do instead, for the message.
+
+    Raises:
+      TypeError: the argument is no reference, or refers to another kind of memory.
+    """
+    wanted = f"a reference to {_SPACES[space]}"
+    require_reference(caller, name, ref, wanted, way_out)
+    found = getattr(jax.typeof(ref) if isinstance(ref, jax.Ref) else ref, "memory_space", None)
+    if found in _SPACES and found != space:
+        raise TypeError(
+            f"`{name}` of `{caller}` must be {wanted}, got one to {_SPACES[found]} ({ref.dtype} of shape {ref.shape}): "
+            f"{way_out}"
+        )
+
+
+def require_barrier(caller: str, name: str, ref: Any) -> None:
+    """Checks an argument that must be an mbarrier.
+
+    Raises:
+      TypeError: the argument is no reference, or refers to memory that holds numbers.
+    """
+    wanted, way_out = "an mbarrier", "take a `plgpu.Barrier` of the kernel's scratch, and one of several with `.at[i]`"
+    require_reference(caller, name, ref, wanted, way_out)
+    if isinstance(ref.dtype, np.dtype):
+        raise TypeError(
+            f"`{name}` of `{caller}` must be {wanted}, got {ref.dtype} of shape {ref.shape} in memory: {way_out}"
+        )
+
+
+@contextlib.contextmanager
+def in_kernel(caller: str) -> Iterator[None]:
+    """Opens a context for the operations of `caller`, which take no reference that shows where they are called.
+
+    Raises:
+      ValueError: outside of a kernel, and of any other function that jax traces.
+    """
+    try:
+        yield
+    except NotImplementedError as wrong:
+        # jax evaluates operations that are not traced, and has no such rule for a kernel's own.
+        raise ValueError(
+            f"`{caller}` must be called in the body of a kernel, and is called outside of it: move the call into the "
+            "function that `plgpu.kernel` gets"
+        ) from wrong

@@ -11,13 +11,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives import marks
-from overlap.primitives.arguments import require_constant, require_index
+from overlap.primitives.arguments import in_kernel, require_barrier, require_constant, require_index, require_memory
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+_OF_LOAD = (
+    "call `tma_load(source_gmem, tile_smem, loaded)` in a kernel, with references (`ref.at[…]`), not their values"
+)
+_OF_STORE = "call `tma_store(tile_smem, destination_gmem)` in a kernel, with references (`ref.at[…]`), not their values"
 
 
 def wait_stores_read(in_flight: int = 0) -> None:
@@ -27,7 +31,8 @@ def wait_stores_read(in_flight: int = 0) -> None:
 
     Ordering: the source may then be overwritten. The destination may not be read yet, and no flag raised for it.
     """
-    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+    with in_kernel("wait_stores_read"):
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
 
 
 def wait_stores_landed(in_flight: int = 0) -> None:
@@ -37,7 +42,8 @@ def wait_stores_landed(in_flight: int = 0) -> None:
 
     Ordering: the bytes are at their destination, here or on a peer. A flag may be raised for them.
     """
-    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=False)
+    with in_kernel("wait_stores_landed"):
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=False)
 
 
 def tma_load(source_gmem: GmemRef, tile_smem: SmemRef, loaded: BarrierRef) -> None:
@@ -54,7 +60,14 @@ def tma_load(source_gmem: GmemRef, tile_smem: SmemRef, loaded: BarrierRef) -> No
         outside of the array are not replaced by zeros.
       tile_smem: shared memory of the same shape and dtype.
       loaded: an mbarrier. The copy counts as one arrival.
+
+    Raises:
+      TypeError: an argument is no reference, or refers to another kind of memory.
+      ValueError: jax refuses the copy: the shapes or the dtypes differ.
     """
+    require_memory("tma_load", "source_gmem", source_gmem, plgpu.GMEM, _OF_LOAD)
+    require_memory("tma_load", "tile_smem", tile_smem, plgpu.SMEM, _OF_LOAD)
+    require_barrier("tma_load", "loaded", loaded)
     plgpu.copy_gmem_to_smem(source_gmem, tile_smem, loaded, oob_mode=IN_BOUNDS)
 
 
@@ -72,9 +85,15 @@ def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
         `PeerGroup.remote_ref`. If the peer's position is known only inside the kernel, the destination must be one
         contiguous range of an untiled buffer.
 
+    Raises:
+      TypeError: an argument is no reference, or refers to another kind of memory.
+      ValueError: jax refuses the copy: the shapes or the dtypes differ.
+
     Example:
       `tma_store(tile_smem, group.remote_ref(out_gmem, group.peer(1)).at[pl.ds(row, rows)])`
     """
+    require_memory("tma_store", "tile_smem", tile_smem, plgpu.SMEM, _OF_STORE)
+    require_memory("tma_store", "destination_gmem", destination_gmem, plgpu.GMEM, _OF_STORE)
     plgpu.copy_smem_to_gmem(tile_smem, destination_gmem)
 
 

@@ -55,9 +55,9 @@ from jax.experimental import pallas as pl
 
 from overlap.primitives import atomics, board, clique, marks
 from overlap.primitives.addresses import require_told
-from overlap.primitives.arguments import require_constant, require_index
+from overlap.primitives.arguments import require_constant, require_index, require_reference
 from overlap.primitives.marks import Work
-from overlap.primitives.peers import PeerGroup
+from overlap.primitives.peers import PeerGroup, require_group
 from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
 from overlap.primitives.types import Index, SemaphoreRef
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
@@ -110,8 +110,8 @@ class Handshake:
         None: every device needs the memory of all peers.
 
     Raises:
-      TypeError: `flags` has another shape than `HANDSHAKE_FLAGS`, `transfers` or `only` is not a Python int, or `cta`
-        is not an integer scalar.
+      TypeError: `flags` is no reference or has another shape than `HANDSHAKE_FLAGS`, `group` is no `PeerGroup`,
+        `transfers` or `only` is not a Python int, or `cta` is not an integer scalar.
       ValueError: the group has one device only, or `transfers` or `only` is out of range.
     """
 
@@ -123,12 +123,15 @@ class Handshake:
     only: int | None = None
 
     def __post_init__(self) -> None:
+        require_group("Handshake", self.group)
         if (shape := getattr(self.flags, "shape", None)) != HANDSHAKE_FLAGS:
             got = f"got {self.flags!r}" if shape is None else f"got shape {shape}"
             raise TypeError(
                 f"`flags` of `Handshake` must be semaphores of shape HANDSHAKE_FLAGS, {HANDSHAKE_FLAGS}, {got}: take "
                 "`shared_semaphores(HANDSHAKE_FLAGS)[0]`"
             )
+        way_out = "take `shared_semaphores(HANDSHAKE_FLAGS)[0]` in the body of a kernel"
+        require_reference("Handshake", "flags", self.flags, "semaphores of `shared_semaphores`", way_out)
         if self.group.size < 2:
             raise ValueError("`Handshake` needs a group of at least two devices, got one: launch a kernel without it")
         require_index("Handshake", "cta", self.cta, "this CTA's index on the device")

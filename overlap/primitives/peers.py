@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.arguments import require_index
+from overlap.primitives.arguments import require_index, require_reference
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index
 
@@ -171,8 +171,18 @@ class PeerGroup:
           position: the peer's position in the group: a Python int or an int32 scalar.
 
         Raises:
-          TypeError: `position` is not an integer scalar.
+          TypeError: `ref` is no reference, or `position` is not an integer scalar.
           ValueError: `position` is a Python int outside of the group.
         """
+        wanted = "a reference to global memory"
+        require_reference(
+            "PeerGroup.remote_ref", "ref", ref, wanted, "pass an operand, a result or a semaphore of the kernel"
+        )
         require_index("PeerGroup.remote_ref", "position", position, "a position in the group", self.size)
         return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))
+
+
+def require_group(caller: str, group: Any) -> None:
+    """Raises TypeError if the argument `group` of `caller` is no `PeerGroup`."""
+    if not isinstance(group, PeerGroup):
+        raise TypeError(f"`group` of `{caller}` must be a PeerGroup, got {group!r}: take `PeerGroup.of(axis_name)`")

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.primitives.addresses import FLAG_BYTES, TABLE_FLAGS
-from overlap.primitives.arguments import require_constant, require_index
-from overlap.primitives.peers import PeerGroup
+from overlap.primitives.arguments import in_kernel, require_constant, require_index, require_semaphore
+from overlap.primitives.peers import PeerGroup, require_group
 from overlap.primitives.types import Index, SemaphoreRef
 
 # XLA lays out the memory of collective kernels in one arena. NCCL's windows (one process per GPU) must begin at
@@ -39,6 +39,7 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Sem
 
     Raises:
       NotImplementedError: the kernel is mapped by `jax.vmap`, or the call is inside `plgpu.warp_map`.
+      ValueError: the call is outside of a kernel.
 
     Example:
       `counter, arrived = shared_semaphores((1,), (group.size,))`
@@ -51,7 +52,8 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Sem
             "`jax.custom_batching.sequential_vmap` before `jax.vmap`, or give the kernel a batch dimension"
         )
     table = [(TABLE_FLAGS,)] if told else []
-    flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
+    with in_kernel("shared_semaphores"):
+        flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
     filler = -sum(math.prod(shape) for shape in (*table, *shapes)) % (_WINDOW_BYTES // FLAG_BYTES)
     if filler:
         pl.get_global(plgpu.SemaphoreType.REGULAR((filler,)))
@@ -70,9 +72,10 @@ def semaphore_signal(flag: SemaphoreRef, increment: int = 1) -> None:
       increment: by how much; a Python int of at least 1.
 
     Raises:
-      TypeError: `increment` is not a Python int.
+      TypeError: `flag` is no reference, or `increment` is not a Python int.
       ValueError: `increment` is less than 1.
     """
+    require_semaphore("semaphore_signal", "flag", flag)
     require_constant("semaphore_signal", "increment", increment, 1, _COUNT_SIGNALS)
     plgpu.semaphore_signal(flag, increment, memory_scope="gpu")
 
@@ -93,9 +96,12 @@ def semaphore_signal_peer(flag: SemaphoreRef, group: PeerGroup, position: Index,
       increment: by how much; a Python int of at least 1.
 
     Raises:
-      TypeError: `position` is not an integer scalar, or `increment` is not a Python int.
+      TypeError: `flag` is no reference, `group` is no `PeerGroup`, `position` is not an integer scalar, or `increment`
+        is not a Python int.
       ValueError: `position` is a Python int outside of the group, or `increment` is less than 1.
     """
+    require_group("semaphore_signal_peer", group)
+    require_semaphore("semaphore_signal_peer", "flag", flag)
     require_index("semaphore_signal_peer", "position", position, "a position in the group", group.size)
     require_constant("semaphore_signal_peer", "increment", increment, 1, _COUNT_SIGNALS)
     device_id = None if group.size == 1 else group.device_id(position)
@@ -115,9 +121,10 @@ def semaphore_wait(flag: SemaphoreRef, value: Index) -> None:
       value: what the flag must reach: a Python int or an int32 scalar, at least 0.
 
     Raises:
-      TypeError: `value` is not an integer scalar.
+      TypeError: `flag` is no reference, or `value` is not an integer scalar.
       ValueError: `value` is a negative Python int.
     """
+    require_semaphore("semaphore_wait", "flag", flag)
     require_index("semaphore_wait", "value", value, "the number that the flag must reach")
     plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="gpu")
 
@@ -138,7 +145,8 @@ def converge_warp() -> None:
     branch around the copy, straight to that barrier. The lanes then arrive in two groups, the barrier counts one warp
     too many, and the last warp waits for ever. (Seen on H200, as a kernel that never ended.)
     """
-    plgpu.inline_mgpu()(_converge_warp)()
+    with in_kernel("converge_warp"):
+        plgpu.inline_mgpu()(_converge_warp)()
 
 
 def fence_async_proxy() -> None:
@@ -146,4 +154,5 @@ def fence_async_proxy() -> None:
 
     Call it between `semaphore_wait` and a TMA load of the data that the flag stands for.
     """
-    plgpu.inline_mgpu()(_fence_proxy_async)()
+    with in_kernel("fence_async_proxy"):
+        plgpu.inline_mgpu()(_fence_proxy_async)()

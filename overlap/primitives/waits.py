@@ -21,7 +21,7 @@ from overlap import _settings
 from overlap.primitives import board
 from overlap.primitives.arguments import require_index, require_one
 from overlap.primitives.atomics import inline, ptx
-from overlap.primitives.peers import PeerGroup
+from overlap.primitives.peers import PeerGroup, require_group
 from overlap.primitives.types import Index, SemaphoreRef
 
 _NEVER = 2**32 - 1
@@ -161,12 +161,14 @@ def semaphore_wait_peer(
       operation: the name of the kernel in the report.
 
     Raises:
-      TypeError: `flag` is not one semaphore, or `value` or `position` is not an integer scalar.
+      TypeError: `flag` is not one semaphore, `group` is no `PeerGroup`, or `value` or `position` is not an integer
+        scalar.
       ValueError: `value` is a negative Python int, or `position` is a Python int outside of the group.
 
     Example:
       `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
     """
+    require_group("semaphore_wait_peer", group)
     require_one("semaphore_wait_peer", "flag", flag)
     require_index("semaphore_wait_peer", "value", value, "the number that the flag must reach")
     require_index("semaphore_wait_peer", "position", position, "a position in the group", group.size)

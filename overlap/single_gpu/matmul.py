@@ -115,20 +115,24 @@ def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
 # --- On several devices -----------------------------------------------------------------------------------------------
 
 
-def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callable[..., jax.Array]:
+def _cut(
+    mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any], check: Callable[[Matmul, Call], None] | None
+) -> Callable[..., jax.Array]:
     """Cuts a call on sharded global arrays into one product for each device; see `sharded`.
 
     Args:
       mesh: the mesh of the operands' types.
       arrays: the array arguments of `matmul` by name.
       keywords: the other arguments.
+      check: a further check of the call, made before the activation is called; None for none.
 
     Returns:
       A function that takes a function `run` with the arguments of `matmul`. It calls `run` on the shards of each
       device, and returns the global result.
 
     Raises:
-      ValueError, NotImplementedError: as raised by `normalize` for the whole call, and by `sharded.product_sharding`.
+      ValueError, NotImplementedError: as raised by `normalize` for the whole call, by `check`, and by
+        `sharded.product_sharding`.
     """
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
@@ -138,6 +142,14 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         if name in given:
             scale = given[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
+
+    def bare_types() -> dict[str, Any]:
+        """Types without a mesh. They suffice to check the whole call."""
+        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
+
+    if check is not None:
+        bare: dict[str, Any] = bare_types() | keywords | {"activation": None}
+        check(MATMUL, normalize(MATMUL, **bare))
     if keywords.get("activation") is not None:
         # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.
         applied, scalars = activations.traced(keywords["activation"], wide)
@@ -148,9 +160,7 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
         named = {name: x for name, x in shards.items() if "[" not in name}
         return named | {"scalars": tuple(x for name, x in shards.items() if "[" in name)} | keywords
 
-    # Check the whole call. Types without a mesh suffice.
-    bare = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
-    jax.eval_shape(lambda shards: normalize(MATMUL, **of_call(shards)).operands, bare)
+    jax.eval_shape(lambda shards: normalize(MATMUL, **of_call(shards)).operands, bare_types())
     batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
     matrices = {
         "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
@@ -173,6 +183,11 @@ def _cut(mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any]) -> Callabl
     return lambda run: layout.call(lambda **shards: run(**of_call(shards)), operands, (*batch, "m", "n"))
 
 
+def _check_of(config: Config | None, mesh: Any = None) -> Callable[[Matmul, Call], None] | None:
+    """Returns the check of a configuration that the caller gave, for `_cut`; None without one."""
+    return None if config is None else functools.partial(call.require_config, config=config, mesh=mesh)
+
+
 def decide(
     lhs: Any,
     rhs: Any,
@@ -190,6 +205,7 @@ def decide(
     if of_types is None:
         return explained(**arrays, **keywords)
     explanations: list[Explanation] = []
+    check = _check_of(config, mesh)
 
     def of_shard(**of_shard: Any) -> jax.Array:
         explanations.append(explained(**of_shard))
@@ -198,7 +214,7 @@ def decide(
         return jnp.zeros((*checked.batch, m, n))
 
     try:
-        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords)(of_shard), arrays)
+        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords, check)(of_shard), arrays)
     except NotImplementedError as cannot:
         if implementation == "fused":
             raise
@@ -230,11 +246,11 @@ def matmul(
         leading dimensions as `lhs`, or one of the two has none.
       addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
-      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It is traced
-        once, at the call. A function that is not provably elementwise is refused. Scalars that it captures become
-        operands of the call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. Loops of a known length are
-        unrolled. With a function that the kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) XLA
-        runs the whole operation.
+      activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
+        pure function, since a call runs it several times, to check it and to trace it. A function that is not provably
+        elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
+        `jax.vmap` work through them. Loops of a known length are unrolled. With a function that the
+        kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) XLA runs the whole operation.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
@@ -246,7 +262,8 @@ def matmul(
         Accumulation is in float32.
       transpose_lhs: whether `lhs` is stored transposed. The kernel reads it as it lies, without a copy.
       transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
-      config: tile sizes of the kernel; by default from a table of measurements, else by a model.
+      config: tile sizes of the kernel; by default from a table of measurements, else by a model. It is for this
+        product; see below for the backward pass and `jax.vmap`.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
 
     Returns:
@@ -261,6 +278,11 @@ def matmul(
     kernel where its operands have a dtype that the kernel takes. If there is a scale or an activation, or if the
     result has another dtype than the operands, cotangents are in float32, and XLA multiplies them. Forward mode
     (`jax.jvp`) runs by XLA.
+
+    The products of the backward pass have configurations of their own, chosen as without `config`. `jax.vmap` keeps the
+    configuration of a single element, `config` included. Two cases need the product in float32: the derivative of a
+    call with an activation, and `jax.vmap` over a bias, scales of columns or scalars that an activation captures. If
+    the configuration does not fit float32 results, another one is chosen there.
 
     On several devices: inside `jax.shard_map` each device computes the product of its shards. Outside, operands may be
     sharded along Explicit mesh axes (the default of `jax.make_mesh`) in leading dimensions, m or n. Each device then
@@ -286,7 +308,7 @@ def matmul(
     if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
         try:
             run = functools.partial(call.run, prepare, config=config, implementation=implementation)
-            return _cut(mesh, arrays, keywords)(run)
+            return _cut(mesh, arrays, keywords, _check_of(config))(run)
         except NotImplementedError as cannot:
             if implementation is None:
                 if dispatch.target().platform != "cpu":
