@@ -29,20 +29,10 @@ import jax
 
 from overlap.choice import space
 from overlap.kernels.hopper.mainloop import REGISTERS
-from tests import assembly, assembly_registers, assembly_space
+from tests import assembly, assembly_members, assembly_registers, assembly_space
+from tests.assembly_members import BATCHES, DEVICES, PULL_SHAPES, SHAPES, Member
 from tests.assembly_registers import Registers
-from tests.assembly_space import (
-    BATCHES,
-    DEVICES,
-    DTYPES,
-    PULL_SHAPES,
-    SHAPES,
-    TARGET,
-    UNSEEN,
-    KernelClass,
-    Member,
-    classify,
-)
+from tests.assembly_space import DTYPES, TARGET, KernelClass, classify, values_of
 
 _of_thread = threading.local()
 # Tiles whose classes are compared member by member.
@@ -76,14 +66,14 @@ def examine(member: Member, *, registers: bool) -> Result:
             return Result(member, [str(error).splitlines()[-1]])
         ptx = pathlib.Path(file.name).read_text()
     needed = assembly_registers.needed(ptx) if registers else None
-    return Result(member, assembly_space.faults(member, report, ptx), needed)
+    return Result(member, assembly_members.faults(member, report, ptx), needed)
 
 
 def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     """Yields (what differs, member) for members of the same class that differ in one field, in sizes or in dtypes."""
     config, problem, kernel = member.config, member.problem, member.kernel
     pulls = problem.pulls
-    fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
+    fields = {**values_of(kernel), "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
     others = [
         (name, dataclasses.replace(member, config=config.replace(**{name: value})))
         for name, values in fields.items()
@@ -134,13 +124,12 @@ def _registers_table(results: Sequence[Result]) -> list[str]:
                 *cells,
             ]
         )
-    return _table(["tile", "store", "result", *itertools.starmap(_words, endings)], rows)
+    return _table(["tile", "store", "result", *(_words(pulls, *ending) for pulls, ending in endings)], rows)
 
 
-def _words(pulls: bool, ending: tuple[int, bool, bool]) -> str:
-    cluster, cuts, epilogue = ending
+def _words(pulls: bool, cluster: int, cuts: bool, epilogue: bool, along_k: bool) -> str:
     words = ["gather" if pulls else "plain", *["cuts"] * cuts, *["epilogue"] * epilogue]
-    return " ".join([*words, *["cluster"] * (cluster > 1)])
+    return " ".join([*words, *([f"{cluster} along k"] if along_k else ["cluster"] * (cluster > 1))])
 
 
 def _span(needs: Sequence[Registers | None]) -> str:
@@ -174,9 +163,9 @@ def _each(members: Sequence[Member], workers: int, what: str, *, registers: bool
 def sweep(draws: int, workers: int, every: int) -> str:
     """Runs all three parts and returns the report."""
     kernels, cover = assembly_space.every()[::every], assembly_space.cover()[::every]
-    firsts = [next(assembly_space.members(kernel)) for kernel in cover]
-    draw = [member for kernel in kernels for member in itertools.islice(assembly_space.members(kernel), draws)]
-    relations = [pair for kernel in _samples(cover) for pair in relatives(next(assembly_space.members(kernel)))]
+    firsts = [next(assembly_members.members(kernel)) for kernel in cover]
+    draw = [member for kernel in kernels for member in itertools.islice(assembly_members.members(kernel), draws)]
+    relations = [pair for kernel in _samples(cover) for pair in relatives(next(assembly_members.members(kernel)))]
     started = datetime.datetime.now(datetime.UTC)
     drawn = _each(draw, workers, "classes", registers=False)
     needs = _each(firsts, workers, "registers", registers=True)
@@ -190,7 +179,7 @@ def sweep(draws: int, workers: int, every: int) -> str:
         f"- {r.member.kernel}: {'; '.join(r.faults)}\n  {r.member.case}" for r in (*drawn, *needs, *moved) if r.faults
     }
     transfer = max((r.registers.transfer for r in (*needs, *moved) if r.registers), default=0)
-    reserve = assembly_space.RESERVE
+    reserve = assembly_members.RESERVE
     lines = [
         "# The space that can be chosen, assembled for sm_90a",
         "",

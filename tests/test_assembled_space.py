@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlap.choice import space, tables
 from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import Config
-from tests import assembly, assembly_registers, assembly_space, assembly_sweep
+from tests import assembly, assembly_members, assembly_registers, assembly_space, assembly_sweep
 from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
 
@@ -98,7 +98,7 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
         assert combinations[0] == combinations[1]
     assert len(COVER) == len(set(COVER))
     # Also every value of every field that is not part of the class, in many of the classes.
-    members = [next(assembly_space.members(kernel)) for kernel in COVER]
+    members = [next(assembly_members.members(kernel)) for kernel in COVER]
     for name, values in UNSEEN.items():
         for value in values:
             assert sum(member.config.fields[name] == value for member in members) >= 4, (name, value)
@@ -145,16 +145,16 @@ def all_but_slow(kernels: list[KernelClass], fast: list[KernelClass]):
 @pytest.mark.all_cases
 @all_but_slow(sorted({*COVER, *CORE}), CORE)
 def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
-    member, code = next(assembly_space.members(kernel)), tmp_path / "kernel.ptx"
+    member, code = next(assembly_members.members(kernel)), tmp_path / "kernel.ptx"
     (report,) = assembly.assemble_case(member.case, ptx=str(code))
-    assert assembly_space.faults(member, report, code.read_text()) == []
+    assert assembly_members.faults(member, report, code.read_text()) == []
 
 
 @needs_compiler
 @all_but_slow([kernel for kernel in sorted({*COVER, *CORE}) if kernel.pulls], [k for k in CORE if k.pulls][::3])
 def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
     """With a process per GPU, a kernel reads peers' addresses from a table, which another kernel writes before."""
-    member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
+    member, code = next(assembly_members.members(kernel)), tmp_path / "kernels.ptx"
     case = dataclasses.replace(member.case, processes=member.case.devices)
     *landing, told, report = assembly.assemble_case(case, ptx=str(code))
     *_, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
@@ -164,14 +164,14 @@ def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClas
     assert {kernel.name for kernel in landing} == ({"overlap_landing_place"} if places else set())
     assert len(landing) <= places
     assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
-    assert assembly_space.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
+    assert assembly_members.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
 
 
 @needs_compiler
 def test_too_few_registers_are_noticed(tmp_path):
     kernel = next(kernel for kernel in COVER if kernel.tile[:2] == (128, 256) and not kernel.epilogue)
     code = tmp_path / "kernel.ptx"
-    assembly.assemble_case(next(assembly_space.members(kernel)).case, ptx=str(code))
+    assembly.assemble_case(next(assembly_members.members(kernel)).case, ptx=str(code))
     ptx = code.read_text()
     needed, accumulator = assembly_registers.needed(ptx), 128
     assert needed is not None and accumulator < needed.compute < assembly_registers.stated(ptx).compute
