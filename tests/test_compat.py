@@ -204,7 +204,7 @@ def test_references_to_other_ctas_are_changed_in_jax_0_11_only(jaxs_own_cluster_
 
 
 @pytest.mark.parametrize("generic", [True, False])
-@pytest.mark.parametrize("layout", ["offset: 128", "offset: ?", "offset: 0"])
+@pytest.mark.parametrize("offset", ["offset: 128", "offset: ?", "offset: 0"])
 def test_a_reference_to_another_cta_keeps_its_offset(jaxs_own_cluster_refs, offset, generic):
     _compat.apply(_compat.CLUSTER_REFS)
     with mlir.make_ir_context(), ir.Location.unknown():
