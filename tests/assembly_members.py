@@ -23,6 +23,7 @@ from tests.assembly_space import (
     GATHER_LHS,
     GATHER_RHS,
     LARGE,
+    SMALL,
     SUMS,
     TARGET,
     KernelClass,
@@ -48,6 +49,17 @@ SHAPES = (
     (272, 528, 2064),
     (16, 8192, 64),
     (48, 4096, 4096),
+)
+# Products of no more tiles than there are clusters, of few and of many k steps, even and uneven. A CTA of some of them
+# has 8 k steps, and the compiler unrolls the loop over these.
+SHAPES_ALONG_K = (
+    SMALL,
+    (128, 768, 1024),
+    (272, 528, 2064),
+    (48, 1792, 4096),
+    (200, 384, 14336),
+    (16, 3584, 8208),
+    (384, 512, 4096),
 )
 # These rows split into whole chunks, so that chunk buffers are as large as `limits.smem_bytes` says.
 PULL_SHAPES = ((1024, 4096, 4096), (1000, 2048, 8192), (512, 8192, 4096), (264, 1024, 4096), (40, 2048, 4096))
@@ -123,6 +135,13 @@ class Member:
         return idle * (F32_BYTES * wg_m * wg_n + 2 * BARRIER_BYTES)
 
 
+def shapes_of(kernel: KernelClass) -> tuple[tuple[int, int, int], ...]:
+    """Returns the sizes m, n and k (per device) of the problems that the members of a class are for."""
+    if kernel.pulls:
+        return SCATTER_SHAPES if kernel.op in SUMS else PULL_SHAPES
+    return SHAPES_ALONG_K if kernel.along_k else SHAPES
+
+
 def members(kernel: KernelClass) -> Iterator[Member]:
     """Yields random choices of a class without end. The sequence is the same in every process."""
     chance = random.Random(str(kernel))
@@ -138,7 +157,7 @@ def _draw(kernel: KernelClass, chance: random.Random) -> tuple[Config, Problem]:
     fields = {name: chance.choice(values) for name, values in values_of(kernel).items()}
     fields["stream_k"] = chance.choice([parts for parts in space.SHAPE["stream_k"] if (parts > 1) == kernel.cuts])
     dtype, out_dtype = (chance.choice(DTYPES[size]) for size in (kernel.operand_bytes, kernel.out_bytes))
-    m, n, k = chance.choice(SCATTER_SHAPES if kernel.op in SUMS else PULL_SHAPES if kernel.pulls else SHAPES)
+    m, n, k = chance.choice(shapes_of(kernel))
     if not (kernel.pulls or kernel.cuts or kernel.epilogue or kernel.along_k) and kernel.out_bytes == 4:
         fields["split_k"] = chance.choice(space.SHAPE["split_k"])
         out_dtype = chance.choice(DTYPES[2] + DTYPES[4]) if fields["split_k"] > 1 else out_dtype

@@ -67,8 +67,8 @@ UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,
     **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }
-# A product that every configuration can run: m, n, k.
-LARGE = (4096, 4608, 4096)
+# Products that every configuration can run: m, n, k. Clusters along k run products of few tiles only.
+LARGE, SMALL = (4096, 4608, 4096), (256, 512, 2048)
 DTYPES = {2: [dtype.name for dtype in FLOAT16], 4: ["float32"], 1: [dtype.name for dtype in FLOAT8]}
 
 
@@ -215,8 +215,9 @@ def _along_k() -> Iterator[KernelClass]:
 
 def _exists(kernel: KernelClass) -> bool:
     fields = {name: min(values) for name, values in values_of(kernel).items()} | {"stream_k": 2 if kernel.cuts else 1}
+    shape = SMALL if kernel.along_k else LARGE
     problem = Problem(
-        problems_op(kernel), *LARGE, DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
+        problems_op(kernel), *shape, DTYPES[kernel.operand_bytes][0], DTYPES[kernel.out_bytes][0],
         devices=2 if kernel.pulls else 1, layout=kernel.layout,
     )  # fmt: skip
     config = config_of(kernel, fields)

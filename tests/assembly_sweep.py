@@ -30,7 +30,7 @@ import jax
 from overlap.choice import space
 from overlap.kernels.hopper.mainloop import REGISTERS
 from tests import assembly, assembly_members, assembly_registers, assembly_space
-from tests.assembly_members import BATCHES, DEVICES, PULL_SHAPES, SHAPES, Member
+from tests.assembly_members import BATCHES, DEVICES, Member, shapes_of
 from tests.assembly_registers import Registers
 from tests.assembly_space import DTYPES, TARGET, KernelClass, classify, values_of
 
@@ -43,6 +43,7 @@ SAMPLED: list[tuple[Any, ...]] = [
     (128, 128, 64, 2, "pingpong", False),
     (space.MOST_ACCUMULATED, 256, 64, 2, "cooperative", True),
     (space.MOST_ACCUMULATED, 128, 64, 2, "pingpong", True),
+    (104, 256, 64, 2, "cooperative", True),
 ]
 
 
@@ -72,15 +73,15 @@ def examine(member: Member, *, registers: bool) -> Result:
 def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     """Yields (what differs, member) for members of the same class that differ in one field, in sizes or in dtypes."""
     config, problem, kernel = member.config, member.problem, member.kernel
-    pulls = problem.pulls
+    pulls = problem.communicates
     fields = {**values_of(kernel), "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
     others = [
         (name, dataclasses.replace(member, config=config.replace(**{name: value})))
         for name, values in fields.items()
         for value in values
-        if pulls or name not in space.PULLS
+        if pulls or name not in space.CHUNKS
     ]
-    for (m, n, k), count in itertools.product(PULL_SHAPES if pulls else SHAPES, DEVICES if pulls else set(BATCHES)):
+    for (m, n, k), count in itertools.product(shapes_of(kernel), DEVICES if pulls else set(BATCHES)):
         sizes = dict(m=m, n=n, k=k, **{"devices" if pulls else "batch": count})
         others.append(("sizes", dataclasses.replace(member, problem=dataclasses.replace(problem, **sizes))))
     # With swapped operands a class also contains tiles with fewer rows.
