@@ -120,12 +120,12 @@ def test_swapped_tiles_of_any_rows_are_in_the_class_of_the_next_more():
 
 
 def test_swapped_tiles_of_any_rows_in_clusters_along_k_are_in_a_class_that_fits():
-    problem = Problem(MATMUL, 192, 512, 6464, "bfloat16", "bfloat16")
     for columns, cluster in itertools.product((128, 256), (2, 4)):
         for rows in range(8, 257, 8):
             config = Config(
                 tile_m=rows, tile_n=columns, stages=2, swap_operands=True, cluster=cluster, cluster_along="k"
             )
+            problem = Problem(MATMUL, rows, 512, 6464, "bfloat16", "bfloat16")
             fits = rows <= (192 if columns == 128 else 104)
             assert problem.accepts(config, TARGET) == fits
             assert not fits or classify(config, problem, epilogue=False) in EVERY

@@ -142,11 +142,6 @@ class Problem:
         m, n = self.block
         return (self.blocks * m, n, 1) if config.joined else (m, n, self.blocks)
 
-    def _tiles(self, config: Config) -> int:
-        """Returns how many tiles of one CTA, or of one cluster that computes tiles together, a device computes."""
-        m, n, products = self.grid(config)
-        return products * ceil_div(m, config.tile_m) * ceil_div(n, config.tile_n)
-
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block: the product of one shard, or one device's share of a sum that is scattered."""
@@ -259,12 +254,16 @@ class Problem:
         - tiles of 256 × 64 with `stream_k` above 1, in a cluster
         - swapped operands with `stream_k` above 1: some of these kernels
 
-        In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`): more tiles than clusters, which
-        the search does not offer. With 8-bit operands, 3 stages and 8 k steps per CTA, which ptxas gets unrolled, the
-        producer spills 152 bytes. With swapped operands, some compute threads have no 16 registers left.
+        In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
+
+        - more tiles than clusters, so that a cluster computes several. The search offers only one tile per cluster.
+          With 8-bit operands, 3 stages, and exactly 8 k steps per CTA (a loop that the compiler unrolls), some of these
+          kernels spill 152 bytes. With swapped operands, some need 224 registers in compute threads
         """
-        if config.ctas_per_tile > 1 and self._tiles(config) > clusters_at_once(target.num_cores, config.cluster):
-            return True
+        if config.ctas_per_tile > 1:
+            tiles = self.batch * ceil_div(self.m, config.tile_m) * ceil_div(self.n, config.tile_n)
+            if tiles > clusters_at_once(target.num_cores, config.cluster):
+                return True
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
         if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):
