@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.grid import RANK_AXIS
 from overlap.kernels.partial_sums import share
 from overlap.kernels.tma.limits import F32_BYTES
-from overlap.primitives.types import BarrierRef, Index, SmemRef
+from overlap.primitives.types import BarrierRef, Index, Predicate, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
 _TILE_ROWS, _SWIZZLES = 8, (128, 64, 32)
@@ -98,8 +98,8 @@ class ClusterPiece:
     wg_tile_index: Index
     wg_tiles: int
     boxes: int
-    is_first: jax.Array
-    is_last: jax.Array
+    is_first: Predicate
+    is_last: Predicate
     transposed: bool
 
 
