@@ -107,11 +107,11 @@ class StreamK:
         """How many CTAs compute pieces of the tiles that are left."""
         return self.left * self.pieces_per_tile
 
-    def pieces(self, cta: Index) -> Index:
+    def pieces[I: Index](self, cta: I) -> I:
         """Returns how many pieces a CTA computes."""
         return self.full_waves + choose(self._number(cta) < self.workers, 1, 0)
 
-    def _number(self, cta: Index) -> Index:
+    def _number[I: Index](self, cta: I) -> I:
         """Returns the number of a CTA or cluster by which tiles are assigned.
 
         Clusters that share tiles are renumbered, so that clusters of one GPC compute adjacent tiles. Pieces that CTAs
@@ -122,7 +122,8 @@ class StreamK:
     def total_k_steps[I: Index](self, cta: I) -> I:
         """Returns how many k steps a CTA computes in all its pieces (of a cluster that shares tiles: its first CTA)."""
         if self.ctas_per_tile > 1:
-            return self.pieces(cta) * ceil_div(self.k_steps, self.ctas_per_tile)
+            k_steps = ceil_div(self.k_steps, self.ctas_per_tile)
+            return self.full_waves * k_steps + choose(self._number(cta) < self.workers, k_steps, 0)
         return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
 
     def _cut_k_steps(self, cta: Index) -> tuple[Index, Index]:
