@@ -29,20 +29,10 @@ import jax
 
 from overlap.choice import space
 from overlap.kernels.hopper.mainloop import REGISTERS
-from tests import assembly, assembly_registers, assembly_space
+from tests import assembly, assembly_members, assembly_registers, assembly_space
+from tests.assembly_members import BATCHES, DEVICES, Member, shapes_of
 from tests.assembly_registers import Registers
-from tests.assembly_space import (
-    BATCHES,
-    DEVICES,
-    DTYPES,
-    PULL_SHAPES,
-    SHAPES,
-    TARGET,
-    UNSEEN,
-    KernelClass,
-    Member,
-    classify,
-)
+from tests.assembly_space import DTYPES, TARGET, KernelClass, classify, values_of
 
 _of_thread = threading.local()
 # Tiles whose classes are compared member by member.
@@ -53,6 +43,7 @@ SAMPLED: list[tuple[Any, ...]] = [
     (128, 128, 64, 2, "pingpong", False),
     (space.MOST_ACCUMULATED, 256, 64, 2, "cooperative", True),
     (space.MOST_ACCUMULATED, 128, 64, 2, "pingpong", True),
+    (104, 256, 64, 2, "cooperative", True),
 ]
 
 
@@ -76,21 +67,21 @@ def examine(member: Member, *, registers: bool) -> Result:
             return Result(member, [str(error).splitlines()[-1]])
         ptx = pathlib.Path(file.name).read_text()
     needed = assembly_registers.needed(ptx) if registers else None
-    return Result(member, assembly_space.faults(member, report, ptx), needed)
+    return Result(member, assembly_members.faults(member, report, ptx), needed)
 
 
 def relatives(member: Member) -> Iterator[tuple[str, Member]]:
     """Yields (what differs, member) for members of the same class that differ in one field, in sizes or in dtypes."""
     config, problem, kernel = member.config, member.problem, member.kernel
-    pulls = problem.pulls
-    fields = {**UNSEEN, "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
+    pulls = problem.communicates
+    fields = {**values_of(kernel), "stream_k": [n for n in space.SHAPE["stream_k"] if n > 1] if kernel.cuts else []}
     others = [
         (name, dataclasses.replace(member, config=config.replace(**{name: value})))
         for name, values in fields.items()
         for value in values
-        if pulls or name not in space.PULLS
+        if pulls or name not in space.CHUNKS
     ]
-    for (m, n, k), count in itertools.product(PULL_SHAPES if pulls else SHAPES, DEVICES if pulls else set(BATCHES)):
+    for (m, n, k), count in itertools.product(shapes_of(kernel), DEVICES if pulls else set(BATCHES)):
         sizes = dict(m=m, n=n, k=k, **{"devices" if pulls else "batch": count})
         others.append(("sizes", dataclasses.replace(member, problem=dataclasses.replace(problem, **sizes))))
     # With swapped operands a class also contains tiles with fewer rows.
@@ -134,13 +125,12 @@ def _registers_table(results: Sequence[Result]) -> list[str]:
                 *cells,
             ]
         )
-    return _table(["tile", "store", "result", *itertools.starmap(_words, endings)], rows)
+    return _table(["tile", "store", "result", *(_words(pulls, *ending) for pulls, ending in endings)], rows)
 
 
-def _words(pulls: bool, ending: tuple[int, bool, bool]) -> str:
-    cluster, cuts, epilogue = ending
+def _words(pulls: bool, cluster: int, cuts: bool, epilogue: bool, along_k: bool) -> str:
     words = ["gather" if pulls else "plain", *["cuts"] * cuts, *["epilogue"] * epilogue]
-    return " ".join([*words, *["cluster"] * (cluster > 1)])
+    return " ".join([*words, *([f"{cluster} along k"] if along_k else ["cluster"] * (cluster > 1))])
 
 
 def _span(needs: Sequence[Registers | None]) -> str:
@@ -174,9 +164,9 @@ def _each(members: Sequence[Member], workers: int, what: str, *, registers: bool
 def sweep(draws: int, workers: int, every: int) -> str:
     """Runs all three parts and returns the report."""
     kernels, cover = assembly_space.every()[::every], assembly_space.cover()[::every]
-    firsts = [next(assembly_space.members(kernel)) for kernel in cover]
-    draw = [member for kernel in kernels for member in itertools.islice(assembly_space.members(kernel), draws)]
-    relations = [pair for kernel in _samples(cover) for pair in relatives(next(assembly_space.members(kernel)))]
+    firsts = [next(assembly_members.members(kernel)) for kernel in cover]
+    draw = [member for kernel in kernels for member in itertools.islice(assembly_members.members(kernel), draws)]
+    relations = [pair for kernel in _samples(cover) for pair in relatives(next(assembly_members.members(kernel)))]
     started = datetime.datetime.now(datetime.UTC)
     drawn = _each(draw, workers, "classes", registers=False)
     needs = _each(firsts, workers, "registers", registers=True)
@@ -190,7 +180,7 @@ def sweep(draws: int, workers: int, every: int) -> str:
         f"- {r.member.kernel}: {'; '.join(r.faults)}\n  {r.member.case}" for r in (*drawn, *needs, *moved) if r.faults
     }
     transfer = max((r.registers.transfer for r in (*needs, *moved) if r.registers), default=0)
-    reserve = assembly_space.RESERVE
+    reserve = assembly_members.RESERVE
     lines = [
         "# The space that can be chosen, assembled for sm_90a",
         "",

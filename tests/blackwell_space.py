@@ -22,8 +22,8 @@ from overlap.kernels.blackwell.limits import ACCUMULATORS, TENSOR_MEMORY_COLUMNS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests.assembly import Case
+from tests.assembly_members import PULL_SHAPES, SCATTER_SHAPES, SHAPES
 from tests.assembly_report import KernelReport
-from tests.assembly_space import PULL_SHAPES, SCATTER_SHAPES, SHAPES
 from tests.assembly_targets import TARGETS
 from tests.blackwell_cases import B200
 

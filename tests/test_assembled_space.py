@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlap.choice import space, tables
 from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import Config
-from tests import assembly, assembly_registers, assembly_space, assembly_sweep
+from tests import assembly, assembly_members, assembly_registers, assembly_space, assembly_sweep
 from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
 
@@ -34,8 +34,9 @@ def test_every_field_of_a_config_is_seen_or_is_not():
 def assert_in_a_class(problem: Problem, configs: list[Config]) -> None:
     for config in configs:
         for epilogue in (False, True)[: 1 + OPERATIONS[problem.op][2]]:
-            assert classify(config, problem, epilogue=epilogue) in EVERY, (problem, config)
-        for name, values in UNSEEN.items():
+            kernel = classify(config, problem, epilogue=epilogue)
+            assert kernel in EVERY, (problem, config)
+        for name, values in assembly_space.values_of(kernel).items():
             # The search may try fewer stages than fit in shared memory, but at least two.
             allowed = values if name != "stages" else range(min(values), max(values) + 1)
             assert config.fields[name] in allowed, (problem, name, config)
@@ -98,7 +99,7 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
         assert combinations[0] == combinations[1]
     assert len(COVER) == len(set(COVER))
     # Also every value of every field that is not part of the class, in many of the classes.
-    members = [next(assembly_space.members(kernel)) for kernel in COVER]
+    members = [next(assembly_members.members(kernel)) for kernel in COVER]
     for name, values in UNSEEN.items():
         for value in values:
             assert sum(member.config.fields[name] == value for member in members) >= 4, (name, value)
@@ -118,9 +119,31 @@ def test_swapped_tiles_of_any_rows_are_in_the_class_of_the_next_more():
         assert classify(config, problem, epilogue=False).tile_m == of_class
 
 
+def test_swapped_tiles_of_any_rows_in_clusters_along_k_are_in_a_class_that_fits():
+    for columns, cluster in itertools.product((128, 256), (2, 4)):
+        for rows in range(8, 257, 8):
+            config = Config(
+                tile_m=rows, tile_n=columns, stages=2, swap_operands=True, cluster=cluster, cluster_along="k"
+            )
+            problem = Problem(MATMUL, rows, 512, 6464, "bfloat16", "bfloat16")
+            fits = rows <= (192 if columns == 128 else 104)
+            assert problem.accepts(config, TARGET) == fits
+            assert not fits or classify(config, problem, epilogue=False) in EVERY
+
+
+def test_clusters_along_k_take_no_more_tiles_than_there_are_clusters():
+    for cluster, most in ((2, TARGET.num_cores // 2), (4, 30)):
+        config = Config(tile_n=128, stages=3, cluster=cluster, cluster_along="k")
+        accepted = [
+            Problem(MATMUL, 128, 128 * tiles, 4096, "bfloat16", "bfloat16").accepts(config, TARGET)
+            for tiles in (1, most, most + 1, 2 * most)
+        ]
+        assert accepted == [True, True, False, False]
+
+
 def test_the_core_has_every_pair_of_values_and_what_needs_most_registers():
     pairs = [set().union(*map(assembly_space.value_pairs, kernels)) for kernels in (EVERY, CORE)]
-    assert pairs[0] == pairs[1] and len(CORE) <= 62
+    assert pairs[0] == pairs[1] and len(CORE) <= 67
     for tile, ending in assembly_space.MOST_REGISTERS:
         assert any((kernel.tile, (kernel.pulls, *kernel.ending)) == (tile, ending) for kernel in CORE)
 
@@ -145,16 +168,16 @@ def all_but_slow(kernels: list[KernelClass], fast: list[KernelClass]):
 @pytest.mark.all_cases
 @all_but_slow(sorted({*COVER, *CORE}), CORE)
 def test_it_assembles_without_spills(kernel: KernelClass, tmp_path):
-    member, code = next(assembly_space.members(kernel)), tmp_path / "kernel.ptx"
+    member, code = next(assembly_members.members(kernel)), tmp_path / "kernel.ptx"
     (report,) = assembly.assemble_case(member.case, ptx=str(code))
-    assert assembly_space.faults(member, report, code.read_text()) == []
+    assert assembly_members.faults(member, report, code.read_text()) == []
 
 
 @needs_compiler
 @all_but_slow([kernel for kernel in sorted({*COVER, *CORE}) if kernel.pulls], [k for k in CORE if k.pulls][::3])
 def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClass, tmp_path):
     """With a process per GPU, a kernel reads peers' addresses from a table, which another kernel writes before."""
-    member, code = next(assembly_space.members(kernel)), tmp_path / "kernels.ptx"
+    member, code = next(assembly_members.members(kernel)), tmp_path / "kernels.ptx"
     case = dataclasses.replace(member.case, processes=member.case.devices)
     *landing, told, report = assembly.assemble_case(case, ptx=str(code))
     *_, of_the_first, of_the_second = (".version" + part for part in code.read_text().split(".version"))
@@ -164,14 +187,14 @@ def test_it_assembles_where_each_gpu_has_a_process_of_its_own(kernel: KernelClas
     assert {kernel.name for kernel in landing} == ({"overlap_landing_place"} if places else set())
     assert len(landing) <= places
     assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
-    assert assembly_space.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
+    assert assembly_members.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
 
 
 @needs_compiler
 def test_too_few_registers_are_noticed(tmp_path):
     kernel = next(kernel for kernel in COVER if kernel.tile[:2] == (128, 256) and not kernel.epilogue)
     code = tmp_path / "kernel.ptx"
-    assembly.assemble_case(next(assembly_space.members(kernel)).case, ptx=str(code))
+    assembly.assemble_case(next(assembly_members.members(kernel)).case, ptx=str(code))
     ptx = code.read_text()
     needed, accumulator = assembly_registers.needed(ptx), 128
     assert needed is not None and accumulator < needed.compute < assembly_registers.stated(ptx).compute

@@ -10,7 +10,11 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, func
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
+from jaxlib.mlir.dialects import gpu
 
 import overlap
 from overlap import _compat, _requirements, _settings, primitives
@@ -137,12 +141,84 @@ def test_tracing_changes_nothing(nothing_applied, monkeypatch):
         ({}, {"swap_operands": True}, False, {"SQUARE_TILES", "UNEQUAL_TILES"}),
         ({"transpose_rhs": True}, {"cluster": 2}, True, {"CLUSTER_ARRIVALS"}),
         ({"transpose_rhs": True}, {"cluster": 2}, False, set()),
+        ({"transpose_rhs": True}, {"cluster": 4, "cluster_along": "k"}, False, {"CLUSTER_REFS"}),
+        (
+            {},
+            {"cluster": 2, "cluster_along": "k", "swap_operands": True},
+            False,
+            {"SQUARE_TILES", "UNEQUAL_TILES", "CLUSTER_REFS"},
+        ),
+        ({"transpose_rhs": True}, {"cluster": 1, "cluster_along": "k"}, False, set()),
     ],
 )
 def test_a_mainloop_asks_for_what_it_needs(layouts, config, forwards, expected):
     kinds = types.SimpleNamespace(layouts=OperandLayouts(**layouts), forwards=forwards)
     needed = Hopper().mends(Config(**config), kinds)
     assert set(needed) == {getattr(_compat, name) for name in expected}
+
+
+HAS_OFFSETS = jax.__version_info__ >= (0, 12)
+
+
+def cluster_refs_of_jax():
+    return mend.private("jax.experimental.mosaic.gpu.utils", "get_cluster_ref")
+
+
+@pytest.fixture
+def jaxs_own_cluster_refs(nothing_applied, monkeypatch):
+    given = cluster_refs_of_jax()
+    monkeypatch.setattr("jax.experimental.mosaic.gpu.utils.get_cluster_ref", getattr(given, "__wrapped__", given))
+
+
+def reads_of_another_cta(part):
+    """Returns a function that lowers a kernel which reads `part(buffer)` of the other CTA of its cluster."""
+
+    def body(out_gmem, buffer_smem):
+        of_other_cta = plgpu.cluster_ref(part(buffer_smem), {"rank": jnp.int32(1)})
+        out_gmem[...] = plgpu.load(of_other_cta, layout=plgpu.Layout.WG_STRIDED((128,), 1))
+
+    kernel = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32), cluster=(2,), cluster_names=("rank",),
+        scratch_types=[plgpu.SMEM((2, 128), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )  # fmt: skip
+    return lambda: jax.jit(kernel).trace().lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    "part", [lambda buffer: buffer.at[1], lambda buffer: buffer.at[lax.axis_index("rank")]], ids=["static", "dynamic"]
+)
+def test_a_part_of_a_buffer_of_another_cta_is_read(jaxs_own_cluster_refs, part):
+    """jax 0.12 can do it. jax 0.11 can do it with the mend only."""
+    if not HAS_OFFSETS:
+        with pytest.raises(ValueError, match=r"Expected type memref<128xf32, strided<\[1\], offset: \?>"):
+            reads_of_another_cta(part)()
+        _compat.apply(_compat.CLUSTER_REFS)
+    assert "mosaic_gpu" in reads_of_another_cta(part)().as_text()
+
+
+def test_references_to_other_ctas_are_changed_in_jax_0_11_only(jaxs_own_cluster_refs):
+    own = cluster_refs_of_jax()
+    _compat.apply(_compat.CLUSTER_REFS)
+    assert (cluster_refs_of_jax() is own) == HAS_OFFSETS
+
+
+@pytest.mark.parametrize("generic", [True, False])
+@pytest.mark.parametrize("offset", ["offset: 128", "offset: ?", "offset: 0"])
+def test_a_reference_to_another_cta_keeps_its_offset(jaxs_own_cluster_refs, offset, generic):
+    _compat.apply(_compat.CLUSTER_REFS)
+    with mlir.make_ir_context(), ir.Location.unknown():
+        layout = f"strided<[256, 1], {offset}>"
+        module, memory = ir.Module.create(), "#gpu.address_space<workgroup>"
+        with ir.InsertionPoint(module.body):
+            given = ir.Type.parse(f"memref<4x128xf32, {layout}, {memory}>")
+            function = func.FuncOp("function", ir.FunctionType.get([given], []))
+            with ir.InsertionPoint(function.add_entry_block()):
+                other = arith.constant(ir.IndexType.get(), 1)
+                mapped = cluster_refs_of_jax()(function.arguments[0], gpu.Dimension.x, other, generic=generic)
+                func.ReturnOp([])
+        module.operation.verify()
+        assert mapped.type == ir.Type.parse(f"memref<4x128xf32, {layout}{'' if generic else ', 7 : i32'}>")
 
 
 @pytest.mark.parametrize(

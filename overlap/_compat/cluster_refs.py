@@ -1,13 +1,14 @@
-"""Mend: `plgpu.cluster_ref` of a part of a buffer, which begins at an index (jax 0.11).
+"""Mend: `plgpu.cluster_ref` of a part of a buffer that does not begin where the buffer begins (jax 0.11).
 
 Reason: a CTA reads a part of a buffer in the shared memory of another CTA of its cluster (`cluster_along="k"`). jax
-0.11 moves the part's offset into the pointer, and gives the reference a type with offset 0. The instruction that reads
-it expects the type of the part, with its offset, and the kernel is refused: "Expected type … for value …".
+0.11.2 adds the part's offset to the pointer, and gives the reference a type with offset 0. The instruction that reads
+the part expects a type with the part's offset. So jax refuses the kernel: "Expected type … for value …".
 
-Change: for a part with an offset, `get_cluster_ref` maps the whole buffer to the other CTA, and then takes the same
-part of it, so that the offset is kept as jax 0.12 keeps it. jax 0.12 needs no change.
+Change: for a part with an offset, `get_cluster_ref` maps the reference with offset 0 to the other CTA, and then gives
+the result the part's offset and type. A reference with offset 0 is left to jax's own function. jax 0.12 keeps offsets
+itself, so there the mend does nothing (compared: the code of jax 0.11.2 and 0.12.0.1).
 
-Replaced by: jax 0.12.
+Replaced by: `get_cluster_ref` in jax 0.12.
 For upstream: docs/upstream/cluster-ref-offsets.md.
 """
 
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import Mend, private, replace
+from overlap._compat.mend import Mend, replace
 
-_SHARED, _CLUSTER = 3, 7  # LLVM's numbers of the memory spaces
+# LLVM's numbers of address spaces: of generic addresses, of this CTA's shared memory, and of the cluster's.
+_GENERIC, _SHARED, _CLUSTER = 0, 3, 7
 
 
 def _change() -> None:
@@ -32,32 +34,34 @@ def _make(given: Any) -> Any:
     def get_cluster_ref(ref: Any, dim: Any, idx: Any, generic: bool = True) -> Any:
         from jax.extend.mlir import ir
         from jax.extend.mlir.dialects import builtin
+        from jaxlib.mlir.dialects import llvm
 
-        llvm = private("jax.experimental.mosaic.gpu.utils", "llvm")
-
-        of_part = ir.MemRefType(ref.type)
-        strides, offset = of_part.get_strides_and_offset()
+        part = ir.MemRefType(ref.type)
+        strides, offset = part.get_strides_and_offset()
+        # An offset that is known only when the kernel runs is a negative number here.
         if offset == 0:
             return given(ref, dim, idx, generic)
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        sizes = llvm.ArrayType.get(i64, of_part.rank)
+        i64 = ir.IntegerType.get_signless(64)
 
-        def description(space: int) -> Any:
+        def descriptor(ref: Any, space: int) -> Any:
+            """Returns a reference as LLVM describes it: pointers to the buffer, the offset, sizes and strides."""
             pointer = llvm.PointerType.get(space)
-            return llvm.StructType.get_literal([pointer, pointer, i64, sizes, sizes])
+            sizes = [llvm.ArrayType.get(i64, part.rank)] * 2 if part.rank else []
+            return builtin.unrealized_conversion_cast(
+                [llvm.StructType.get_literal([pointer, pointer, i64, *sizes])], [ref]
+            )
 
-        def reference(described: Any, layout: Any, space: int) -> Any:
-            memory = of_part.memory_space if space == _SHARED else ir.IntegerAttr.get(i32, space) if space else None
-            kind = ir.MemRefType.get(of_part.shape, of_part.element_type, layout, memory)
-            return builtin.unrealized_conversion_cast([kind], [described])
+        def reference(descriptor: Any, offset: Any, layout: Any, memory: Any) -> Any:
+            kind = ir.MemRefType.get(part.shape, part.element_type, layout, memory)
+            return builtin.unrealized_conversion_cast([kind], [llvm.insertvalue(descriptor, offset, [2])])
 
-        space = 0 if generic else _CLUSTER
-        part = builtin.unrealized_conversion_cast([description(_SHARED)], [ref])
-        # The buffer from its beginning, here and in the other CTA.
+        here = descriptor(ref, _SHARED)
         zero = llvm.mlir_constant(ir.IntegerAttr.get(i64, 0))
-        whole = reference(llvm.insertvalue(part, zero, [2]), ir.StridedLayoutAttr.get(0, strides), _SHARED)
-        mapped = builtin.unrealized_conversion_cast([description(space)], [given(whole, dim, idx, generic)])
-        return reference(llvm.insertvalue(mapped, llvm.extractvalue(i64, part, [2]), [2]), of_part.layout, space)
+        at_beginning = reference(here, zero, ir.StridedLayoutAttr.get(0, strides), part.memory_space)
+        mapped = given(at_beginning, dim, idx, generic)
+        there = descriptor(mapped, _GENERIC if generic else _CLUSTER)
+        memory = ir.MemRefType(mapped.type).memory_space
+        return reference(there, llvm.extractvalue(i64, here, [2]), part.layout, memory)
 
     return get_cluster_ref
 

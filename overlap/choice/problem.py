@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
@@ -235,9 +236,9 @@ class Problem:
             self.check(config, target)
         except (ValueError, NotImplementedError):
             return False
-        return target.is_blackwell or not self._crowds_registers(config)
+        return target.is_blackwell or not self._crowds_registers(config, target)
 
-    def _crowds_registers(self, config: Config) -> bool:
+    def _crowds_registers(self, config: Config, target: Target) -> bool:
         """Whether a thread on Hopper may need a few more registers than it has.
 
         These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
@@ -252,7 +253,17 @@ class Problem:
         - the schedule "pingpong" in a cluster, or with the smallest tiles
         - tiles of 256 × 64 with `stream_k` above 1, in a cluster
         - swapped operands with `stream_k` above 1: some of these kernels
+
+        In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
+
+        - more tiles than clusters, so that a cluster computes several. The search offers only one tile per cluster.
+          With 8-bit operands, 3 stages, and exactly 8 k steps per CTA (a loop that the compiler unrolls), some of these
+          kernels spill 152 bytes. With swapped operands, some need 224 registers in compute threads
         """
+        if config.ctas_per_tile > 1:
+            tiles = self.batch * ceil_div(self.m, config.tile_m) * ceil_div(self.n, config.tile_n)
+            if tiles > clusters_at_once(target.num_cores, config.cluster):
+                return True
         transport = self.transport(config)
         fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
         if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):

@@ -259,6 +259,7 @@ class Hopper:
         return (
             *([_compat.SQUARE_TILES] if has_square_tiles else []),
             *([_compat.UNEQUAL_TILES] if has_square_tiles and config.swap_operands else []),
+            # A CTA reads the sums of the other CTAs of its cluster, box by box.
             *([_compat.CLUSTER_REFS] if config.ctas_per_tile > 1 else []),
             # The forwarder releases stages in all CTAs of the cluster.
             *([_compat.CLUSTER_ARRIVALS] if types.forwards and config.cluster > 1 else []),
