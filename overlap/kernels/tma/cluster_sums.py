@@ -15,8 +15,9 @@ order the exchange, and each of these warpgroups arrives at both in all CTAs:
     stored    all CTAs have stored their sums of a tile, so they may be read
     read      all CTAs have read the sums of a tile, so the next tile's may be stored, and the CTA may end
 
-Mosaic lets the threads of a warpgroup meet after a store to shared memory, so that the arrival comes after the stores
-of all of them.
+The ordering is that of `plgpu.ClusterBarrier`. Mosaic lets the threads of a warpgroup meet after a store to shared
+memory, so an arrival comes after the stores of all of them, which are in this SM's shared memory by then. There is no
+other copy of shared memory that a reader of the cluster could see.
 
 Sums are read, not sent. An asynchronous store to another CTA (`plgpu.async_store_smem`) updates the receiver's barrier
 once for every 8 bytes: measured on an H200, two CTAs then took 2 to 3 µs longer for a tile of 128 × 128.
