@@ -1,4 +1,4 @@
-"""Mend: `plgpu.cluster_ref` of a part of a buffer that does not begin where the buffer begins (jax 0.11).
+"""Mend: a CTA reads a part of a buffer of another CTA (`plgpu.cluster_ref`) that begins at an offset (jax 0.11).
 
 Reason: a CTA reads a part of a buffer in the shared memory of another CTA of its cluster (`cluster_along="k"`). jax
 0.11.2 adds the part's offset to the pointer, and gives the reference a type with offset 0. The instruction that reads

@@ -19,8 +19,8 @@ from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
 F32_BYTES = 4
-# An exponent like `Rates.overlap_exponent`, here for full clocks and the power limit. The larger it is, the more
-# abruptly the clock rate begins to fall where work reaches the power limit.
+# The exponent with which `_at_power_limit` combines the time at full clocks and the time that the power limit allows.
+# The larger it is, the more abruptly the clock rate begins to fall where work reaches the power limit.
 _LIMITED = 8.0
 # The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass
 # through the L2 meanwhile.
@@ -229,7 +229,7 @@ def _loaded_by_group(config: Config, problem: Problem, work: StreamK, lhs: float
 
 
 def _exchange_cycles(config: Config, rates: Rates) -> float:
-    """Returns the cycles in which the CTAs of a cluster read and add each other's sums of a tile."""
+    """Returns the cycles that a cluster takes to exchange the sums of a tile: barriers, reading and adding."""
     rows, _ = hopper.warpgroup_tile(config)
     # Each box of a tile is finished by one CTA, which reads the sums of all CTAs.
     boxes = ceil_div(config.tile_m * config.tile_n // (rows * BOX_COLUMNS), config.ctas_per_tile)

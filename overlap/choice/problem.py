@@ -256,9 +256,8 @@ class Problem:
 
         In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
 
-        - more tiles than clusters, so that a cluster computes several. The search offers only one tile per cluster.
-          With 8-bit operands, 3 stages, and exactly 8 k steps per CTA (a loop that the compiler unrolls), some of these
-          kernels spill 152 bytes. With swapped operands, some need 224 registers in compute threads
+        - more tiles than clusters. Then some kernels with 8-bit operands, 3 stages and exactly 8 k steps per CTA spill
+          152 bytes, and some with swapped operands need 224 of the 232 registers of a compute thread
         """
         if config.ctas_per_tile > 1:
             tiles = self.batch * ceil_div(self.m, config.tile_m) * ceil_div(self.n, config.tile_n)

@@ -172,7 +172,10 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
 
 
 def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
-    """Yields the shapes of clusters that compute a tile together, if all tiles of the result are computed at once."""
+    """Yields shapes with `cluster_along="k"`: only those whose tiles are all computed in one wave.
+
+    Each CTA has at least LEAST_K_STEPS k steps.
+    """
     if problem.communicates or not target.is_hopper:
         return
     usual, k_steps = _usual(problem), -(-problem.k // (SWIZZLE_BYTES // problem.itemsize))

@@ -127,7 +127,7 @@ class GatherRhsSchedule:
         return self.pulled_shards * self.chunking.chunks
 
     def chunk(self, index: Index) -> tuple[Index, Index, Index]:
-        """Returns the step whose shard chunk `index` belongs to, and the chunk's first row and column in that shard.
+        """Returns where chunk `index` lies: the step of its shard, and its first row and column in that shard.
 
         Along n the chunks come shard by shard, and within a shard one column block after the other. Along k they come
         one column block after the other, and within a column block shard by shard: a tile needs its columns of every

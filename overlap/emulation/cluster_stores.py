@@ -2,8 +2,8 @@
 
 On the hardware (PTX `st.async`, `red.async`), the threads of the warpgroup first arrive on the barrier of the
 destination and make it expect the bytes. The stores then land one by one, and the barrier counts their bytes. Here all
-stores of one call land together. They go through the generic proxy. The arrival has release semantics at cluster scope:
-who waits for the barrier knows what the sender has done before the call.
+stores of one call land together. The stores go through the generic proxy. The arrival has release semantics at cluster
+scope: a thread that waits for the barrier learns what the sender has done before the call.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _async_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
         )
     if atomic is not None and dtype not in (np.int32, np.uint32):
         raise NotImplementedError(
-            f"async_store_smem with atomic={atomic!r} of {dtype}: the hardware's red.async has, as Mosaic GPU uses it, "
-            "only integers of 32 bits"
+            f"async_store_smem with atomic={atomic!r} of {dtype}: Mosaic GPU compiles atomic asynchronous stores "
+            "of 32-bit integers only"
         )
     what = "async store" if atomic is None else f"async store, atomic {atomic}"
 

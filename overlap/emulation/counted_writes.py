@@ -1,4 +1,7 @@
-"""Asynchronous writes of a value to shared memory that a barrier of the memory's CTA counts, other than TMA loads."""
+"""Writes to shared memory that land later, and whose bytes a barrier of the same CTA then counts.
+
+Used for `async_store_smem` and for cluster launch control. The loads of TMA are in `engines`.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ def counted_write(
     asynchronous: bool = True,
     on_landing: Callable[[], None] = lambda: None,
 ) -> Arrival:
-    """Makes a write to the shared memory of a CTA, which lands some time later and is then counted by a barrier.
+    """Makes a write to the shared memory of a CTA. The write lands later, and `barrier` then counts its bytes.
 
-    The write is checked for races here. The caller then makes the barrier expect the bytes, calls `Thread.tick`, and
-    passes the returned operation to `Engine.fly`.
+    The write is checked for races here. The caller makes the barrier expect the bytes, and passes the returned
+    operation to `Engine.fly`.
 
     Args:
         engine: the launch's engine.

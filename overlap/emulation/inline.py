@@ -276,7 +276,7 @@ class _Reader:
                 thread.env[entry] = None
 
         d.emit(enter, eqn, "inline code")
-        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, how the choice varies)
+        chosen: list[tuple[int, frozenset[str]]] = []  # branches so far: (target, what its condition varies with)
         jumps, places = [], []
         for index, i in enumerate(code.instructions):
             places.append(d.here)

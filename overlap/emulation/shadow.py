@@ -52,8 +52,8 @@ class Shadow:
     def cells(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (all cells of writes, the cells of writes in `region`, the cells of reads in `region`), as views.
 
-        If the region does not consist of whole granules, the granules are split first. All cells of writes are then a
-        new array, so a caller that keeps the views can see that they are out of date.
+        If the region does not consist of whole granules, the granules are split first. Then the
+        first array is a new one: a caller that kept views compares it with theirs. If they differ, the views are old.
         """
         offset, dims, run = region
         granule = math.gcd(self.granule, offset, run, *(stride for _, stride in dims))

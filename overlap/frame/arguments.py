@@ -74,7 +74,7 @@ def count(name: str, value: Any) -> int | None:
 
 
 def config(value: Any) -> Config | None:
-    """An `overlap.Config`, or None."""
+    """Returns `value` if it is an `overlap.Config` or None. Raises ValueError if not."""
     if value is not None and not isinstance(value, Config):
         raise ValueError(
             f"`config` must be None or an overlap.Config, got {shown(value)}: leave it out, or pass "

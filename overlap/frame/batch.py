@@ -77,7 +77,8 @@ def _folded(
       operands: as for `batched`.
       is_batched: as for `batched`.
       axis_size: as for `batched`.
-      batch: the size of the kernel's batch dimension on one element; None if the element has no such dimension.
+      batch: the size of the kernel's batch dimension for one element of the mapped axis; None if it has no such
+        dimension.
       together: whether the field gets a batch dimension even if it is not mapped itself.
     """
 

@@ -150,7 +150,7 @@ def normalize(
     return left.checked(lhs_scale), tuple(x.checked(scale) for x, scale in zip(right, given, strict=True))
 
 
-# --- The same by XLA --------------------------------------------------------------------------------------------------
+# --- The implementation by XLA ----------------------------------------------------------------------------------------
 
 
 def gathered(operands: Operands, gather: Callable[[Operands], Operands]) -> Operands:

@@ -141,7 +141,7 @@ class Operation:
         del is_batched, axis_size, plan
         return None
 
-    # --- The same by XLA, and the backward pass ---
+    # --- The implementation by XLA, and the backward pass ---
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""
@@ -153,7 +153,10 @@ class Operation:
         return product
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """Returns a product's cotangent, given that of the device's part of the result: the transpose of `reduced`."""
+        """Returns the cotangent of a product from the cotangent of this device's part of the result.
+
+        It is the transpose of `reduced`.
+        """
         return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:

@@ -49,8 +49,8 @@ def packed(scales: jax.Array, tile: int) -> jax.Array:
 
     Args:
       scales: [(batch,) rows, blocks].
-      tile: rows of a tile, at most 128. Each tile has its own scale tile for each k step. A scale tile may have more
-        rows and blocks than the operand; these are filled with zeros, and no product uses them.
+      tile: rows of a tile, at most 128. Each tile has its own scale tile for each k step. Entries of a
+        scale tile beyond the end of the operand are zero, and no product uses them.
     """
     *batch, rows, blocks = scales.shape
     tiles, k_steps = ceil_div(rows, tile), ceil_div(blocks, SCALE_TILE_BLOCKS)

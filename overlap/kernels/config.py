@@ -108,9 +108,9 @@ class Config:
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;
         XLA then sums the pieces in f32 in a fixed order. For results of few tiles (plain matmul only, and not together
         with `stream_k`).
-      cluster: how many CTAs form a cluster, 1 or 2 (with `cluster_along="k"` also 4). The two CTAs of a cluster compute
-        adjacent tiles and share the loads of the operand that both need. On Blackwell they compute one tile of twice
-        the rows, with one product.
+      cluster: how many CTAs form a cluster, 1 or 2 (with `cluster_along="k"` also 4). With `cluster_along` "m" or "n"
+        the two CTAs of a cluster compute adjacent tiles and share the loads of the operand that both need. On Blackwell
+        one instruction of the tensor cores computes both tiles, as one tile of twice the rows.
       cluster_along: in which dimension the tiles of a cluster are adjacent: "m" (the CTAs share the right operand) or
         "n" (they share the left one; not on Blackwell). With "k" all CTAs of a cluster compute the same tile: each
         takes a part of the contraction, and they add their sums through each other's shared memory. That is for results

@@ -1,4 +1,4 @@
-"""Defines the grid of all kernels of this library: one CTA on each core; two CTAs may form a cluster."""
+"""Defines the grid of all kernels of this library: one CTA on each core; two or four CTAs may form a cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def cta(config: Config) -> Index:
 
 
 def own_tile(config: Config, row: Index, column: Index) -> tuple[Index, Index]:
-    """Returns row and column of this CTA's tile in tiles of a CTA, from `row` and `column` in tiles of a cluster."""
+    """Returns row and column of this CTA's tile, counted in tiles of a CTA.
+
+    `row` and `column` are those of the cluster's tile, counted in tiles of a cluster.
+    """
     own_rank = rank(config)
     along_m, along_n = config.tiles_of_cluster
     return row * along_m + (own_rank if along_m > 1 else 0), column * along_n + (own_rank if along_n > 1 else 0)

@@ -103,7 +103,9 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
 
 
 def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
-    """Checks that clusters have a size that the device runs, and that they may share tiles along k. Raises ValueError.
+    """Checks the size of clusters, and whether the operation, the device and the other sizes allow them along k.
+
+    Raises ValueError.
 
     Args:
       sizes: the product.

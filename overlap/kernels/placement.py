@@ -7,7 +7,8 @@ CTA for its core (benchmarks/experiments/2026-11-24-what-do-clusters-along-k-giv
 - CTAs without clusters fill one GPC after the other: CTAs 0 to 15 run in one GPC, 16 to 31 in the next, and so on.
 - Clusters are dealt to the GPCs in turn: of clusters of two CTAs, clusters 4, 12, 20 and 28 run in one GPC; after
   cluster 35 one GPC is full, and the others go on in turn.
-- No more than 30 clusters of four CTAs run at a time, since a cluster needs four free cores of one GPC.
+- At most 30 clusters of four CTAs run at a time. That is fewer than the 32 for which the GPCs have cores: the last
+  cores of one GPC run no cluster of four.
 
 Other GPUs may place clusters differently. Then results are the same, and loads are shared less.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from overlap.primitives.integers import choose, quotient, remainder
 from overlap.primitives.types import Index
 
-# For (CTAs of a cluster, clusters): ranges of clusters that are dealt to GPCs in turn: (first, number, GPCs).
+# (CTAs per cluster, clusters) → ranges of cluster indices that are dealt to GPCs in turn: (first index, count, GPCs).
 _DEALT = {(2, 66): ((4, 32, 8), (36, 28, 7)), (4, 30): ((0, 16, 8), (16, 14, 7))}
 # Clusters of more than two CTAs can use about this part of the cores.
 _USED = 10, 11
@@ -30,9 +31,10 @@ def clusters_at_once(num_cores: int, cluster: int) -> int:
 
 
 def beside_neighbours[I: Index](index: I, cluster: int, clusters: int) -> I:
-    """Returns a new number for a cluster, such that clusters of one GPC have consecutive numbers.
+    """Renumbers a cluster, so that runs of two or four consecutive numbers lie in one GPC.
 
-    It is a permutation of the numbers from 0 to `clusters` - 1.
+    The new numbers are a permutation of 0 to `clusters` - 1. Where the placement was not measured, the number is
+    `index`.
 
     Args:
       index: the index of the cluster in the grid.

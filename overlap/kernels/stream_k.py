@@ -1,5 +1,7 @@
 """Assigns output tiles to CTAs: whole tiles in full waves, and the remaining tiles cut into pieces along k.
 
+With `Config.cluster_along="k"`, the CTAs of a cluster divide the k steps of every tile instead (`ctas_per_tile`).
+
 132 CTAs that compute one tile each at a time need as long for 180 tiles as for 264. So each tile that is left after the
 last full wave may be cut into equal *pieces* along k, as far as there are CTAs to compute them:
 
@@ -77,13 +79,13 @@ class StreamK:
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
-        """Returns the work of a device on which each core runs a CTA, or as many cores as fill whole clusters."""
+        """Returns the work of a device with one CTA per core, on as many cores as whole clusters can use."""
         clusters = clusters_at_once(target.num_cores, config.cluster)
         return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile)
 
     @property
     def full_waves(self) -> int:
-        """How many whole tiles each CTA computes."""
+        """The number of full waves: every CTA computes this many whole tiles."""
         return self.tiles // self.num_ctas
 
     @property
@@ -93,13 +95,16 @@ class StreamK:
 
     @property
     def pieces_per_tile(self) -> int:
-        """How many pieces each tile that is left is cut into: no more than there are CTAs and k steps for."""
+        """How many pieces each tile that is left is cut into for CTAs of different clusters; 1: it is not cut.
+
+        No more than there are CTAs and k steps for.
+        """
         most = 1 if self.ctas_per_tile > 1 else self.max_pieces
         return min(most, self.num_ctas // max(self.left, 1), self.k_steps) if self.left else 1
 
     @property
     def cuts(self) -> bool:
-        """Whether any tile is cut."""
+        """Whether any tile is cut, so that its CTAs exchange sums through global memory."""
         return self.pieces_per_tile > 1
 
     @property
@@ -114,13 +119,16 @@ class StreamK:
     def _number[I: Index](self, cta: I) -> I:
         """Returns the number of a CTA or cluster by which tiles are assigned.
 
-        Clusters that share tiles are renumbered, so that clusters of one GPC compute adjacent tiles. Pieces that CTAs
-        exchange through global memory are assigned by index, so that CTAs of one tile start together.
+        If the CTAs of a cluster divide each tile, clusters are renumbered, so that clusters of one GPC compute adjacent
+        tiles. Otherwise tiles are assigned by index, so that the CTAs that share a tile start together.
         """
         return beside_neighbours(cta, self.ctas_per_tile, self.num_ctas) if self.ctas_per_tile > 1 else cta
 
     def total_k_steps[I: Index](self, cta: I) -> I:
-        """Returns how many k steps a CTA computes in all its pieces (of a cluster that shares tiles: its first CTA)."""
+        """Returns how many k steps a CTA computes in all its pieces.
+
+        With `ctas_per_tile` above 1 these are the k steps of the cluster's first CTA, which has the most.
+        """
         if self.ctas_per_tile > 1:
             of_first = ceil_div(self.k_steps, self.ctas_per_tile)
             return self.full_waves * of_first + choose(self._number(cta) < self.workers, of_first, 0)
@@ -136,7 +144,10 @@ class StreamK:
         return index * length + smaller(index, longer), length + choose(index < longer, 1, 0)
 
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
-        """Returns piece number `ordinal` of a CTA; `rank`: its index in its cluster."""
+        """Returns piece number `ordinal` of CTA (or cluster) `cta`.
+
+        With `ctas_per_tile` above 1, `rank` is the index within the cluster of the CTA whose piece is wanted.
+        """
         if self.ctas_per_tile > 1:
             k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
             tile, before = self._number(cta) + ordinal * self.num_ctas, ordinal * k_steps

@@ -116,7 +116,7 @@ def require_reference(caller: str, name: str, ref: Any, wanted: str, way_out: st
     Raises:
       TypeError: the argument is no reference.
     """
-    # jax has no public type for a slice of a reference (`ref.at[…]`). So refuse what is certainly none.
+    # jax has no public type for a slice of a reference (`ref.at[…]`). So refuse only what is certainly no reference.
     is_array = isinstance(ref, (jax.Array, np.ndarray, np.generic)) and not isinstance(ref, jax.Ref)
     if is_array or not hasattr(ref, "shape") or isinstance(ref, jax.ShapeDtypeStruct):
         raise TypeError(f"`{name}` of `{caller}` must be {wanted}, got {_described(ref)}: {way_out}")

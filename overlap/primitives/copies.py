@@ -29,7 +29,7 @@ def wait_stores_read(in_flight: int = 0) -> None:
 
     Call it in the warp or warpgroup that has called `tma_store`.
 
-    Ordering: the source may then be overwritten. The destination may not be read yet, and no flag raised for it.
+    Ordering: the source may then be overwritten. The destination must not be read yet, and no flag be raised for it.
     """
     with in_kernel("wait_stores_read"):
         plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)

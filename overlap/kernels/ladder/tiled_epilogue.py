@@ -41,7 +41,7 @@ def store_epilogue_tiles(values: jax.Array, out_gmem: GmemRef, epilogue_smem: Sm
     for i in range(values.shape[1] // epilogue_tile_n):
         columns = slice(i * epilogue_tile_n, (i + 1) * epilogue_tile_n)
         buffer_smem = epilogue_smem.at[i % BUFFERS]
-        # Invariant: all stores but the last BUFFERS − 1 have read their buffers; so has the last store of this buffer.
+        # After this wait, the previous store from this buffer has read it, so the buffer may be overwritten.
         plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
         buffer_smem[...] = values[:, columns].astype(out_gmem.dtype)
         plgpu.commit_smem()

@@ -1,23 +1,24 @@
 """Lets the CTAs of a cluster add their sums of a tile through each other's shared memory (`cluster_along="k"`).
 
 Each CTA of the cluster has computed a piece of the tile: f32 sums of the whole tile over the CTA's own k steps. It
-stores these sums in its own shared memory, box by box, and tells the cluster. The boxes of the tile are divided among
-the CTAs. Each CTA reads its boxes from the shared memory of all CTAs, adds them from the first piece to the last, so
-that results are deterministic, and stores them:
+stores these sums in its own shared memory, and tells the cluster. The boxes of the tile (each is some columns of a
+warpgroup tile) are divided among the CTAs. Each CTA reads its boxes from the shared memory of all CTAs, adds them from
+the first piece to the last, so that results are deterministic, and stores them:
 
     2 CTAs, a tile of 4 boxes     CTA 0 reads boxes 0, 1 of both CTAs;  CTA 1 reads boxes 2, 3 of both
 
-No flag and no sum passes through global memory, as they do between CTAs of different clusters (`PartialSums`).
+CTAs of different clusters exchange sums and flags through global memory (`PartialSums`). Here neither is needed.
 
 A warpgroup exchanges sums only with the warpgroups that have the same part of the tile in the other CTAs. Two barriers
-order the exchange, and each of these warpgroups arrives at both in all CTAs:
+order the exchange. Each of these warpgroups arrives at both, and an arrival counts in all CTAs of the cluster:
 
     stored    all CTAs have stored their sums of a tile, so they may be read
     read      all CTAs have read the sums of a tile, so the next tile's may be stored, and the CTA may end
 
-The ordering is that of `plgpu.ClusterBarrier`. Mosaic lets the threads of a warpgroup meet after a store to shared
-memory, so an arrival comes after the stores of all of them, which are in this SM's shared memory by then. There is no
-other copy of shared memory that a reader of the cluster could see.
+No fence is needed besides `plgpu.ClusterBarrier`. After a store to shared memory Mosaic inserts a `bar.sync` of the
+warpgroup, so all of its stores are in this SM's shared memory before it arrives. The other CTAs read that memory
+directly, not a cached copy. (This is an argument about Hopper: the arrival's PTX names no scope, so by PTX's memory
+model alone it orders only the threads of one CTA.)
 
 Sums are read, not sent. An asynchronous store to another CTA (`plgpu.async_store_smem`) updates the receiver's barrier
 once for every 8 bytes: measured on an H200, two CTAs then took 2 to 3 µs longer for a tile of 128 × 128.
@@ -51,7 +52,7 @@ class ClusterSums:
     """Shared memory in which a CTA stores its sums of a tile for the CTAs of its cluster.
 
     Attributes:
-      sums: f32: [warpgroup tiles, boxes, rows, columns of a box]; the last two are exchanged if the mainloop keeps
+      sums: f32: [warpgroup tiles, boxes, rows, columns of a box]; the last two are swapped if the mainloop keeps
         values as [columns, rows].
       stored: barriers of the cluster, one for each warpgroup tile: all CTAs have stored their sums.
       read: barriers of the cluster, one for each warpgroup tile: all CTAs have read the sums.
@@ -81,7 +82,7 @@ def cluster_sums_type(wg_tiles: int, rows: int, columns: int, box_width: int, *,
 
 @dataclasses.dataclass(frozen=True)
 class ClusterPiece:
-    """One warpgroup's sums of a piece of a tile that the CTAs of a cluster share.
+    """Says which sums a warpgroup exchanges: those of one warpgroup tile, over the k steps of one CTA.
 
     Attributes:
       rank: this CTA's index in its cluster, and the index of its piece.
@@ -114,14 +115,14 @@ def finish_in_cluster(
     """Exchanges a warpgroup's sums with the cluster's other CTAs, and finishes the boxes that are this CTA's share.
 
     Args:
-      shared: shared memory.
+      shared: the memory and the barriers of the exchange.
       piece: which sums these are.
       block: a function from the index of a box in the warpgroup tile to its f32 sums over this CTA's k steps.
       load: a function from a reference to a block of sums in shared memory to its values, in the layout in which the
         mainloop keeps values in registers.
       finish: called as `finish(index, total)` for each box to finish, with its index in the warpgroup tile;
-        `total(row, rows, columns)` returns the complete sums of some rows and columns of the box, transposed if the
-        values are.
+        `total(row, rows, columns)` returns the complete sums of some rows and columns of the box, as [columns, rows]
+        if `piece.transposed`.
     """
     wg_tile, boxes, ctas = piece.wg_tile_index, piece.boxes, piece.ctas
 
@@ -150,5 +151,5 @@ def finish_in_cluster(
         finish(number - first, total)
 
     plgpu.barrier_arrive(shared.read.at[wg_tile])
-    # Each CTA waits in each phase of the barrier: here, or before it stores the sums of its next tile.
+    # Every phase of `read` needs a wait: before the sums of the next tile are stored or, after the last tile, here.
     pl.when(piece.is_last)(await_readers)

@@ -35,7 +35,8 @@ class Sums:
         values there; transposed if `WarpgroupTile.transposed` says so.
       hand_over: stores all values to the reference that it is called with, which is in global memory and as large as
         the warpgroup tile (transposed as the values of `block` are).
-      load: a function from a reference to f32 values in global memory to the values, in the layout of `block`.
+      load: loads a block of f32 sums from global memory, or from the shared memory of a CTA of the cluster. Returns the
+        values in the layout of `block`.
       terms: a function from the index of a box to the sum of its terms (the parts of it that peers have computed): a
         list of values, one for each block of rows. Needed if there is an `Exchange`.
       before_terms: called after a part has been sent directly to the peers, and before `terms`.
@@ -96,7 +97,7 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output:
 def _finish_in_cluster(
     loop: Loop, buffers: Buffers, shared: ClusterSums, piece: Piece, sums: Sums, output: WarpgroupOutput
 ) -> None:
-    """Finishes a tile that the CTAs of a cluster share: each finishes some of its columns."""
+    """Finishes a tile that the CTAs of a cluster share: each CTA finishes some of the tile's boxes."""
     wait_stores_read(0)  # as in `_store_share`
     wg_tile, box_width = buffers.wg_tile, buffers.out[0].shape[-1]
 
@@ -119,7 +120,7 @@ def _finish_in_cluster(
 def _finish_exchanged(
     loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput, others: Exchange
 ) -> None:
-    """Finishes a tile of an `Exchange`: an own tile of this device, or a part of a peer's tile."""
+    """Finishes a tile of an `Exchange`: an own tile, a part of a peer's tile, or (`direct_sends`) both."""
     tile, store_all = output.tile, functools.partial(_store_all, loop, buffers, sums)
     of_peer = dataclasses.replace(output, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
     own = dataclasses.replace(output, terms=sums.terms)

@@ -86,7 +86,7 @@ class Buffers:
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
-      cluster_sums: the sums that the CTAs of a cluster send each other; None: they share no tiles.
+      cluster_sums: the sums that the CTAs of a cluster read from each other; None: they share no tiles.
     """
 
     lhs: tuple[SmemRef, ...]
