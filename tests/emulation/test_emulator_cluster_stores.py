@@ -383,7 +383,7 @@ def test_what_mosaic_does_not_compile_is_refused():
     refused("to a cluster_ref", into=lambda ref: plgpu.cluster_ref(ref, {"rank": 1}))
     refused("a multiple of 128 bytes", (3, 8))
     for dtype in (jnp.float32, jnp.float16, jnp.int16):
-        refused("only integers of 32 bits", dtype=dtype, atomic="add")
+        refused("integers only", dtype=dtype, atomic="add")
 
 
 def test_a_warp_alone_cannot_store():
