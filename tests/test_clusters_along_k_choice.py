@@ -95,14 +95,14 @@ def test_collectives_refuse_them(operation, keywords, of_lhs, of_rhs, of_result,
     mapped = jax.shard_map(call, mesh=oracle.make_mesh(x=2), in_specs=(of_lhs, of_rhs), out_specs=of_result,
                            check_vma=False)  # fmt: skip
     operands = integers(1, 256, 512), integers(2, 512, 512)
-    words = "cluster_along='k' can be used only in `matmul`: use 'm' or 'n', or leave it out of `config`"
+    words = "cluster_along='k' can be used only in `matmul`: leave `cluster` and `cluster_along` out of `config`"
     with emulate(cores=8), pytest.raises(ValueError, match=re.escape(words)):
         jax.eval_shape(mapped, *operands)
 
 
 @pytest.mark.parametrize("config", [TWO.replace(tile_m=128), FOUR.replace(tile_m=128)], ids=["2", "4"])
 def test_blackwell_refuses_them(config):
-    words = "can be used only on Hopper, and this device is .*NVIDIA B200: use 'm' or 'n', or leave it out of `config`"
+    words = "can be used only on Hopper, and this device is .*NVIDIA B200: leave `cluster` and `cluster_along` out"
     with emulate(cores=8), emulating("blackwell"), pytest.raises(ValueError, match=words):
         product(config)
 

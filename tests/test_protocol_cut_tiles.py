@@ -197,8 +197,8 @@ def do_not_drain_the_slots(patch):
 def count_the_slots_anew_for_each_piece(patch):
     piece = StreamK.piece
 
-    def anew(self, cta, ordinal):
-        right = piece(self, cta, ordinal)
+    def anew(self, cta, ordinal, rank=0):
+        right = piece(self, cta, ordinal, rank)
         return dataclasses.replace(right, before=right.before * 0)
 
     patch.setattr(StreamK, "piece", anew)

@@ -71,13 +71,15 @@ def test_the_heuristic_knows_the_usual_cases():
     assert fields("4096x32768x512").schedule == "pingpong"
     # Rows are not aligned to the cache's lines: choose the tile that loads less.
     assert fields("4097x4104x4104").cluster == 2
-    # One tile along m: a cluster has nothing to share.
-    assert fields("16x8192x8192").cluster == 1
+    # One tile along m: the CTAs of a cluster have no loads to share.
+    assert not fields("16x8192x8192").shares_loads
+    # Three tiles and much depth: the CTAs of a cluster compute a tile together.
+    assert fields("64x384x9152").ctas_per_tile == 4
     # 32 tiles on 132 cores: the contraction is split, but not in a collective.
     assert tile("1024x1024x14336")[2] > 1
     assert tile("1024x1024x14336", devices=2)[2] == 1
     # Few rows: the rest of a tile is not loaded. So take the narrowest tile that fills the cores, without cutting.
-    assert tile("16x8192x8192") == tile("64x8192x8192") == (128, 64, 1)
+    assert tile("64x8192x8192") == (128, 64, 1)
 
 
 def test_the_model_counts_waves_and_partial_tiles():

@@ -66,7 +66,9 @@ class Access:
 
     def __str__(self) -> str:
         proxy = " (asynchronous proxy)" if self.asynchronous else ""
-        return f"{self.what}{proxy} of {self.view} by {self.thread} at {self.instruction.source}"
+        cta: Any = self.view.buffer.cta
+        elsewhere = "" if cta is None or cta is self.thread.cta else f" in CTA {cta.index}"
+        return f"{self.what}{proxy} of {self.view}{elsewhere} by {self.thread} at {self.instruction.source}"
 
 
 def _distinct(cells: np.ndarray) -> list[int]:

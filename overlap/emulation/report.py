@@ -39,7 +39,9 @@ def race(kind: str, prior: Access, access: Access) -> str:
     if kind == "proxy":
         shared = access.view.buffer.space == "smem"
         fence = "commit_smem()" if shared else "a proxy fence (fence.proxy.async)"
-        place = "by the writer before it arrives" if shared else f"by {access.thread} after its wait"
+        # What another CTA has stored here is made visible to the asynchronous proxy by the CTA that reads it.
+        by_reader = not shared or prior.what.startswith("async store")
+        place = f"by {access.thread} after its wait" if by_reader else "by the writer before it arrives"
         return (
             f"race (missing proxy fence) on {name}:\n  {access}\n  comes after\n  {prior}\n  and is ordered after "
             f"it, but no proxy fence stands on the way. Expected: {fence} {place}; got none"

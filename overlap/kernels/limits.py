@@ -115,12 +115,15 @@ def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
     cluster, along_k = config.cluster, config.cluster_along == "k"
     allowed = "1, 2 or 4 with cluster_along='k'" if along_k else "1 or 2"
     if cluster not in ((1, 2, 4) if along_k else (1, 2)) or cluster > target.num_cores:
-        raise ValueError(f"`cluster` must be {allowed}, and at most the {target.num_cores} cores, got {cluster}")
+        way_out = ": 4 needs cluster_along='k'" if cluster == 4 and not along_k else ""
+        raise ValueError(
+            f"`cluster` must be {allowed}, and at most the {target.num_cores} cores, got {cluster}{way_out}"
+        )
     if config.ctas_per_tile == 1:
         return
     if sizes.transport or not target.is_hopper:
         where = "only in `matmul`" if sizes.transport else f"only on Hopper, and this device is {target.kind}"
-        raise ValueError(f"cluster_along='k' can be used {where}: use 'm' or 'n', or leave it out of `config`")
+        raise ValueError(f"cluster_along='k' can be used {where}: leave `cluster` and `cluster_along` out of `config`")
     for name, value, usual in (
         ("schedule", config.schedule, "cooperative"),
         ("stream_k", config.stream_k, 1),

@@ -118,12 +118,18 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
     """Checks that `needed` bytes of shared memory fit. Raises ValueError."""
     needed += RESERVED_BYTES
     if needed > target.smem_limit_bytes:
-        chunks = config.pull.chunk_bytes, config.pull.chunk_buffers
-        also = " or `chunk_bytes` ({}) × `chunk_buffers` ({})".format(*chunks) if sizes.transport in IN_CHUNKS else ""
+        # Blackwell's tiles have 128 rows.
+        fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
+        least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest, "epilogue_buffers": 1}
+        chunks = ("chunk_bytes", "chunk_buffers") if sizes.transport in IN_CHUNKS else ()
+        fields = {**least, **dict.fromkeys(chunks, 1)}
+        larger = [f"`{name}` ({config.fields[name]})" for name, size in fields.items() if config.fields[name] > size]
+        ways_out = [f"reduce {', '.join(larger)}"] if larger else []
+        if config.ctas_per_tile > 1:
+            ways_out.append("leave out cluster_along='k', for which a CTA keeps the sums of a tile")
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
-            f"CTA: reduce `stages` ({config.stages}), `tile_n` ({config.tile_n}), `epilogue_buffers` "
-            f"({config.epilogue_buffers}){also}"
+            f"CTA: {', or '.join(ways_out)}"
         )
 
 
