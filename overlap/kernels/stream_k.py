@@ -10,12 +10,13 @@ last full wave may be cut into equal *pieces* along k, as far as there are CTAs 
                                           k     1st half 2nd half 1st half 2nd half    2nd half
 
 The CTAs that share a tile exchange their f32 sums (`PartialSums`). Each then finishes a share of the columns. It adds
-the sums always in the same order, so that results are deterministic. The CTAs of a tile have consecutive indices. So
-the kernel cannot deadlock if as many CTAs run at the same time as a tile has pieces.
+the sums always in the same order, so that results are deterministic. The CTAs of a tile have consecutive indices, and
+the GPU starts CTAs in the order of their indices. So if as many CTAs run at the same time as a tile has pieces, none
+waits for a CTA that cannot start.
 
-Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). It also keeps the last 5% of
-the cores busy, which equal pieces left idle. But this gains no time: a tile's sums pass through more CTAs, and tiles
-that share operands are no longer computed at the same time.
+Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). In the products measured it
+used the 5% of the cores that equal pieces leave idle. But this gained no time: a tile's sums pass through more CTAs,
+and tiles that share operands are no longer computed at the same time.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
 (PPoPP 2023). This module has the fixed-split hybrid of that paper.
@@ -41,7 +42,7 @@ class Piece:
       k_first: the first k step of the piece.
       k_steps: how many k steps the piece has.
       before: how many k steps this CTA has computed before this piece, in all its earlier pieces.
-      pieces_per_tile: how many pieces the tile is cut into; 1: it is not cut.
+      pieces_per_tile: how many pieces the tile consists of, for CTAs of different clusters or of one; 1: it is whole.
       index_in_tile: the index of this piece among the pieces of the tile. The CTA before this one computes the piece
         before this one, and so on.
       ordinal: how many pieces this CTA has computed before.
