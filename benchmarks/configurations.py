@@ -9,7 +9,9 @@ several GPUs (`--gpus`) each process uses one of them.
 
 Each line of the task file has a problem, its configurations, and whether to measure XLA's product as well. XLA's
 product is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against
-XLA's. The CSV is written problem by problem, so a run that ends early keeps its results.
+XLA's. The CSV is written problem by problem, so a run that ends early keeps its results. Its column `calls` says how
+many calls an iteration of the loops made (`programs.calls_per_iteration`). Files without this column had one; their
+times below some 17 µs contain what the host took to launch kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
-FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "launch_ms", "status")
+FIELDS: tuple[str, ...] = (*PROBLEM_FIELDS, "config", "us", "spread", "samples", "launch_ms", "calls", "status")
 # _WARM_UP_S: how long the GPU works before the first sample that counts; the clock depends on the temperature.
 # _MOST_ITERATIONS: the largest number of calls in one program.
 _WARM_UP_S, _MOST_ITERATIONS = 0.15, 2000
@@ -218,8 +220,11 @@ class _Worker:
         return expected(lhs, rhs)
 
     def _row(self, problem: Problem, name: str, status: str, times: list[float] | None) -> dict[str, Any]:
+        from overlap.tuning.programs import calls_per_iteration
+
         row = {field: getattr(problem, field) for field in PROBLEM_FIELDS}
-        row |= {"config": name, "launch_ms": self.launch_ms, "status": status}
+        calls = calls_per_iteration(problem, self.mesh)
+        row |= {"config": name, "launch_ms": self.launch_ms, "calls": calls, "status": status}
         if times is None:
             return row | {"us": "nan", "spread": "nan", "samples": 0}
         us = statistics.median(times)

@@ -6,15 +6,17 @@ For each method it measures:
   1 + `launches` programs in a row. The difference is divided by the calls of `launches` programs. The cost of starting
   and waiting, 100 to 400 µs, is in both times, so it is not in the result.
 
-  Each iteration writes one element of the previous result into an operand, in place. So each call depends on the one
-  before, and XLA can neither hoist it nor fold the write into the matmul. The write is one tiny kernel per call, and
-  the loop counter is another. Both are in the times of all methods, so ratios of short calls are nearer to 1 than the
-  ratios of the calls alone. (With several calls in an iteration there would be one counter for all of them. But then
-  XLA leaves out work whose result only the last call needs, such as the sum of a split product.)
+  Before each call, one element of the previous result is written into an operand, in place. So each call depends on
+  the one before, and XLA can neither hoist it nor fold the write into the matmul. The write is one tiny kernel per
+  call. It is in the times of all methods, so ratios of short calls are nearer to 1 than the ratios of the calls alone.
 
-  A loop with the write and the counter but without a product is measured too. Its time per iteration
-  (`loop_overhead_us`) is the cost of an iteration on the host, which is hidden behind longer calls. The compiled
-  program is searched for copies of whole operands.
+  A call that communicates is alone in its iteration, together with a kernel for the loop's counter. The host launches
+  each of these kernels, so a call cannot take less than the host needs (`loop_overhead_us`). Other calls are eight in
+  an iteration, which XLA captures in one CUDA graph (`programs.loop_program`). Results from before 2026-11-24 have one
+  call per iteration throughout.
+
+  A loop without a product is measured too. Its time per call is `loop_overhead_us`. The compiled program is searched
+  for copies of whole operands.
 - *wall*: the time per call of `calls` ordinary calls, dispatched one after another, with one wait at the end.
 - *first call*: the time of the first `jax.jit(call)(lhs, rhs)`, with tracing, lowering, compiling and running. For
   XLA's own product it is short, since the harness has used the same product before, and XLA has already searched for
@@ -295,7 +297,7 @@ class Session:
     def measure_overhead(self) -> None:
         """Times the loop with a method that computes no product, for `loop_overhead_us`.
 
-        In each iteration this leaves the loop counter, and the write of one element into an operand.
+        This leaves the write of one element into an operand, and a part of the loop's counter.
         """
         empty = Method("empty", lambda lhs, rhs: lhs[..., :1, :1] * 0.5)
         loop = self._loop(empty, self.inputs, call_program(self.problem, empty.call, self.mesh)(*self.inputs))

@@ -121,11 +121,13 @@ def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
 
 COMPILED_FOR_H200 = """
 import json
+import re
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from functools import partial
+import overlap
 from benchmarks.loop_copies import copies_in_loops
 from benchmarks.problems import TableProblem
 from overlap.tuning import operations, programs
@@ -142,12 +144,25 @@ for dtype, layout in (("bf16", "nt"), ("bf16", "tn"), ("f16", "tt"), ("f8_e4m3fn
     oracle = programs.error_program(problem, mesh).lower(lhs, rhs, out).compile().as_text()
     loop = loop.compile().as_text()
     found[f"{dtype} {layout}"] = [copies_in_loops(loop), "transpose(" in loop, "$f8" in oracle]
+
+# A result of few tiles, cut along k: after each kernel XLA adds the parts.
+problem = TableProblem("matmul", 1, 64, 384, 9152, "bf16", "nn").library
+types = (problem.dtype, problem.dtype, problem.out_dtype)
+lhs, rhs, out = map(struct, (*operations.shapes(problem), (64, 384)), types, operations.specs(problem))
+config = overlap.Config(tile_m=64, tile_n=128, split_k=11)
+call = partial(overlap.matmul, config=config, implementation="fused")
+loop = programs.loop_program(problem, call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
+body = re.search(r"body=(%[\\w.-]+)", loop)[1]
+body = loop[loop.index(f"\\n{body} (") :].split("\\n}", 1)[0]
+kernels = r" custom-call\\(", r"%loop_reduce\\S* = ", r"%loop_dynamic_update\\S* = "
+found["kernels of an iteration"] = [len(re.findall(words, body)) for words in kernels]
 print(json.dumps(found))
 """
 
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-def test_for_h200_the_roof_transposes_nothing_and_the_oracle_is_in_f32() -> None:
+def test_for_h200_loops_do_what_is_measured() -> None:
+    """The roof transposes and copies nothing, the oracle is in f32, and each of eight calls does all of its work."""
     line = [sys.executable, "-c", COMPILED_FOR_H200]
     environment = assembly.child_environment()
     done = subprocess.run(
@@ -155,6 +170,7 @@ def test_for_h200_the_roof_transposes_nothing_and_the_oracle_is_in_f32() -> None
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("kernels of an iteration") == [8, 8, 8]
     assert len(found) == 4 and all(value == [[], False, False] for value in found.values()), found
 
 

@@ -69,6 +69,7 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
     assert rows[wrong]["status"].startswith("error: ValueError") and rows[wrong]["us"] == "nan"
     others = [row for name, row in rows.items() if name != wrong]
     assert len(others) == 2 and all(row["status"] == "ok" and row["samples"] == 2 for row in others)
+    assert all(row.keys() == set(configurations.FIELDS) and row["calls"] == 1 for row in rows.values())
     assert all(float(row["us"]) > 0 for row in others)
     # A configuration whose result differs from XLA's has no time.
     again = worker.measure(worker.compile(task), loop, expected + 1, difference)

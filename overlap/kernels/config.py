@@ -80,6 +80,11 @@ _NO_NUMBERS = {*_SWITCHES, *_CHOICES, *_NESTED}
 class Config:
     """The tunable sizes of a (fused) matmul.
 
+    Three fields cut the contraction (k), for results whose tiles leave many cores idle. Measured on an H200 and an
+    H100, in 38 products of few tiles: `cluster_along="k"` is mostly the fastest where tiles fill at most half of the
+    cores and k is a few thousand; `stream_k` for a longer k, since it can cut a tile into more pieces, and for tiles
+    that are left after full waves; `split_k` never. With a k below about 2000, smaller whole tiles are as fast.
+
     Attributes:
       tile_m: rows of the output tile of one CTA: 64, 128 or 256, or any multiple of 8 up to 256 with `swap_operands`;
         128 on Blackwell.

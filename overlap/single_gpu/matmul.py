@@ -286,10 +286,10 @@ def matmul(
 
     On several devices: inside `jax.shard_map` each device computes the product of its shards. Outside, operands may be
     sharded along Explicit mesh axes (the default of `jax.make_mesh`) in leading dimensions, m or n. Each device then
-    multiplies its shards, and the result is sharded as the operands are. If k is sharded, XLA runs; if it is sharded in
-    both operands, ValueError is raised. XLA also runs for `jax.vmap` over a sharded dimension. Along Auto axes XLA's
-    partitioner decides, and the partitioner cannot split a kernel: so XLA runs, or `implementation="fused"` raises
-    NotImplementedError.
+    multiplies its shards, and the result is sharded as the operands are. If k is sharded, XLA runs, and may add the
+    devices' parts in the dtype of the result; if k is sharded in both operands, ValueError is raised. XLA also runs for
+    `jax.vmap` over a sharded dimension. Along Auto axes XLA's partitioner decides, and the partitioner cannot split a
+    kernel: so XLA runs, or `implementation="fused"` raises NotImplementedError.
 
     Example:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
