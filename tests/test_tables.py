@@ -111,6 +111,18 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
     assert "entries[2] (matmul 4096x8192x4096): entries[1] is for the same, and is used" in record.message
 
 
+def test_an_entry_whose_configuration_cannot_run_is_named(caplog):
+    write(line(config=Config(tile_m=256, tile_n=256).fields))
+    with caplog.at_level(logging.WARNING, "overlap"):
+        for _ in range(2):
+            assert explained().source == "heuristic"
+            # A problem that shares the entry but is not the entry's own: nobody said that it can run there.
+            assert explained(problem("4096x8192x4160")).source == "heuristic"
+    (record,) = caplog.records
+    assert "the tuning table's entry for matmul" in record.message and "its `config` cannot run: " in record.message
+    assert "shared memory" in record.message or "registers" in record.message, record.message
+
+
 _TEXTS = st.sampled_from(["xla", "nt", "matmul", "float16", "", "\ud800"]) | st.text(max_size=9)
 _NUMBERS = st.sampled_from([0, 1, -1, 2**31 - 1, 2**31, 10**400, -(10**4000)]) | st.integers(0, 300) | st.floats()
 ODD = st.recursive(

@@ -232,9 +232,7 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
     fitting = [
         entry
         for entry in entries
-        if entry.kind == target.kind
-        and _alike(entry.problem) == _alike(problem)
-        and problem.accepts(entry.config, target)
+        if entry.kind == target.kind and _alike(entry.problem) == _alike(problem) and _accepts(problem, entry, target)
     ]
     return min(
         fitting,
@@ -246,6 +244,24 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
         ),
         default=None,
     )
+
+
+def _accepts(problem: Problem, entry: Entry, target: Target) -> bool:
+    """Whether the kernel accepts an entry's configuration for a problem. If not for the entry's own, that is logged."""
+    if problem.accepts(entry.config, target):
+        return True
+    if entry.problem == problem:
+        try:
+            problem.check(entry.config, target)
+        except (ValueError, NotImplementedError) as error:
+            _report_unusable(problem, str(error))
+    return False
+
+
+@functools.lru_cache(maxsize=64)
+def _report_unusable(problem: Problem, error: str) -> None:
+    """Logs a warning, once for each problem and text."""
+    logger.warning("the tuning table's entry for %s is ignored: its `config` cannot run: %s", problem, error)
 
 
 def _alike(problem: Problem) -> Problem:
