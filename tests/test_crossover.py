@@ -107,17 +107,15 @@ def test_the_ratio_is_interpolated(monkeypatch):
 
 
 def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
-    """Fused is not chosen between two measured points that favour XLA, nor next to one of them."""
+    """Fused is not chosen between two measured points that favour XLA, nor right beside one of them."""
     sizes = [16, 64, 512, 2048]
     for ratios in itertools.product((0.6, 0.94, 1.0, 3.0), repeat=len(sizes)):
         grid(monkeypatch, dict(zip(sizes, ratios, strict=True)))
         for (low, a), (high, b) in itertools.pairwise(zip(sizes, ratios, strict=True)):
             for m in {low, low + 1, math.isqrt(low * high), high - 1, high}:
                 answer = xla_is_faster(dataclasses.replace(GATHER, m=m))
-                nearest = a if m * m < low * high else b
-                if m * m == low * high:
-                    nearest = min(a, b)
-                if max(a, b) < crossover.LEAST_RATIO or nearest < crossover.LEAST_RATIO:
+                beside = {low: a, low + 1: a, high - 1: b, high: b}.get(m, max(a, b))
+                if max(a, b) < crossover.LEAST_RATIO or beside < crossover.LEAST_RATIO:
                     assert answer is not None, (ratios, m)
                 if min(a, b) >= crossover.LEAST_RATIO:
                     assert answer is None, (ratios, m)

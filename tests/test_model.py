@@ -126,7 +126,7 @@ def test_choices_lose_little_on_problems_that_the_model_has_not_seen(gpu):
     """Uses stored measurements, so the result depends on the model and not on this machine."""
     times = fit_model.load(fit_model.held_out(gpu), gpu)
     lost = [loss for loss, _ in fit_model.losses(times).values()]
-    assert statistics.mean(lost) <= 0.045 and fit_model._at(lost, 0.95) <= {"h200": 0.14, "h100": 0.22}[gpu]
+    assert statistics.mean(lost) <= 0.045 and fit_model._at(lost, 0.95) <= {"h200": 0.18, "h100": 0.14}[gpu]
     text = fit_model.judgement(times)
     assert len(text.splitlines()) == 4 and f"{len(times)} problems" in text
 
@@ -138,7 +138,7 @@ def test_what_is_chosen_is_not_far_behind_the_better_of_both(gpu):
     for problem, (_, config) in fit_model.losses(times).items():
         xla, fused = times[problem][None], times[problem][config]
         ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem, gpu) else fused))
-    assert statistics.mean(ratios) >= 0.95 and fit_model._at(ratios, 0.05) >= {"h200": 0.87, "h100": 0.72}[gpu]
+    assert statistics.mean(ratios) >= 0.95 and fit_model._at(ratios, 0.05) >= {"h200": 0.78, "h100": 0.80}[gpu]
 
 
 @pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])
@@ -152,4 +152,4 @@ def test_more_work_takes_longer(schedule):
     assert us(4096, 4096, 4096) < us(8192, 4096, 4096) < us(8192, 4096, 8192)
     # For small k, the time of the stores counts; with the pingpong schedule it is hidden.
     short, long = (us(8192, 8192, 512), us(8192, 8192, 1024))
-    assert short < long and (long < 1.75 * short) == (schedule == "cooperative")
+    assert short < long and (long < 1.85 * short) == (schedule == "cooperative")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from overlap.kernels.placement import _DEALT, beside_neighbours, clusters_at_once
+from overlap.kernels.placement import _DEALT, beside_neighbours, clusters_at_once, gpcs
 
 PLACED = [*_DEALT, (2, 1), (2, 33), (2, 57), (2, 65), (2, 67), (2, 74), (4, 1), (4, 26), (4, 29), (4, 31), (4, 33)]
 
@@ -39,7 +39,17 @@ def test_traced_indices_agree_with_python_ones(cluster, clusters):
 )
 def test_clusters_of_one_gpc_have_consecutive_numbers(cluster, clusters, of_one_gpc):
     numbers = [beside_neighbours(i, cluster, clusters) for i in of_one_gpc]
+    assert len({*gpcs(cluster, clusters)[list(of_one_gpc)]}) == 1
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+@pytest.mark.parametrize(("cluster", "clusters"), [*PLACED, (1, 132), (1, 114), (1, 1)])
+def test_a_gpc_has_at_most_18_cores(cluster, clusters):
+    of_gpc = cluster * np.bincount(gpcs(cluster, clusters))
+    measured = (cluster, clusters) in (*_DEALT, (1, 132))
+    assert of_gpc.sum() == cluster * clusters and (not measured or (of_gpc.size == 8 and of_gpc.max() <= 18))
+    if (cluster, clusters) in ((1, 132), (2, 66)):
+        assert sorted(of_gpc) == [16] * 6 + [18] * 2
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
 from overlap.choice.rates import COLLECTIVES, Rates, rates_of
+from overlap.choice.shared_loads import operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
+from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div
 
 F32_BYTES = 4
@@ -25,10 +27,6 @@ _LIMITED = 8.0
 # The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass
 # through the L2 meanwhile.
 _KEPT_IN_L2 = 0.5
-# Cores with consecutive numbers that share a path to the L2: about a GPC.
-GROUP = 16
-# Cores that run clusters with consecutive numbers, and share a path to the L2 (`kernels/placement.py`).
-_GROUP_OF_CLUSTERS = 8
 # The columns of a box of 16-bit results.
 BOX_COLUMNS = 64
 # The time of a gather from its start until the first rows of a peer may be multiplied.
@@ -116,7 +114,7 @@ def order_us(config: Config, problem: Problem, target: Target) -> float:
     """Returns the part of the model's time, in microseconds, by which tile orders differ if nothing else limits it."""
     rates, work = rates_of(target), work_of(config, problem, target)
     rows = rates.rows_loaded(config, problem.grid(config)[0], problem.transpose_lhs)
-    of_group = _loaded_by_group(config, problem, work, rows * problem.itemsize, config.tile_n * problem.itemsize)
+    of_group = _loaded_by_gpc(config, problem, work, rows * problem.itemsize, config.tile_n * problem.itemsize)
     cycles = waves(config, problem, target) * work.k_steps * config.tile_k * of_group / rates.group_bytes_per_cycle
     return cycles / rates.cycles_per_us + _read_again(config, problem, work, rates) / rates.hbm_bytes_per_us
 
@@ -183,9 +181,11 @@ class _PerDepth:
         )
         shared = rhs if config.cluster_along == "m" else lhs
         loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
-        of_group = _loaded_by_group(
-            config, problem, work_of(config, problem, target), (rows - empty) * itemsize, config.tile_n * itemsize
-        )
+        # The rates for operations over several devices let such loads take no time.
+        of_group = 0.0
+        if not problem.communicates:
+            work = work_of(config, problem, target)
+            of_group = _loaded_by_gpc(config, problem, work, (rows - empty) * itemsize, config.tile_n * itemsize)
         load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
         if config.cluster > 1 and config.cluster_along == "n":
             load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
@@ -203,29 +203,18 @@ class _PerDepth:
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, of_group, read)
 
 
-def _loaded_by_group(config: Config, problem: Problem, work: StreamK, lhs: float, rhs: float) -> float:
-    """Returns the bytes per core, for each element of k, that a group of neighbouring cores loads, each byte once.
+def _loaded_by_gpc(config: Config, problem: Problem, work: StreamK, lhs: float, rhs: float) -> float:
+    """Returns the bytes per core, for each element of k, that a GPC loads from the L2.
+
+    A byte that several cores of the GPC load counts once.
 
     Args:
       lhs, rhs: bytes of one CTA's operand tiles for each element of k.
     """
-    rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)
-    tiles = {"m": ceil_div(m, rows), "n": ceil_div(n, columns)}
-    # CTAs that compute pieces of the same tile load different parts of it.
-    pieces = work.pieces_per_tile if not work.full_waves else 1
-    group = GROUP if config.ctas_per_tile == 1 else _GROUP_OF_CLUSTERS
-    members = min(max(group / config.cluster / pieces, 1.0), tiles["m"] * tiles["n"])
-    minor, major = ("m", "n") if config.order_minor == "m" else ("n", "m")
-    of_band = min(config.order_width, tiles[minor])
-    # How many different tiles the members have along each dimension. A group may begin anywhere in a band.
-    of_major = min(1 + (members - 1) / of_band, tiles[major])
-    # If a band has fewer tiles than a group has members, a group spans several bands.
-    of_minor = min(of_band, members) if of_major < tiles[major] else max(of_band, 1 + (members - 1) / of_major)
-    along = {minor: min(of_minor, tiles[minor], members), major: min(of_major, members)}
-    bytes_along = {"m": lhs * rows / config.tile_m, "n": rhs * columns / config.tile_n}
-    together = config.cluster // config.ctas_per_tile
-    return sum(along[name] * bytes_along[name] for name in ("m", "n")) / (members * together)
+    rows, columns = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
+    along_m, along_n = config.tiles_of_cluster
+    return (rows * along_m * lhs + columns * along_n * rhs) / (along_m * along_n)
 
 
 def _exchange_cycles(config: Config, rates: Rates) -> float:

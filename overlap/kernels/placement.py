@@ -15,11 +15,21 @@ Other GPUs may place clusters differently. Then results are the same, and loads 
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
+
 from overlap.primitives.integers import choose, quotient, remainder
 from overlap.primitives.types import Index
 
+# Without clusters on 132 cores: (GPC, how many of the CTAs that follow each other run there).
+_FILLED = ((0, 16), (1, 16), (2, 16), (3, 16), (4, 16), (5, 16), (6, 16), (0, 2), (7, 18))
+# GPCs of a GPU, and cores per GPC, where the placement was not measured.
+_GPCS, _CORES = 8, 16
 # (CTAs per cluster, clusters) → ranges of cluster indices that are dealt to GPCs in turn: (first index, count, GPCs).
 _DEALT = {(2, 66): ((4, 32, 8), (36, 28, 7)), (4, 30): ((0, 16, 8), (16, 14, 7))}
+# The GPCs of the other clusters of these grids: (index, GPC). Where the last two run was not seen; these have room.
+_NOT_DEALT = {(2, 66): ((0, 0), (1, 0), (2, 0), (3, 0), (64, 0), (65, 7))}
 # Clusters of more than two CTAs can use about this part of the cores.
 _USED = 10, 11
 
@@ -28,6 +38,28 @@ def clusters_at_once(num_cores: int, cluster: int) -> int:
     """Returns how many clusters of `cluster` CTAs, one CTA per core, run at the same time."""
     most = num_cores // cluster
     return most if cluster <= 2 else max(most * _USED[0] // _USED[1], 1)
+
+
+@functools.cache
+def gpcs(cluster: int, clusters: int) -> np.ndarray:
+    """Returns the number of the GPC where each cluster runs. Where the placement was not measured, it is a guess.
+
+    Args:
+      cluster: how many CTAs a cluster has; 1: there are no clusters.
+      clusters: how many clusters there are.
+    """
+    index = np.arange(clusters)
+    if cluster == 1:
+        if clusters == sum(count for _, count in _FILLED):
+            return np.repeat(*np.transpose(_FILLED))
+        return index // _CORES
+    found = index % _GPCS
+    for first, count, of in _DEALT.get((cluster, clusters), ()):
+        # If a GPC is full, it is the first one.
+        found = np.where((index >= first) & (index < first + count), _GPCS - of + (index - first) % of, found)
+    for place, gpc in _NOT_DEALT.get((cluster, clusters), ()):
+        found[place] = gpc
+    return found
 
 
 def beside_neighbours[I: Index](index: I, cluster: int, clusters: int) -> I:

@@ -1,4 +1,4 @@
-"""Arithmetic on indices that are Python ints in a test and traced int32 scalars in a kernel.
+"""Arithmetic on indices: Python ints in a test, traced int32 scalars in a kernel, NumPy arrays of indices in the model.
 
 All values are non-negative, so C's truncating division is correct. `//` on a traced value would add corrections for
 negative values.
@@ -12,7 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+# What Python's own operators and NumPy compute.
+_KNOWN = (int, np.ndarray)
 
 
 def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
@@ -33,29 +37,33 @@ def in_32_bits[**P, R](launch: Callable[P, R]) -> Callable[P, R]:
 
 def quotient(a: Any, b: int) -> Any:
     """Returns ⌊a / b⌋ for a ≥ 0, b > 0."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
+    return a // b if isinstance(a, _KNOWN) else lax.div(a, jnp.int32(b))
 
 
 def remainder(a: Any, b: int) -> Any:
     """Returns the remainder of a / b for a ≥ 0, b > 0."""
-    return a % b if isinstance(a, int) else lax.rem(a, jnp.int32(b))
+    return a % b if isinstance(a, _KNOWN) else lax.rem(a, jnp.int32(b))
 
 
 def choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns `if_true` where the condition holds, else `if_false`."""
-    return (
-        (if_true if condition else if_false) if isinstance(condition, bool) else jnp.where(condition, if_true, if_false)
-    )
+    if isinstance(condition, bool):
+        return if_true if condition else if_false
+    return (np if isinstance(condition, np.ndarray) else jnp).where(condition, if_true, if_false)
 
 
 def smaller(a: Any, b: Any) -> Any:
     """Returns min(a, b)."""
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+    if isinstance(a, _KNOWN) and isinstance(b, _KNOWN):
+        return min(a, b) if isinstance(a, int) and isinstance(b, int) else np.minimum(a, b)
+    return jnp.minimum(a, b)
 
 
 def larger(a: Any, b: Any) -> Any:
     """Returns max(a, b)."""
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+    if isinstance(a, _KNOWN) and isinstance(b, _KNOWN):
+        return max(a, b) if isinstance(a, int) and isinstance(b, int) else np.maximum(a, b)
+    return jnp.maximum(a, b)
 
 
 def ceil_div(a: int, b: int) -> int:
