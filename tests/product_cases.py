@@ -97,8 +97,8 @@ def handed_over(work: StreamK) -> int:
     return sum(piece.pieces_per_tile > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
 
 
-def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int) -> StreamK:
+def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int, may_spread: bool = False) -> StreamK:
     """Returns the work list that the kernel of a product walks."""
     (m, n, k), (rows, columns) = shape, config.cluster_tile
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
-    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, config.tile_k))
+    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, config.tile_k), may_spread)

@@ -1,6 +1,7 @@
 """Stream-K: its pieces, walked as pure integers, and the emulated mainloop that computes them."""
 
 import collections
+import dataclasses
 import itertools
 
 import jax
@@ -14,6 +15,7 @@ import overlap
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.hopper.limits import warpgroup_tile
 from overlap.kernels.partial_sums import share
+from overlap.kernels.placement import gpcs
 from overlap.kernels.stream_k import Piece, StreamK
 from tests import oracle
 from tests.product_cases import (
@@ -56,7 +58,8 @@ def check_walk(work):
             carriers[piece.tile].append((piece.k_first, piece.k_steps, cta, piece.index_in_tile, piece.pieces_per_tile))
             if ordinal < whole or not work.cuts:
                 steps = work.k_steps
-                assert piece == Piece(cta + ordinal * work.num_ctas, 0, steps, ordinal * steps, 1, 0, ordinal)
+                tile = cta + ordinal * work.num_ctas if ordinal < whole or not work.may_spread else piece.tile
+                assert piece == Piece(tile, 0, steps, ordinal * steps, 1, 0, ordinal)
         assert work.total_k_steps(cta) == before
         if not work.cuts:
             continue
@@ -98,10 +101,53 @@ def test_every_k_step_is_carried_once_at_sizes_of_real_devices(work):
     check_walk(work)
 
 
-@pytest.mark.parametrize("work", REALISTIC, ids=str)
+# Whole tiles of the last wave, which CTAs of all GPCs compute; full waves, and how many tiles are left.
+SPREAD = [
+    StreamK(full_waves * 132 + left, 1 << 12, 132, may_spread=True)
+    for full_waves, left in ((0, 1), (0, 7), (0, 19), (0, 80), (1, 8), (3, 45), (40, 79))
+]
+
+
+@pytest.mark.parametrize("work", SPREAD, ids=str)
+def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs(work):
+    gpc_of = gpcs(1, 132)
+    computed = [
+        (work.piece(cta, work.full_waves).tile, gpc_of[cta]) for cta in range(132) if work.pieces(cta) > work.full_waves
+    ]
+    in_order = [gpc for _, gpc in sorted(computed)]
+    counts = np.bincount(in_order, minlength=8)
+    assert counts.sum() == work.left and counts.max() - counts.min() <= 1
+    assert in_order == sorted(in_order)  # Adjacent tiles are in one GPC.
+
+
+@pytest.mark.parametrize("shape", [(190, 376, 136), (64, 128 * 141, 64)])
+def test_products_of_spread_tiles_are_exact(shape):
+    config = overlap.Config(tile_m=64, tile_n=128, tile_k=64, stages=2)
+    assert work_of(shape, config, 132, may_spread=True)._spreads
+    check_exactly(shape, config, cores=132)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        StreamK(81, 64, 132, may_spread=True),  # Most GPCs are full anyway.
+        StreamK(132, 64, 132, may_spread=True),
+        StreamK(19, 64, 114, may_spread=True),  # Nobody measured where the CTAs of this GPU run.
+        StreamK(19, 64, 132, 4, may_spread=True),  # The tiles are cut.
+        StreamK(19, 64, 66, ctas_per_tile=2, may_spread=True),
+    ],
+    ids=str,
+)
+def test_other_tiles_are_not_spread(work):
+    alike = dataclasses.replace(work, may_spread=False)
+    for cta in range(work.num_ctas):
+        assert pieces_of(work, cta) == pieces_of(alike, cta) and work.total_k_steps(cta) == alike.total_k_steps(cta)
+
+
+@pytest.mark.parametrize("work", [*REALISTIC, *SPREAD], ids=str)
 def test_traced_indices_agree_with_python_ones(work):
     """No int32 overflows either: Python's integers are unbounded."""
-    assert work.cuts
+    assert work.cuts != work.may_spread
     check_walk(work)
     most = max(work.pieces(cta) for cta in range(work.num_ctas))
     ctas, ordinals = np.divmod(np.arange(work.num_ctas * most, dtype=np.int32), most)

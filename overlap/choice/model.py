@@ -58,7 +58,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     lengths = problem.devices if problem.gathered == "k" else 1
     tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
-    return StreamK.on(target, config, tiles, k_steps)
+    return StreamK.on(target, config, tiles, k_steps, may_spread=not problem.communicates)
 
 
 def waves(config: Config, problem: Problem, target: Target) -> float:

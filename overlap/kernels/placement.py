@@ -19,7 +19,7 @@ import functools
 
 import numpy as np
 
-from overlap.primitives.integers import choose, quotient, remainder
+from overlap.primitives.integers import choose, quotient, remainder, smaller
 from overlap.primitives.types import Index
 
 # Without clusters on 132 cores: (GPC, how many of the CTAs that follow each other run there).
@@ -30,6 +30,10 @@ _GPCS, _CORES = 8, 16
 _DEALT = {(2, 66): ((4, 32, 8), (36, 28, 7)), (4, 30): ((0, 16, 8), (16, 14, 7))}
 # The GPCs of the other clusters of these grids: (index, GPC). Where the last two run was not seen; these have room.
 _NOT_DEALT = {(2, 66): ((0, 0), (1, 0), (2, 0), (3, 0), (64, 0), (65, 7))}
+# The CTA before which GPC 0 gets two more CTAs, and how many CTAs they all are.
+_LATER, _ALL = 112, 132
+# Up to this many CTAs at work are spread over the GPCs. More of them fill most of the GPCs anyway, and share loads.
+_FEW = 80
 # Clusters of more than two CTAs can use about this part of the cores.
 _USED = 10, 11
 
@@ -79,3 +83,26 @@ def beside_neighbours[I: Index](index: I, cluster: int, clusters: int) -> I:
         moved = first + remainder(place, gpcs) * (count // gpcs) + quotient(place, gpcs)
         number = choose(index >= first, choose(index < first + count, moved, index), number)
     return number
+
+
+def spreads(count: int, ctas: int) -> bool:
+    """Whether `spread` is for `count` of `ctas` CTAs."""
+    return 0 < count <= _FEW and ctas == _ALL
+
+
+def spread[I: Index](cta: I, count: int) -> I:
+    """Numbers CTAs so that the numbers below `count` are spread over the GPCs, and consecutive ones share a GPC.
+
+    A CTA that gets none of these numbers gets `count` or a larger one. For `spreads` only.
+
+    Args:
+      cta: the index of a CTA in a grid without clusters.
+      count: how many CTAs have work.
+    """
+    # Without the two late CTAs of GPC 0, the CTAs of each GPC are at least `_CORES` that follow each other.
+    place = cta - choose(cta < _LATER, 0, 2)
+    gpc, in_gpc = quotient(place, _CORES), remainder(place, _CORES)
+    each, more = divmod(count, _GPCS)
+    # The first GPCs get one CTA more each.
+    has_work = in_gpc < each + choose(gpc < more, 1, 0)
+    return choose(has_work, gpc * each + smaller(gpc, more) + in_gpc, count)

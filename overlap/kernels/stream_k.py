@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 
 from overlap.kernels.config import Config
-from overlap.kernels.placement import beside_neighbours, clusters_at_once
+from overlap.kernels.placement import beside_neighbours, clusters_at_once, spread, spreads
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
 from overlap.primitives.types import Index
@@ -70,6 +70,8 @@ class StreamK:
       max_pieces: into how many pieces a tile may be cut at most; 1: no tile is cut.
       ctas_per_tile: how many CTAs of a cluster divide the k steps of each tile among them. If there are several, tiles
         are not cut in any other way.
+      may_spread: whether the tiles of the last wave may be given to CTAs of all GPCs, not to the first CTAs. There
+        must be no clusters.
     """
 
     tiles: int
@@ -77,12 +79,14 @@ class StreamK:
     num_ctas: int
     max_pieces: int = 1
     ctas_per_tile: int = 1
+    may_spread: bool = False
 
     @staticmethod
-    def on(target: Target, config: Config, tiles: int, k_steps: int) -> StreamK:
+    def on(target: Target, config: Config, tiles: int, k_steps: int, may_spread: bool = False) -> StreamK:
         """Returns the work of a device with one CTA per core, on as many cores as whole clusters can use."""
         clusters = clusters_at_once(target.num_cores, config.cluster)
-        return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile)
+        may_spread = may_spread and config.cluster == 1
+        return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile, may_spread)
 
     @property
     def full_waves(self) -> int:
@@ -113,17 +117,26 @@ class StreamK:
         """How many CTAs compute pieces of the tiles that are left."""
         return self.left * self.pieces_per_tile
 
+    @property
+    def _spreads(self) -> bool:
+        """Whether the tiles of the last wave, all whole, are computed by CTAs of all GPCs."""
+        return self.may_spread and not self.cuts and spreads(self.left, self.num_ctas)
+
     def pieces[I: Index](self, cta: I) -> I:
         """Returns how many pieces a CTA computes."""
         return self.full_waves + choose(self._number(cta) < self.workers, 1, 0)
 
     def _number[I: Index](self, cta: I) -> I:
-        """Returns the number of a CTA or cluster by which tiles are assigned.
+        """Returns the number of a CTA or cluster by which the tiles of the last wave are assigned.
 
-        If the CTAs of a cluster divide each tile, clusters are renumbered, so that clusters of one GPC compute adjacent
-        tiles. Otherwise tiles are assigned by index, so that the CTAs that share a tile start together.
+        If the CTAs of a cluster divide each tile, clusters are renumbered in all waves, so that clusters of one GPC
+        compute adjacent tiles. If the last wave has few tiles, and whole ones, they are spread over the GPCs, since
+        what a GPC can load in a given time is limited. Cut tiles are assigned by index, so that the CTAs that share a
+        tile start together.
         """
-        return beside_neighbours(cta, self.ctas_per_tile, self.num_ctas) if self.ctas_per_tile > 1 else cta
+        if self.ctas_per_tile > 1:
+            return beside_neighbours(cta, self.ctas_per_tile, self.num_ctas)
+        return spread(cta, self.left) if self._spreads else cta
 
     def total_k_steps[I: Index](self, cta: I) -> I:
         """Returns how many k steps a CTA computes in all its pieces.
@@ -133,7 +146,7 @@ class StreamK:
         if self.ctas_per_tile > 1:
             of_first = ceil_div(self.k_steps, self.ctas_per_tile)
             return self.full_waves * of_first + choose(self._number(cta) < self.workers, of_first, 0)
-        return self.full_waves * self.k_steps + choose(cta < self.workers, self._cut_k_steps(cta)[1], 0)
+        return self.full_waves * self.k_steps + choose(self._number(cta) < self.workers, self._cut_k_steps(cta)[1], 0)
 
     def _cut_k_steps(self, cta: Index) -> tuple[Index, Index]:
         """Returns first k step and length of a worker's piece."""
@@ -154,12 +167,16 @@ class StreamK:
             tile, before = self._number(cta) + ordinal * self.num_ctas, ordinal * k_steps
             return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
+        last = self.full_waves * self.num_ctas
+        if self._spreads:
+            tile = choose(ordinal == self.full_waves, last + self._number(cta), whole.tile)
+            return dataclasses.replace(whole, tile=tile)
         if not self.cuts:
             return whole
         tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
         is_cut = ordinal == self.full_waves
         return Piece(
-            tile=choose(is_cut, self.full_waves * self.num_ctas + tile, whole.tile),
+            tile=choose(is_cut, last + tile, whole.tile),
             k_first=choose(is_cut, k_first, 0),
             k_steps=choose(is_cut, k_steps, self.k_steps),
             before=whole.before,

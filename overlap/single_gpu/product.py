@@ -39,7 +39,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     batches = batch or 1
     order = TileOrder.of(m, n, config)
     k_steps = ceil_div(ceil_div(k, config.tile_k), split)
-    work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps)
+    work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
