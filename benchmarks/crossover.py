@@ -73,8 +73,9 @@ def _rows_of_configurations(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _gpu(path: pathlib.Path) -> str:
-    """Returns the GPU that a result's file name names; "h200" if it names none."""
-    return next((gpu for gpu in TARGETS if f"-{gpu}-" in path.name), "h200")
+    """Returns the GPU that a result's file name names (`-h100_80gb_hbm3-`, `-h200-`); "h200" if it names none."""
+    parts = path.name.split("-")
+    return next((gpu for gpu in TARGETS if any(part.split("_")[0] == gpu for part in parts)), "h200")
 
 
 def _name(path: pathlib.Path) -> str:
