@@ -22,6 +22,7 @@ SUITES = {
     / f"matmul-h200-1-one_process-{dtype}.csv"
     for dtype in ("bf16", "f16")
 }
+_USUAL = "H200"  # README.md says which GPUs were measured if a row does not.
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The problems of `all_gather_lhs_matmul` that README.md shows, as far as a table has them.
 _SHOWN = (
@@ -71,17 +72,28 @@ def text(readme: str, tables: Sequence[current.Table]) -> str:
     return _MARKED.sub(lambda match: f"{match[1]}{'\n'.join(made[match[2]])}\n{match[3]}", readme)
 
 
+def _gpus(table: current.Table) -> str:
+    """Returns how many GPUs were measured, which if they were not the usual ones, and whether each had a process."""
+    kind = "" if _USUAL in table.device_kind else f" × {table.device_kind.removeprefix('NVIDIA ').split()[0]}"
+    return f"{table.devices}{kind}" + (", a process each" if table.layout == "process_each" else "")
+
+
 def _gathered_rows(tables: Sequence[current.Table]) -> list[str]:
     rows = []
     ours = [table for table in tables if table.operation == "all_gather_lhs_matmul"]
-    for table in sorted(ours, key=lambda table: (table.devices, table.layout)):
-        problems = {current.problem_of(problem[0])[:2]: problem for problem in table.problems()}
+    for table in sorted(ours, key=lambda table: (table.devices, _USUAL not in table.device_kind, table.layout)):
+        # Operands of 8 bits are measured in the layout "nt" alone. Of the others, README.md shows "nn".
+        problems = {}
+        for problem in table.problems():
+            shape, dtype, layout = current.problem_of(problem[0])
+            if layout == "nn" or dtype.startswith("f8"):
+                problems[shape, dtype] = problem
         for problem in (problems[key] for key in _SHOWN if key in problems):
             fused, example = current.method(problem, "fused"), current.method(problem, "jax_example")
             shape, dtype, _ = current.problem_of(problem[0])
             rows.append(
                 (
-                    str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
+                    _gpus(table),
                     f"{shape.replace('x', ', ')} {'float8' if dtype.startswith('f8') else dtype}",
                     *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
                     *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
@@ -127,7 +139,7 @@ def _sums(operation: str, tables: Sequence[current.Table]) -> list[str]:
             fused = current.method(problem, "fused")
             rows.append(
                 (
-                    str(table.devices) + (", a process each" if table.layout == "process_each" else ""),
+                    _gpus(table),
                     shape.replace("x", "×"),
                     *(current.number(current.method(problem, name), "loop_us", 1) for name in ("fused", "xla", "roof")),
                     *(current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")),
