@@ -134,7 +134,8 @@ def load(path: pathlib.Path, gpu: str = "h200") -> Times:
                 if "calls" not in row:
                     alone.add(problem)
     for problem in alone:
-        if min(us for config, us in times[problem].items() if config is not None) < _LEAST_ALONE_US - _ALONE_US[gpu]:
+        ours = (us for config, us in times[problem].items() if config is not None)
+        if min(ours, default=0.0) < _LEAST_ALONE_US - _ALONE_US[gpu]:
             del times[problem]
     return times
 

@@ -49,10 +49,10 @@ def steps_us(call: Callable[[], jax.Array], calls: int) -> dict[str, tuple[float
             jax.block_until_ready([call() for _ in range(calls)])
         total: collections.Counter[str] = collections.Counter()
         count: collections.Counter[str] = collections.Counter()
-        threads: dict[str, set[str]] = collections.defaultdict(set)
+        threads: dict[str, set[int]] = collections.defaultdict(set)
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for line in plane.lines if plane.name.startswith("/host:") else ():
+                for number, line in enumerate(plane.lines if plane.name.startswith("/host:") else ()):
                     for event in line.events:
                         if event.name.startswith("$"):  # A function of Python.
                             continue
@@ -60,7 +60,7 @@ def steps_us(call: Callable[[], jax.Array], calls: int) -> dict[str, tuple[float
                         name = event.name.partition("] ")[2] if event.name.startswith("[") else event.name
                         total[name] += event.duration_ns * 1e-3
                         count[name] += 1
-                        threads[name].add(line.name)
+                        threads[name].add(number)
     return {
         name: (us / calls / len(threads[name]), count[name] / calls / len(threads[name])) for name, us in total.items()
     }

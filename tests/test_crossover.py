@@ -121,6 +121,12 @@ def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
                     assert answer is None, (ratios, m)
 
 
+def test_a_loss_decides_alone_only_about_nearly_the_same_problem(monkeypatch):
+    grid(monkeypatch, {16: 0.94, 64: 3.0})
+    assert xla_is_faster(dataclasses.replace(GATHER, m=17)) is not None
+    assert xla_is_faster(dataclasses.replace(GATHER, m=24)) is None
+
+
 def test_halfway_between_a_loss_and_a_small_gain_xla_runs(monkeypatch):
     grid(monkeypatch, {16: 0.6, 64: 1.1})
     reason = xla_is_faster(dataclasses.replace(GATHER, m=33))

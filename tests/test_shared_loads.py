@@ -15,6 +15,8 @@ GRIDS = [
     (TileOrder(3, 9), StreamK(27, 40, 66, 1, 2), 2),
     (TileOrder(3, 4), StreamK(2 * 12, 40, 30, 1, 4), 4),
     (TileOrder(1, 1), StreamK(1, 40, 30, 1, 4), 4),
+    (TileOrder(5, 4), StreamK(20, 12, 132, may_spread=True), 1),
+    (TileOrder(30, 23, "n", 4), StreamK(690, 9, 132, may_spread=True), 1),
 ]
 
 

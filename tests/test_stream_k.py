@@ -12,11 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import overlap
+from overlap.choice import model
+from overlap.choice.problem import Problem
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.hopper.limits import warpgroup_tile
 from overlap.kernels.partial_sums import share
 from overlap.kernels.placement import gpcs
 from overlap.kernels.stream_k import Piece, StreamK
+from overlap.kernels.target import Target
+from overlap.single_gpu import product
 from tests import oracle
 from tests.product_cases import (
     check,
@@ -121,10 +125,14 @@ def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs(work):
 
 
 @pytest.mark.parametrize("shape", [(190, 376, 136), (64, 128 * 141, 64)])
-def test_products_of_spread_tiles_are_exact(shape):
-    config = overlap.Config(tile_m=64, tile_n=128, tile_k=64, stages=2)
-    assert work_of(shape, config, 132, may_spread=True)._spreads
+def test_products_of_spread_tiles_are_exact(shape, monkeypatch):
+    """The kernel spreads them, and the model knows."""
+    config, launched, kernel = overlap.Config(tile_m=64, tile_n=128, tile_k=64, stages=2), [], product.ProductKernel
+    monkeypatch.setattr(product, "ProductKernel", lambda *args: (launched.append(args[-1]), kernel(*args))[1])
     check_exactly(shape, config, cores=132)
+    [work] = set(launched)
+    assert work._spreads
+    assert work == model.work_of(config, Problem("matmul", *shape, "bfloat16", "float32"), Target("cpu", "cpu", 132))
 
 
 @pytest.mark.parametrize(
