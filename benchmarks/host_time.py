@@ -52,7 +52,8 @@ def steps_us(call: Callable[[], jax.Array], calls: int) -> dict[str, tuple[float
         threads: dict[str, set[int]] = collections.defaultdict(set)
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                for number, line in enumerate(plane.lines if plane.name.startswith("/host:") else ()):
+                lines = list(plane.lines) if plane.name.startswith("/host:") else []
+                for number, line in enumerate(lines):
                     for event in line.events:
                         if event.name.startswith("$"):  # A function of Python.
                             continue

@@ -120,10 +120,8 @@ def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
 
 
 COMPILED_FOR_H200 = """
-import json
-import re
+import json, re
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from functools import partial
@@ -149,14 +147,12 @@ for dtype, layout in (("bf16", "nt"), ("bf16", "tn"), ("f16", "tt"), ("f8_e4m3fn
 problem = TableProblem("matmul", 1, 64, 384, 9152, "bf16", "nn").library
 types = (problem.dtype, problem.dtype, problem.out_dtype)
 lhs, rhs, out = map(struct, (*operations.shapes(problem), (64, 384)), types, operations.specs(problem))
-config = overlap.Config(tile_m=64, tile_n=128, split_k=11)
-call = partial(overlap.matmul, config=config, implementation="fused")
+call = partial(overlap.matmul, config=overlap.Config(tile_m=64, tile_n=128, split_k=11), implementation="fused")
 loop = programs.loop_program(problem, call, mesh, 20).lower((lhs, out), rhs).compile().as_text()
 body = re.search(r"body=(%[\\w.-]+)", loop)[1]
 body = loop[loop.index(f"\\n{body} (") :].split("\\n}", 1)[0]
 kernels = r" custom-call\\(", r"%loop_reduce\\S* = ", r"%loop_dynamic_update\\S* = "
-found["kernels of an iteration"] = [len(re.findall(words, body)) for words in kernels]
-print(json.dumps(found))
+print(json.dumps(found | {"kernels of an iteration": [len(re.findall(words, body)) for words in kernels]}))
 """
 
 

@@ -125,14 +125,12 @@ def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs(work):
 
 
 @pytest.mark.parametrize("shape", [(190, 376, 136), (64, 128 * 141, 64)])
-def test_products_of_spread_tiles_are_exact(shape, monkeypatch):
-    """The kernel spreads them, and the model knows."""
+def test_products_of_spread_tiles_are_exact_and_the_model_expects_them(shape, monkeypatch):
     config, launched, kernel = overlap.Config(tile_m=64, tile_n=128, tile_k=64, stages=2), [], product.ProductKernel
     monkeypatch.setattr(product, "ProductKernel", lambda *args: (launched.append(args[-1]), kernel(*args))[1])
     check_exactly(shape, config, cores=132)
-    [work] = set(launched)
-    assert work._spreads
-    assert work == model.work_of(config, Problem("matmul", *shape, "bfloat16", "float32"), Target("cpu", "cpu", 132))
+    [work], target = set(launched), Target("cpu", "cpu", 132)
+    assert work._spreads and work == model.work_of(config, Problem("matmul", *shape, "bfloat16", "float32"), target)
 
 
 @pytest.mark.parametrize(
