@@ -1,6 +1,6 @@
 """Shows what a call of `all_gather_lhs_matmul` costs the host, and on which steps of XLA's runtime the host spends it.
 
-    python -m benchmarks.host_time --devices 2 --shape 16x8192x8192
+    python -m benchmarks.host_time --devices 2 --shapes 16x8192x8192
 
 Products of few rows take the GPU less time than the host needs to start them. The first table has the time that the
 host needs per call, for the fused operation, XLA's collective and product, the product of gathered operands by XLA
@@ -25,7 +25,7 @@ from benchmarks import command
 from benchmarks.methods import Variant, all_gather_methods
 from benchmarks.problems import parse
 from overlap.cli import ending
-from overlap.cli.arguments import whole_number
+from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.tuning.programs import call_program, complete_program, draw_operands, mesh_of
 
 METHODS = ("fused", "xla", "roof", "own_matmul")
@@ -71,12 +71,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = command.tool_parser("host_time", __doc__)
     parser.add_argument("--devices", type=whole_number(1), default=2, help="how many devices")
-    parser.add_argument("--shape", default="16x8192x8192", help="MxNxK per shard")
+    parser.add_argument("--shapes", default="16x8192x8192", help="MxNxK per shard; one")
     parser.add_argument("--rounds", type=whole_number(1), default=7, help="how often each method is timed")
     parser.add_argument("--calls", type=whole_number(1), default=200, help="calls that are timed together")
     given = parser.parse_args(None if arguments is None else list(arguments))
+    [table_problem] = parse("all_gather_lhs_matmul", given.devices, [given.shapes], "bf16", ["nn"])
     command.need_gpus("it needs GPUs")
-    [table_problem] = parse("all_gather_lhs_matmul", given.devices, [given.shape], "bf16", ["nn"])
+    if given.devices > len(jax.devices()):
+        raise WrongArguments(f"host_time: `--devices` must be at most {len(jax.devices())} here, got {given.devices}")
     problem, mesh = table_problem.library, mesh_of(jax.devices()[: given.devices])
     operands = draw_operands(problem, mesh, 0)
     whole = complete_program(problem, mesh)(*operands)

@@ -125,7 +125,7 @@ def _gathered_weights(tables: Sequence[current.Table]) -> list[str]:
             fused = problems.get(shape)
             ratios = [current.number(fused, f"{name}_over_this", 2) for name in ("xla", "roof")]
             cells.append(f"{ratios[0]} ({ratios[1]})" if fused else "–")
-        rows.append((f"{table.devices}, {table.operation.removeprefix(prefix)}", *cells))
+        rows.append((f"{_gpus(table)}, {table.operation.removeprefix(prefix)}", *cells))
     return current.lines(("GPUs, gathered along", *(shape.replace("x", "×") for shape in _WEIGHTS)), rows)
 
 

@@ -123,7 +123,7 @@ def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
 
 def test_a_loss_decides_alone_only_about_nearly_the_same_problem(monkeypatch):
     grid(monkeypatch, {16: 0.94, 64: 3.0})
-    assert xla_is_faster(dataclasses.replace(GATHER, m=17)) is not None
+    assert xla_is_faster(dataclasses.replace(GATHER, m=20)) is not None  # Interpolated it is 0.98.
     assert xla_is_faster(dataclasses.replace(GATHER, m=24)) is None
 
 

@@ -11,5 +11,5 @@ def test_steps_are_counted_per_call_and_thread() -> None:
     assert dispatch_us(lambda: square(x), 5) > 0
     once, twice = (steps_us(call, 20) for call in (lambda: square(x), lambda: square(square(x))))
     [call] = [name for name in once if name.startswith("PjitFunction")]  # Runs in the calling thread.
-    assert once[call][0] > 0 and twice[call][1] == 2 * once[call][1] >= 2
+    assert once[call][0] > 0 and twice[call][1] == 2 * once[call][1] and once[call][1] in (1, 2)
     assert not any(name.startswith(("$", "[")) for name in once)
