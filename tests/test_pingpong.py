@@ -147,10 +147,9 @@ def test_one_cta_at_a_time_is_enough(name):
     FUSED[name]().run(cores=3, resident=1, scheduler="pct", completion="random")
 
 
-@pytest.mark.xfail(raises=EmulationError, strict=True, reason="boxes are read of which no rows were sent")
 @pytest.mark.parametrize("config", [TALL, TOGETHER], ids=["in turn", "together"])
 def test_one_shot_of_fewer_rows_than_a_block(config):
-    """16 of a part's 128 rows arrive. `term_values` reads all 128, although no row of the second block is kept."""
+    """16 of a part's 128 rows arrive; the block of the other rows is not read."""
     of_sums("one shot", config, 2, block=(16, 136)).run(cores=2)
 
 

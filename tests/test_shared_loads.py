@@ -23,9 +23,12 @@ GRIDS = [
 @pytest.mark.parametrize(("order", "work", "cluster"), GRIDS)
 def test_counts_are_those_of_sets(order: TileOrder, work: StreamK, cluster: int) -> None:
     waves = work.full_waves + (work.left > 0)
-    rows, columns, computed = set(), set(), 0
+    rows, columns, computed, could_compute = set(), set(), 0, 0
+    of_clusters = list(gpcs(cluster, work.num_ctas))
     for wave in {0, waves // 2, waves - 1}:
-        for index, gpc in enumerate(gpcs(cluster, work.num_ctas)):
+        at_work = {gpc for index, gpc in enumerate(of_clusters) if work.pieces(index) > wave}
+        could_compute += sum(gpc in at_work for gpc in of_clusters)
+        for index, gpc in enumerate(of_clusters):
             if work.pieces(index) <= wave:
                 continue
             piece = work.piece(index, wave)
@@ -34,15 +37,28 @@ def test_counts_are_those_of_sets(order: TileOrder, work: StreamK, cluster: int)
             rows.add((wave, gpc, product, piece.index_in_tile, row))
             columns.add((wave, gpc, product, piece.index_in_tile, column))
             computed += 1
-    assert operand_tiles(order, work, cluster) == (len(rows) / computed, len(columns) / computed)
+    assert operand_tiles(order, work, cluster) == (
+        len(rows) / computed,
+        len(columns) / computed,
+        computed / could_compute,
+    )
 
 
 def test_what_is_shared() -> None:
     """One GPC that computes 4 × 4 tiles loads 4 rows and 4 columns; pieces of k share nothing."""
     square = TileOrder(4, 4, "m", 4)
-    assert operand_tiles(square, StreamK(16, 8, 132), 1) == (4 / 16, 4 / 16)
-    assert operand_tiles(TileOrder(1, 1), StreamK(1, 8, 132, 4), 1) == (1.0, 1.0)
+    assert operand_tiles(square, StreamK(16, 8, 132), 1)[:2] == (4 / 16, 4 / 16)
+    assert operand_tiles(TileOrder(1, 1), StreamK(1, 8, 132, 4), 1)[:2] == (1.0, 1.0)
     # Two products of one tile each share nothing either.
-    assert operand_tiles(TileOrder(1, 1), StreamK(2, 8, 132), 1) == (1.0, 1.0)
+    assert operand_tiles(TileOrder(1, 1), StreamK(2, 8, 132), 1)[:2] == (1.0, 1.0)
     # Clusters are dealt to the GPCs in turn, so 8 clusters with a tile each share nothing.
-    assert operand_tiles(TileOrder(1, 8), StreamK(8, 8, 74), 2) == (1.0, 1.0)
+    assert operand_tiles(TileOrder(1, 8), StreamK(8, 8, 74), 2)[:2] == (1.0, 1.0)
+
+
+def test_how_many_cores_of_a_gpc_are_at_work() -> None:
+    """Of 132 CTAs, 16 fill one GPC, or are two of each GPC if they are spread."""
+    row = TileOrder(1, 16)
+    # GPCs 0 and 7 have 18 cores each.
+    assert operand_tiles(row, StreamK(16, 8, 132), 1).at_work == 16 / 18
+    assert operand_tiles(row, StreamK(16, 8, 132, may_spread=True), 1).at_work == 16 / 132
+    assert operand_tiles(TileOrder(1, 132), StreamK(132, 8, 132), 1).at_work == 1.0

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
 from overlap.choice.rates import COLLECTIVES, Rates, rates_of
-from overlap.choice.shared_loads import operand_tiles
+from overlap.choice.shared_loads import OperandTiles, operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.stream_k import StreamK
@@ -114,7 +114,8 @@ def order_us(config: Config, problem: Problem, target: Target) -> float:
     """Returns the part of the model's time, in microseconds, by which tile orders differ if nothing else limits it."""
     rates, work = rates_of(target), work_of(config, problem, target)
     rows = rates.rows_loaded(config, problem.grid(config)[0], problem.transpose_lhs)
-    of_group = _loaded_by_gpc(config, problem, work, rows * problem.itemsize, config.tile_n * problem.itemsize)
+    loads = _gpc_loads(config, problem, work)
+    of_group = loads.at_work * _loaded_by_gpc(config, loads, rows * problem.itemsize, config.tile_n * problem.itemsize)
     cycles = waves(config, problem, target) * work.k_steps * config.tile_k * of_group / rates.group_bytes_per_cycle
     return cycles / rates.cycles_per_us + _read_again(config, problem, work, rates) / rates.hbm_bytes_per_us
 
@@ -182,10 +183,11 @@ class _PerDepth:
         shared = rhs if config.cluster_along == "m" else lhs
         loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
         # The rates for operations over several devices let such loads take no time.
-        of_group = 0.0
+        of_group, at_work = 0.0, 1.0
         if not problem.communicates:
-            work = work_of(config, problem, target)
-            of_group = _loaded_by_gpc(config, problem, work, (rows - empty) * itemsize, config.tile_n * itemsize)
+            loads = _gpc_loads(config, problem, work_of(config, problem, target))
+            of_group = _loaded_by_gpc(config, loads, (rows - empty) * itemsize, config.tile_n * itemsize)
+            at_work = loads.at_work
         load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
         if config.cluster > 1 and config.cluster_along == "n":
             load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
@@ -195,7 +197,7 @@ class _PerDepth:
             multiplied / rates.tensor_core_rate,
             read / rates.smem_bytes_per_cycle,
             load,
-            of_group / rates.group_bytes_per_cycle,
+            of_group * at_work / rates.group_bytes_per_cycle,
         )
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
@@ -203,18 +205,21 @@ class _PerDepth:
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, of_group, read)
 
 
-def _loaded_by_gpc(config: Config, problem: Problem, work: StreamK, lhs: float, rhs: float) -> float:
-    """Returns the bytes per core, for each element of k, that a GPC loads from the L2.
+def _gpc_loads(config: Config, problem: Problem, work: StreamK) -> OperandTiles:
+    m, n, _ = problem.grid(config)
+    return operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
+
+
+def _loaded_by_gpc(config: Config, loads: OperandTiles, lhs: float, rhs: float) -> float:
+    """Returns the bytes per core at work, for each element of k, that a GPC loads from the L2.
 
     A byte that several cores of the GPC load counts once.
 
     Args:
       lhs, rhs: bytes of one CTA's operand tiles for each element of k.
     """
-    m, n, _ = problem.grid(config)
-    rows, columns = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
     along_m, along_n = config.tiles_of_cluster
-    return (rows * along_m * lhs + columns * along_n * rhs) / (along_m * along_n)
+    return (loads.rows * along_m * lhs + loads.columns * along_n * rhs) / (along_m * along_n)
 
 
 def _exchange_cycles(config: Config, rates: Rates) -> float:

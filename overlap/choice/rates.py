@@ -39,8 +39,8 @@ class Rates:
       smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
       l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
       l2_bytes_per_cycle_alone: bytes per cycle that one core loads from the L2 while no other core loads.
-      group_bytes_per_cycle: bytes per cycle and core that the cores of a GPC load from the L2, if a byte that several
-        of them load counts once.
+      group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its cores. A byte
+        that several of them load counts once.
       unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
       overlap_exponent: the exponent p of the model: two activities that take a and b cycles alone take (a**p + b**p) **
         (1 / p) cycles when they run at the same time.

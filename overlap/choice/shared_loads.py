@@ -7,7 +7,7 @@ carries fewer bytes than its cores receive, and how many fewer depends on which 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,23 @@ from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import quotient, remainder
 
 
-@functools.lru_cache(maxsize=1 << 15)
-def operand_tiles(order: TileOrder, work: StreamK, cluster: int) -> tuple[float, float]:
-    """Returns how many tile rows and how many tile columns of operands a GPC loads for each tile that it computes.
+class OperandTiles(NamedTuple):
+    """What the GPCs load, in tiles of whole clusters.
 
-    Both are averages over the GPCs and over the first, the middle and the last wave, and at most 1. A tile here is the
-    tile of a whole cluster.
+    Attributes:
+      rows: how many tile rows of the left operand a GPC loads for each tile that it computes. At most 1.
+      columns: how many tile columns of the right operand. At most 1.
+      at_work: the part of the clusters that compute a tile, in the GPCs that compute any.
+    """
+
+    rows: float
+    columns: float
+    at_work: float
+
+
+@functools.lru_cache(maxsize=1 << 15)
+def operand_tiles(order: TileOrder, work: StreamK, cluster: int) -> OperandTiles:
+    """Returns averages over the GPCs and over the first, the middle and the last wave of tiles.
 
     Args:
       order: the order of the tiles of one product.
@@ -38,11 +49,13 @@ def operand_tiles(order: TileOrder, work: StreamK, cluster: int) -> tuple[float,
     piece = work.piece(index, ordinal)
     product = quotient(piece.tile, order.tiles)
     row, column = order(remainder(piece.tile, order.tiles))
-    place = ordinal * work.num_ctas + gpcs(cluster, work.num_ctas)[index]
+    gpc = gpcs(cluster, work.num_ctas)
+    place = ordinal * work.num_ctas + gpc[index]
+    clusters = np.bincount(gpc)[np.unique(place) % work.num_ctas].sum()
     # Loads are shared only by tiles of one product, and of one piece of the k steps.
     together = (place * work.tiles + product) * work.max_pieces + piece.index_in_tile
     rows, columns = _different(together * order.m_tiles + row), _different(together * order.n_tiles + column)
-    return rows / index.size, columns / index.size
+    return OperandTiles(rows / index.size, columns / index.size, index.size / int(clusters))
 
 
 def _different(numbers: np.ndarray) -> int:

@@ -157,7 +157,12 @@ class _Body:
                 await_terms=self._await_terms,
                 part_stored=self._announce,
                 part_epilogue_at=(lambda tile: self._epilogue_at(tile, of_part=True)) if has_scales else None,
-                direct_sends=DirectSends(self.group.size - 1, self._handshake.await_peers_by_warpgroup, self._at_peer),
+                direct_sends=DirectSends(
+                    peers=self.group.size - 1,
+                    rows=self.schedule.boxes[1],
+                    before=self._handshake.await_peers_by_warpgroup,
+                    to_peer=self._at_peer,
+                ),
             ),
         )
 

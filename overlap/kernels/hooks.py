@@ -107,12 +107,14 @@ class DirectSends:
 
     Attributes:
       peers: the number of peers.
+      rows: how many rows of a box are sent. Further rows of the box lie beyond the result.
       before: called by a compute warpgroup before it sends its first part: wait here until the peers may be written to.
       to_peer: a function from a tile and a number from 1 to `peers`, which selects a peer, to the place on that peer to
         which the part is sent.
     """
 
     peers: int
+    rows: int
     before: Callable[[], None]
     to_peer: Callable[[Tile, Index], Boxes]
 

@@ -210,7 +210,7 @@ class _Terms:
             load_index = index * self.exchange.terms + number
             term_buffer = remainder(load_index, TERM_BUFFERS)
             plgpu.barrier_wait(self.buffers.term_loaded.at[term_buffer])
-            values = exchange.term_values(self.buffers, term_buffer, 0)
+            values = exchange.term_values(self.exchange, self.buffers, term_buffer, 0)
             self._await_all_threads(term_buffer)
             pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_index + TERM_BUFFERS))
             return values

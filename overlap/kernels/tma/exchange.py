@@ -129,18 +129,21 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Inde
     def term(number: Index) -> list[jax.Array]:
         stage = remainder(first + number, loop.config.stages)
         plgpu.barrier_wait(buffers.full_at(piece, stage))
-        values = term_values(buffers, stage, wg_tile_index)
+        values = term_values(_exchange(loop), buffers, stage, wg_tile_index)
         plgpu.barrier_arrive(buffers.consumed.at[stage])
         return values
 
     return summed(_exchange(loop).terms, term)
 
 
-def term_values(buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
+def term_values(exchange: Exchange, buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
     """Reads the loaded box of a term of a warpgroup tile. Returns f32 values for each block of rows."""
     terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.wg_tile.block_rows
-    blocks = range(0, buffers.wg_tile.rows, block_rows)
-    return [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in blocks]
+    rows = buffers.wg_tile.rows
+    loaded = rows if exchange.direct_sends is None else min(exchange.direct_sends.rows, rows)
+    values = [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in range(0, loaded, block_rows)]
+    # No block of rows beyond those that were sent is kept, so any values can stand for it.
+    return values + values[-1:] * (rows // block_rows - len(values))
 
 
 def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Array]:
