@@ -1,14 +1,13 @@
 """Predicts where XLA is faster than the fused kernel, from measured pairs of times (fused kernel, XLA).
 
 The measurements are in `crossover.csv`, which `python -m benchmarks.crossover` makes from results of benchmarks. They
-were taken on H200s, and some of them on an H100. All are used for all Hopper GPUs: the choice depends mostly on the
-fixed costs of a launch relative to the size of the problem, and this relation is similar on all of them. But those of
-the same GPU count as nearer.
+were taken on H200s and H100s, and all are used for all Hopper GPUs: the ratio of the two times was found to be similar
+on both.
 
-Between measurements, the ratio of the two times is interpolated: the logarithm of the ratio is averaged over near
-measurements, each weighted by the inverse square of its distance. Distances are taken between the logarithms of the
-sizes. XLA is chosen if the interpolated ratio, or a measurement of nearly the same problem, says that it is faster by
-more than noise. XLA is also chosen if the operation was not measured at similar sizes.
+A problem that was measured is decided by its measurement. For other problems the logarithm of the ratio is averaged
+over the measurements of the operation. The weight of a measurement falls exponentially with its distance, which is a
+sum over the differences between the two problems, each times a fitted factor (`crossover_distances.json`, written by
+`python -m benchmarks.fit_crossover`). XLA is also chosen if the operation was not measured at similar sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import json
 import math
+import operator
 import pathlib
 from typing import cast
 
@@ -26,23 +27,20 @@ from overlap.choice.problem import Layout, Problem
 from overlap.kernels.config import SWIZZLE_BYTES
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
-# If the ratio of XLA's time to the fused kernel's is below this, XLA is faster. A ratio between this and 1 counts as
-# noise: the same pair measured twice differs by up to 4%.
-LEAST_RATIO = 0.96
+DISTANCES = FILE.with_name("crossover_distances.json")
+# A problem that was not measured is left to XLA unless the fused kernel should be faster by this factor. Wrong
+# predictions by which a call becomes slower than XLA's are worse than small gains that are missed. With this factor,
+# what is chosen for plain products has the highest 5th percentile of (XLA's time / time of what is chosen) at the same
+# mean.
+LEAST_GAIN = 1.02
 NOT_MEASURED = "not measured on this GPU yet"
 _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
-# The distance between two problems is 1 for each doubling of m, n, k or the batch. These are added: `_DEVICES` for each
-# doubling of the number of devices, `_LAYOUT` if the layouts differ, `_KIND` if the dtypes differ (`_kind`),
-# `_ALIGNMENT` if only one of the problems has aligned rows (`_aligned`), and `_OTHER_GPU` if another GPU was measured.
-_DEVICES, _LAYOUT, _KIND, _ALIGNMENT, _OTHER_GPU = 1.0, 0.5, 3.0, 3.0, 0.5
-# A measurement is not used if its distance exceeds the distance of the nearest measurement by more than _REACH. If the
-# nearest is not farther away than _NEARLY_SAME, and XLA was faster there, that decides alone. With these values, each
-# measurement was predicted from the others: the better of both takes 0.976 of the time of what is chosen, in the mean
-# over 640 plain products (5th percentile 0.89). If the nearest always decides, it is 0.972 (0.85).
-_REACH, _NEARLY_SAME = 1.5, 0.5
-# If the nearest measurement is farther away than this, the problem counts as not measured.
-_FAR = 6.0
+# In how far problems differ (`differences`).
+DIFFERENCES = ("rows", "n", "k", "batch", "devices", "layout", "kind", "alignment", "gpu")
+# If the nearest measurement is farther away than this, about six doublings of one size, the problem counts as not
+# measured.
+_FAR = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,29 +66,30 @@ class Measured:
 
     @property
     def says_xla(self) -> str | None:
-        """The message that XLA was faster; None unless XLA was faster by more than noise."""
-        if self.ratio >= LEAST_RATIO:
+        """The message that XLA was faster; None unless it was."""
+        if self.ratio >= 1:
             return None
         return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
 
 
 def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measured]]:
-    """Returns the measurements that decide about a problem on a GPU, each with its distance, the nearest first.
+    """Returns the measurements of a problem's operation, each with its distance from the problem, the nearest first.
 
     Among equally near measurements, those of the same dtype come first, and of these the one with the smallest ratio
     (the worst for the fused kernel). The list is empty if the problem's operation was never measured.
     """
-    alike = [measured for measured in _measurements() if measured.problem.op == problem.op]
-    pairs = [(_distance(one.problem, problem) + _OTHER_GPU * (one.gpu != gpu), one) for one in alike]
-    pairs.sort(key=lambda pair: (pair[0], pair[1].problem.dtype != problem.dtype, pair[1].ratio))
-    return [pair for pair in pairs if pair[0] <= pairs[0][0] + _REACH]
+    alike = [measured for measured in measurements() if measured.problem.op == problem.op]
+    factors = _factors()
+    distance = lambda one: sum(map(operator.mul, factors, differences(one, Measured(problem, 0.0, 0.0, gpu))))  # noqa: E731
+    pairs = [(distance(one), one) for one in alike]
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].problem.dtype != problem.dtype, pair[1].ratio))
 
 
 def expected_ratio(near: list[tuple[float, Measured]]) -> float:
     """Returns XLA's time divided by the fused kernel's, interpolated between the measurements of `neighbours`."""
     if near[0][0] == 0:
         return near[0][1].ratio
-    weights = [distance**-2 for distance, _ in near]
+    weights = [math.exp(near[0][0] - distance) for distance, _ in near]
     logs = [math.log(measured.ratio) for _, measured in near]
     return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
 
@@ -108,21 +107,24 @@ def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
     distance, nearest = near[0]
     if distance > _FAR:
         return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"
-    if distance <= _NEARLY_SAME and nearest.says_xla:
+    if distance == 0:
         return nearest.says_xla
     ratio = expected_ratio(near)
-    if ratio >= LEAST_RATIO:
+    if ratio >= LEAST_GAIN:
         return None
-    worst = min((measured for _, measured in near), key=lambda measured: measured.ratio)
-    return f"XLA should be {1 / ratio:.2f} x as fast, between {nearest.problem} and {worst.problem}"
+    return f"XLA should be {1 / ratio:.2f} x as fast, as measured for {nearest.problem} and others near by{_WAY_OUT}"
 
 
-def _distance(a: Problem, b: Problem) -> float:
-    # Compare the gathered rows: a device multiplies the rows of all devices.
-    sizes = ((_rows(a), _rows(b)), (a.n, b.n), (a.k, b.k), (a.batch, b.batch))
-    devices = _DEVICES * abs(math.log2(a.devices / b.devices))
-    kind = _KIND * (_kind(a) != _kind(b)) + _LAYOUT * (a.layout != b.layout) + _ALIGNMENT * (_aligned(a) != _aligned(b))
-    return sum(abs(math.log2(x / y)) for x, y in sizes) + devices + kind
+def differences(a: Measured, b: Measured) -> tuple[float, ...]:
+    """Returns how two problems differ, a number for each name in `DIFFERENCES`.
+
+    These are doublings (of the rows of all devices together, of n, k, the batch and the devices), and 1 or 0 for
+    whether layouts, dtypes, GPUs differ, or only one of the problems has aligned rows.
+    """
+    p, q = a.problem, b.problem
+    sizes = ((_rows(p), _rows(q)), (p.n, q.n), (p.k, q.k), (p.batch, q.batch), (p.devices, q.devices))
+    others = p.layout != q.layout, _kind(p) != _kind(q), _aligned(p) != _aligned(q), a.gpu != b.gpu
+    return (*(abs(math.log2(x / y)) for x, y in sizes), *map(float, others))
 
 
 def _rows(problem: Problem) -> int:
@@ -140,7 +142,13 @@ def _aligned(problem: Problem) -> bool:
 
 
 @functools.cache
-def _measurements() -> tuple[Measured, ...]:
+def _factors() -> tuple[float, ...]:
+    factors = json.loads(DISTANCES.read_text(encoding="utf-8"))["factors"]
+    return tuple(factors[name] for name in DIFFERENCES)
+
+
+@functools.cache
+def measurements() -> tuple[Measured, ...]:
     with FILE.open(encoding="utf-8", newline="") as file:
         return tuple(_measured(row) for row in csv.DictReader(file))
 
