@@ -71,7 +71,7 @@ def run_some(kernel: Kernel, cores: int, seeds: int) -> None:
 
 # The defects of the barriers with both sizes.
 BOTH = (
-    "sums not awaited", "sums not told", "readers not awaited before the next tile", "readers not awaited at the end",
+    "sums not awaited", "sums not told", "readers not awaited before the next loads", "readers not awaited at the end",
     "read told before it is read", "read told before the last tile is read",
 )  # fmt: skip
 assert set(BOTH) <= INJECTED.keys()

@@ -30,27 +30,34 @@ def nothing_said(monkeypatch):
 
 
 @pytest.fixture
-def measured(monkeypatch):
+def distances(monkeypatch):
+    """Distances of round numbers, in place of the fitted ones: 2 for each doubling."""
+    factors = dict.fromkeys(crossover.DIFFERENCES, 2.0) | dict(layout=0.5, kind=3.0, alignment=3.0)
+    monkeypatch.setattr(crossover, "_factors", lambda: tuple(factors.values()))
+
+
+@pytest.fixture
+def measured(monkeypatch, distances):
     """Three measurements: XLA is faster for few rows, and for rows that are not aligned to the cache's lines."""
     few, many, ragged = (dataclasses.replace(GATHER, **sizes) for sizes in (dict(m=16), {}, dict(n=4104, k=4104)))
     pairs = (Measured(few, 30.0, 20.0), Measured(many, 200.0, 300.0), Measured(ragged, 200.0, 180.0))
-    monkeypatch.setattr(crossover, "_measurements", lambda: pairs)
+    monkeypatch.setattr(crossover, "measurements", lambda: pairs)
     return pairs
 
 
 def test_the_shipped_table_is_sound():
-    rows = crossover._measurements()
+    rows = crossover.measurements()
     assert {row.problem.op for row in rows} >= {"matmul", "all_gather_lhs_matmul"}
     assert len({(row.gpu, row.problem) for row in rows}) == len(rows)
     assert {row.gpu for row in rows} == {"h100", "h200"}
-    for row in rows:
+    assert all(row.fused_us > 0 and row.xla_us > 0 for row in rows)
+    for row in rows[::3]:
         (distance, nearest), *_ = neighbours(row.problem, row.gpu)
         # A size may have been measured in f16 or bf16, which count as one.
         of_this_kind = dataclasses.replace(nearest.problem, dtype=row.problem.dtype, out_dtype=row.problem.out_dtype)
         assert distance == 0 and of_this_kind == row.problem
-        assert row.fused_us > 0 and row.xla_us > 0
         # The choice agrees with the measurement.
-        assert (xla_is_faster(row.problem, row.gpu) is None) == (row.ratio >= crossover.LEAST_RATIO)
+        assert (xla_is_faster(row.problem, row.gpu) is None) == (row.ratio >= 1)
 
 
 @pytest.mark.parametrize(
@@ -91,52 +98,61 @@ def test_on_a_cpu_the_reason_is_the_cpu(measured):
     assert on_cpu.implementation == "xla" and "CPU" in on_cpu.reason
 
 
-def grid(monkeypatch, ratios):
+@pytest.fixture
+def grid(monkeypatch, distances):
+    return lambda ratios: set_measurements(monkeypatch, ratios)
+
+
+def set_measurements(monkeypatch, ratios):
     """Measurements by m_shard: the speedup of the fused kernel."""
     pairs = tuple(Measured(dataclasses.replace(GATHER, m=m), 100.0, 100.0 * ratio) for m, ratio in ratios.items())
-    monkeypatch.setattr(crossover, "_measurements", lambda: pairs)
+    monkeypatch.setattr(crossover, "measurements", lambda: pairs)
 
 
-def test_the_ratio_is_interpolated(monkeypatch):
-    grid(monkeypatch, {16: 0.5, 64: 2.0, 4096: 9.0})
+def test_the_ratio_is_interpolated(grid):
+    grid({16: 0.5, 64: 2.0, 4096: 9.0})
     ratio = lambda m: expected_ratio(neighbours(dataclasses.replace(GATHER, m=m)))  # noqa: E731
     assert ratio(16) == 0.5 and ratio(64) == 2.0
-    assert math.isclose(ratio(32), 1.0)
+    assert math.isclose(ratio(32), 1.0, rel_tol=1e-3)
     assert ratio(20) < ratio(32) < ratio(50)
-    assert ratio(1) == 0.5 and math.isclose(ratio(1 << 20), 9.0)
+    assert 0.5 < ratio(1) < 0.52 and 8.9 < ratio(1 << 20) < 9.0
 
 
-def test_fused_is_never_picked_where_the_neighbours_say_xla(monkeypatch):
+def test_fused_is_never_picked_where_the_neighbours_say_xla(grid):
     """Fused is not chosen between two measured points that favour XLA, nor right beside one of them."""
     sizes = [16, 64, 512, 2048]
-    for ratios in itertools.product((0.6, 0.94, 1.0, 3.0), repeat=len(sizes)):
-        grid(monkeypatch, dict(zip(sizes, ratios, strict=True)))
+    for ratios in itertools.product((0.6, 0.97, 1.05, 3.0), repeat=len(sizes)):
+        grid(dict(zip(sizes, ratios, strict=True)))
         for (low, a), (high, b) in itertools.pairwise(zip(sizes, ratios, strict=True)):
             for m in {low, low + 1, math.isqrt(low * high), high - 1, high}:
                 answer = xla_is_faster(dataclasses.replace(GATHER, m=m))
                 beside = {low: a, low + 1: a, high - 1: b, high: b}.get(m, max(a, b))
-                if max(a, b) < crossover.LEAST_RATIO or beside < crossover.LEAST_RATIO:
+                if max(a, b) < 1 or beside < 1:
                     assert answer is not None, (ratios, m)
-                if min(a, b) >= crossover.LEAST_RATIO:
+                if min(a, b) > 1:
                     assert answer is None, (ratios, m)
 
 
-def test_a_loss_decides_alone_only_about_nearly_the_same_problem(monkeypatch):
-    grid(monkeypatch, {16: 0.94, 64: 3.0})
-    assert xla_is_faster(dataclasses.replace(GATHER, m=20)) is not None  # Interpolated it is 0.98.
+def test_a_measurement_decides_alone_only_about_its_own_problem(grid):
+    grid({16: 0.97, 64: 3.0})
+    assert xla_is_faster(dataclasses.replace(GATHER, m=16)) is not None
     assert xla_is_faster(dataclasses.replace(GATHER, m=24)) is None
+    # A small gain that is only predicted is not taken.
+    grid({16: 1.01, 64: 1.01})
+    assert xla_is_faster(dataclasses.replace(GATHER, m=16)) is None
+    assert "the gain would be small (1.01 x)" in str(xla_is_faster(dataclasses.replace(GATHER, m=17)))
 
 
-def test_halfway_between_a_loss_and_a_small_gain_xla_runs(monkeypatch):
-    grid(monkeypatch, {16: 0.6, 64: 1.1})
+def test_halfway_between_a_loss_and_a_small_gain_xla_runs(grid):
+    grid({16: 0.6, 64: 1.1})
     reason = xla_is_faster(dataclasses.replace(GATHER, m=33))
-    assert reason is not None and "between" in reason and "x33x" not in reason
+    assert reason is not None and "1.20 x as fast" in reason and " 64x4096x4096" in reason
 
 
-def test_rows_of_all_devices_count(monkeypatch):
+def test_rows_of_all_devices_count(monkeypatch, distances):
     """With twice the devices, the nearest measurement has half the rows per device."""
     few, many = (Measured(dataclasses.replace(GATHER, m=m), 100.0, xla) for m, xla in ((16, 60.0), (64, 200.0)))
-    monkeypatch.setattr(crossover, "_measurements", lambda: (few, many))
+    monkeypatch.setattr(crossover, "measurements", lambda: (few, many))
     assert xla_is_faster(dataclasses.replace(GATHER, m=8, devices=8)) is not None
     assert xla_is_faster(dataclasses.replace(GATHER, m=32, devices=8)) is None
 
@@ -160,9 +176,9 @@ def test_who_tuned_a_problem_has_measured_it(measured):
 
 
 def test_a_tie_goes_to_the_fused_kernel(monkeypatch):
-    for xla_us, slower in ((97.0, False), (95.0, True)):
+    for xla_us, slower in ((100.0, False), (99.0, True)):
         pair = Measured(GATHER, 100.0, xla_us)
-        monkeypatch.setattr(crossover, "_measurements", lambda pair=pair: (pair,))
+        monkeypatch.setattr(crossover, "measurements", lambda pair=pair: (pair,))
         assert bool(xla_is_faster(GATHER)) == slower
 
 
@@ -209,8 +225,8 @@ def test_the_table_is_made_of_results(tmp_path, monkeypatch, capsys):
     assert command.main([str(old), str(new), "--out", str(out)]) == 0
     assert "2 problems" in capsys.readouterr().out
     monkeypatch.setattr(crossover, "FILE", out)
-    monkeypatch.setattr(crossover, "_measurements", crossover._measurements.__wrapped__)
-    rows = {row.problem.m: row for row in crossover._measurements()}
+    monkeypatch.setattr(crossover, "measurements", crossover.measurements.__wrapped__)
+    rows = {row.problem.m: row for row in crossover.measurements()}
     assert set(rows) == {128, 64}
     assert (rows[128].fused_us, rows[128].problem.layout) == (8.0, "nt")
     assert (rows[64].problem.dtype, rows[64].problem.out_dtype) == ("float8_e4m3fn", "bfloat16")
@@ -222,7 +238,7 @@ def test_sizes_of_gathered_weights_are_those_of_one_shard(tmp_path, monkeypatch)
     out = tmp_path / "crossover.csv"
     assert command.main([str(result_file(tmp_path / "weights.csv", *rows)), "--out", str(out)]) == 0
     monkeypatch.setattr(crossover, "FILE", out)
-    problems = {row.problem.gathered: row.problem for row in crossover._measurements.__wrapped__()}
+    problems = {row.problem.gathered: row.problem for row in crossover.measurements.__wrapped__()}
     assert (problems["n"].m, problems["n"].n, problems["n"].k) == (128, 64, 512)
     assert (problems["k"].m, problems["k"].n, problems["k"].k) == (128, 256, 128)
 

@@ -112,7 +112,8 @@ def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
     ratio = expected_ratio(near)
     if ratio >= LEAST_GAIN:
         return None
-    return f"XLA should be {1 / ratio:.2f} x as fast, as measured for {nearest.problem} and others near by{_WAY_OUT}"
+    faster = f"XLA should be {1 / ratio:.2f} x as fast" if ratio < 1 else f"the gain would be small ({ratio:.2f} x)"
+    return f"{faster}, predicted from measurements, of which the nearest is of {nearest.problem}{_WAY_OUT}"
 
 
 def differences(a: Measured, b: Measured) -> tuple[float, ...]:

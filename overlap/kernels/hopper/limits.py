@@ -60,9 +60,10 @@ def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport
     # `full` barrier, so a stage has three. In an exchange each then also has its own `stored` barrier: one more than is
     # counted in `transport_bytes`.
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
+    barriers += limits.cluster_sums_barriers(config, COMPUTE_WARPGROUPS)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
-    sums_bytes = limits.cluster_sums_bytes(config, COMPUTE_WARPGROUPS)
-    return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES + sums_bytes
+    stages_bytes = max(operand_bytes, limits.cluster_sums_bytes(config))
+    return stages_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
 def check_types(sizes: Sizes) -> None:

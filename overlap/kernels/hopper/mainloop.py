@@ -280,7 +280,7 @@ class Hopper:
         return lax.broadcast_in_dim(vector, shape, (dimension,))
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
-        work, hooks = loop.work, loop.hooks
+        work, hooks, buffers = loop.work, loop.hooks, staging.divided(buffers)
         warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, cluster_index)
         compute_registers, transfer_registers = _registers(hooks)

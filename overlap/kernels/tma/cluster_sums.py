@@ -9,16 +9,19 @@ the first piece to the last, so that results are deterministic, and stores them:
 
 CTAs of different clusters exchange sums and flags through global memory (`PartialSums`). Here neither is needed.
 
-A warpgroup exchanges sums only with the warpgroups that have the same part of the tile in the other CTAs. Two barriers
-order the exchange. Each of these warpgroups arrives at both, and an arrival counts in all CTAs of the cluster:
+A warpgroup exchanges sums only with the warpgroups that have the same part of the tile in the other CTAs. The sums lie
+in the memory of the pipeline stages, which are not needed at the end of a tile. Three barriers order the exchange. At
+the latter two, an arrival counts in all CTAs of the cluster:
 
-    stored    all CTAs have stored their sums of a tile, so they may be read
-    read      all CTAs have read the sums of a tile, so the next tile's may be stored, and the CTA may end
+    multiplied    all warpgroups of this CTA have read the last stages of a tile, so sums may be stored in their place
+    stored        all CTAs have stored their sums of a tile, so they may be read
+    read          all CTAs have read the sums of a tile, so the next tile's operands may be loaded, and the CTA may end
 
-No fence is needed besides `plgpu.ClusterBarrier`. After a store to shared memory Mosaic inserts a `bar.sync` of the
-warpgroup, so all of its stores are in this SM's shared memory before it arrives. The other CTAs read that memory
-directly, not a cached copy. (This is an argument about Hopper: the arrival's PTX names no scope, so by PTX's memory
-model alone it orders only the threads of one CTA.)
+`plgpu.commit_smem` orders the stores of sums before the loads of the next tile's operands, which are asynchronous. For
+the reads of other CTAs no fence is needed besides `plgpu.ClusterBarrier`. After a store to shared memory Mosaic inserts
+a `bar.sync` of the warpgroup, so all of its stores are in this SM's shared memory before it arrives. The other CTAs
+read that memory directly, not a cached copy. (This is an argument about Hopper: the arrival's PTX names no scope, so by
+PTX's memory model alone it orders only the threads of one CTA.)
 
 Sums are read, not sent. An asynchronous store to another CTA (`plgpu.async_store_smem`) updates the receiver's barrier
 once for every 8 bytes: measured on an H200, two CTAs then took 2 to 3 µs longer for a tile of 128 × 128.
@@ -40,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.grid import RANK_AXIS
 from overlap.kernels.partial_sums import share
 from overlap.kernels.tma.limits import F32_BYTES
-from overlap.primitives.types import BarrierRef, Index, Predicate, SmemRef
+from overlap.primitives.types import BarrierRef, Index, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
 _TILE_ROWS, _SWIZZLES = 8, (128, 64, 32)
@@ -53,18 +56,23 @@ class ClusterSums:
 
     Attributes:
       sums: f32: [warpgroup tiles, boxes, rows, columns of a box]; the last two are swapped if the mainloop keeps
-        values as [columns, rows].
+        values as [columns, rows]. They share the memory of the stages.
+      multiplied: a barrier of this CTA: all of its warpgroups have finished the products of a tile.
       stored: barriers of the cluster, one for each warpgroup tile: all CTAs have stored their sums.
       read: barriers of the cluster, one for each warpgroup tile: all CTAs have read the sums.
     """
 
     sums: SmemRef
+    multiplied: BarrierRef
     stored: BarrierRef
     read: BarrierRef
 
 
 def cluster_sums_type(wg_tiles: int, rows: int, columns: int, box_width: int, *, transposed: bool) -> ClusterSums:
-    """Returns `ClusterSums` as scratch types, for `wg_tiles` warpgroup tiles of `rows` × `columns` each."""
+    """Returns `ClusterSums` as scratch types, for `wg_tiles` warpgroup tiles of `rows` × `columns` each.
+
+    The memory of `sums` is to be united with that of the stages.
+    """
     block = (box_width, rows) if transposed else (rows, box_width)
     swizzle = next(width for width in _SWIZZLES if block[1] * F32_BYTES % width == 0)
     layout = (
@@ -74,6 +82,7 @@ def cluster_sums_type(wg_tiles: int, rows: int, columns: int, box_width: int, *,
     barriers = plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=wg_tiles)
     types: dict[str, Any] = {
         "sums": plgpu.SMEM((wg_tiles, columns // box_width, *block), jnp.float32, transforms=layout),
+        "multiplied": plgpu.Barrier(num_arrivals=wg_tiles),
         "stored": barriers,
         "read": barriers,
     }
@@ -90,8 +99,6 @@ class ClusterPiece:
       wg_tile_index: the index of the warpgroup tile.
       wg_tiles: how many warpgroup tiles a tile has; static.
       boxes: how many boxes a warpgroup tile has; static.
-      is_first: whether this is the cluster's first tile.
-      is_last: whether this is the cluster's last tile.
       transposed: whether the mainloop keeps values as [columns, rows]; static.
     """
 
@@ -100,8 +107,6 @@ class ClusterPiece:
     wg_tile_index: Index
     wg_tiles: int
     boxes: int
-    is_first: Predicate
-    is_last: Predicate
     transposed: bool
 
 
@@ -126,12 +131,11 @@ def finish_in_cluster(
     """
     wg_tile, boxes, ctas = piece.wg_tile_index, piece.boxes, piece.ctas
 
-    def await_readers() -> None:
-        plgpu.barrier_wait(shared.read.at[wg_tile])
-
-    pl.when(jnp.where(piece.is_first, 0, 1) == 1)(await_readers)
+    plgpu.barrier_arrive(shared.multiplied)
+    plgpu.barrier_wait(shared.multiplied)
     for box in range(boxes):
         shared.sums[wg_tile, box] = block(box)
+    plgpu.commit_smem()
     plgpu.barrier_arrive(shared.stored.at[wg_tile])
     plgpu.barrier_wait(shared.stored.at[wg_tile])
     # The boxes of all warpgroup tiles are numbered one after the other, and divided evenly.
@@ -151,5 +155,11 @@ def finish_in_cluster(
         finish(number - first, total)
 
     plgpu.barrier_arrive(shared.read.at[wg_tile])
-    # Every phase of `read` needs a wait: before the sums of the next tile are stored or, after the last tile, here.
-    pl.when(piece.is_last)(await_readers)
+    # The CTA must not end before the others have read its sums.
+    plgpu.barrier_wait(shared.read.at[wg_tile])
+
+
+def await_readers(shared: ClusterSums) -> None:
+    """Called by the producer before it loads the operands of any tile but the first: waits until no sums are read."""
+    for wg_tile in range(shared.sums.shape[0]):
+        plgpu.barrier_wait(shared.read.at[wg_tile])

@@ -110,8 +110,6 @@ def _finish_in_cluster(
         wg_tile_index=sums.wg_tile_index,
         wg_tiles=buffers.wg_tiles,
         boxes=wg_tile.columns // box_width,
-        is_first=piece.ordinal == 0,
-        is_last=piece.ordinal + 1 == loop.work.pieces(lax.axis_index(GRID_AXIS)),
         transposed=wg_tile.transposed,
     )
     finish_in_cluster(shared, own, block, sums.load, functools.partial(store, loop, buffers, output, box_width))

@@ -56,16 +56,14 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
 
 
-def cluster_sums_bytes(config: Config, wg_tiles: int) -> int:
-    """Returns the shared memory, with its barriers, in which a CTA stores sums for the CTAs of its cluster.
+def cluster_sums_bytes(config: Config) -> int:
+    """Returns the memory, shared with the stages, in which a CTA stores sums for the CTAs of its cluster."""
+    return 0 if config.ctas_per_tile == 1 else config.tile_m * config.tile_n * F32_BYTES
 
-    Args:
-      config: sizes.
-      wg_tiles: how many warpgroup tiles a tile has at most, each with two barriers.
-    """
-    if config.ctas_per_tile == 1:
-        return 0
-    return config.tile_m * config.tile_n * F32_BYTES + 2 * wg_tiles * BARRIER_BYTES
+
+def cluster_sums_barriers(config: Config, wg_tiles: int) -> int:
+    """Returns how many barriers order the exchange of sums in a cluster, if a tile has at most `wg_tiles` parts."""
+    return 0 if config.ctas_per_tile == 1 else 2 * wg_tiles + 1
 
 
 def check_dtypes(sizes: Sizes) -> None:

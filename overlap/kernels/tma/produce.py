@@ -21,7 +21,7 @@ from overlap.kernels.grid import RANK_AXIS, rank
 from overlap.kernels.hooks import ByKStep, OneOf, Tile, at_k_step, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
-from overlap.kernels.tma import exchange, staging
+from overlap.kernels.tma import cluster_sums, exchange, staging
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import marks
 from overlap.primitives.integers import quotient, remainder
@@ -86,6 +86,8 @@ def produce(
     `load_beside(tile, k_step, stage)` starts the copies that a k step needs in addition (`BufferPlan.copies_beside`).
     """
     hooks, config = loop.hooks, loop.config
+    if (sums := buffers.cluster_sums) is not None:
+        pl.when(piece.ordinal > 0)(lambda: cluster_sums.await_readers(sums))
     if hooks.before_load is not None:
         marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
         hooks.before_load(tile)

@@ -87,6 +87,7 @@ class Buffers:
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
       cluster_sums: the sums that the CTAs of a cluster read from each other; None: they share no tiles.
+      in_stages: the memory of `lhs`, `rhs` and `cluster_sums.sums` if CTAs share tiles (`divided`); else None.
     """
 
     lhs: tuple[SmemRef, ...]
@@ -107,6 +108,7 @@ class Buffers:
     mail: Mail | None = None
     stored: BarrierRef = None
     cluster_sums: ClusterSums | None = None
+    in_stages: Any = None
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
@@ -248,9 +250,18 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes
+    stages_of: dict[str, Any] = {"lhs": plgpu.RefUnion(*lhs_views, *in_lhs), "rhs": plgpu.RefUnion(*rhs_views, *in_rhs)}
+    if config.ctas_per_tile > 1:
+        sums = cluster_sums_type(plan.wg_tiles, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed)
+        in_stages = plgpu.RefUnion(*zip(lhs_views, rhs_views, strict=True), (sums.sums,))
+        stages_of = {
+            "lhs": (),
+            "rhs": (),
+            "in_stages": in_stages,
+            "cluster_sums": dataclasses.replace(sums, sums=None),  # pyright: ignore[reportArgumentType]
+        }
     return {
-        "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
-        "rhs": plgpu.RefUnion(*rhs_views, *in_rhs),
+        **stages_of,
         "out": plgpu.RefUnion(*box_views(out, types)),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=plan.taking_turns * stages),
         "consumed": plan.consumed,
@@ -265,13 +276,21 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
-        "cluster_sums": None
-        if config.ctas_per_tile == 1
-        else cluster_sums_type(plan.wg_tiles, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed),
         "stored_barriers": plan.stored_barriers,
         "stages": stages,
         "taking_turns": plan.taking_turns,
     }
+
+
+def divided[B: Buffers](buffers: B) -> B:
+    """Returns the buffers with `lhs`, `rhs` and `cluster_sums.sums`, if these share memory (`Buffers.in_stages`)."""
+    if buffers.in_stages is None:
+        return buffers
+    boxes, mma, (sums,) = buffers.in_stages
+    lhs, rhs = zip(boxes, mma, strict=True)
+    return dataclasses.replace(
+        buffers, lhs=lhs, rhs=rhs, cluster_sums=dataclasses.replace(buffers.cluster_sums, sums=sums)
+    )
 
 
 def _mail(readers: int) -> Mail:
