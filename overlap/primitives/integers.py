@@ -45,6 +45,15 @@ def remainder(a: Any, b: int) -> Any:
     return a % b if isinstance(a, _KNOWN) else lax.rem(a, jnp.int32(b))
 
 
+def following(index: Any, count: int) -> Any:
+    """Returns the index after `index` when `count` of them are used in turn: after the last one, the first.
+
+    A loop that carries an index with it needs no `remainder`. That takes some 40 cycles unless `count` is a power of
+    two, and the code that waits for barriers hides none of them.
+    """
+    return choose(index == count - 1, 0, index + 1)
+
+
 def choose(condition: Any, if_true: Any, if_false: Any) -> Any:
     """Returns `if_true` where the condition holds, else `if_false`."""
     if isinstance(condition, bool):

@@ -57,7 +57,7 @@ from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.limits import rows_loaded
 from overlap.primitives import converge_warp, marks, wait_stores_read
-from overlap.primitives.integers import remainder
+from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
@@ -129,10 +129,11 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         _await_drained(buffers, piece.ordinal)
         marks.now(Work.MULTIPLY, tile.step, piece.tile)
 
-        @pl.loop(0, piece.k_steps)
-        def _k_step(k: jax.Array) -> None:
-            _issue_k_step(loop, buffers, piece, k, pair)
+        def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
+            _issue_k_step(loop, buffers, piece, k, stage, pair)
+            return following(stage, config.stages)
 
+        lax.fori_loop(0, piece.k_steps, k_step, remainder(piece.before, config.stages))
         plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)
 
     _by_the_first(config, issue)
@@ -146,10 +147,9 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
         pl.when(rank(config) == 0)(issue)
 
 
-def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, pair: Any) -> None:
+def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Any) -> None:
     """Waits for the operand tiles of a k step and issues their product, which releases the stage when it has run."""
     config, layouts = loop.config, loop.layouts
-    stage = remainder(piece.before + k, config.stages)
     plgpu.barrier_wait(buffers.full_at(piece, stage))
     lhs_mma, rhs_mma = buffers.lhs[1].at[stage], buffers.rhs[1].at[stage]
     plgpu.tcgen05_mma(

@@ -70,7 +70,7 @@ from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
-from overlap.primitives.integers import ceil_div, remainder
+from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import AccumulatorRef, GmemRef, Index
 
@@ -101,8 +101,7 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
-    def multiply(k: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
-        stage = remainder(piece.before + k, config.stages)
+    def multiply(stage: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         have_landed()
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
@@ -120,21 +119,24 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 
     def accumulate(acc: AccumulatorRef) -> jax.Array:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
-        multiply(0, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
+        begin = remainder(piece.before, config.stages)
+        multiply(begin, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
 
-        def k_step(k: jax.Array) -> None:
-            multiply(k, acc)
+        def k_step(_: jax.Array, last: jax.Array) -> jax.Array:
+            stage = following(last, config.stages)
+            multiply(stage, acc)
             # Invariant: at most one wgmma is in flight, the one just issued; all before it have read their stages.
             plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + k - 1, config.stages)])
+            plgpu.barrier_arrive(buffers.consumed.at[last])
+            return stage
 
-        first: Index = 1
+        first, last = 1, begin
         if _tells_later(loop):
             # After this many k steps, the stores of the tile before this one have landed.
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
-            pl.loop(1, first)(k_step)
+            last = lax.fori_loop(1, first, k_step, last)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
-        pl.loop(first, piece.k_steps)(k_step)
+        lax.fori_loop(first, piece.k_steps, k_step, last)
         return acc[...]  # Waits for the last wgmma.
 
     shape = (wg_n, wg_m) if config.swap_operands else (wg_m, wg_n)

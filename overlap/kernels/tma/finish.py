@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.kernels.grid import GRID_AXIS, rank
+from overlap.kernels.grid import rank
 from overlap.kernels.hooks import Exchange, Tile
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,7 +25,7 @@ from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import cluster_sums, exchange, staging
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import marks
-from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.integers import following, quotient, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import GmemRef, Index
 
@@ -95,8 +96,9 @@ def produce(
     tile = dataclasses.replace(tile, k_first=tile.k_first + piece.k_first)
     lhs_load, rhs_load = _operand_loads(loop, buffers, tile)
 
-    def load_operand(operand: GmemRef | OneOf | ByKStep, operand_load: staging.OperandLoad, k: Index) -> None:
-        stage = remainder(piece.before + k, config.stages)
+    def load_operand(
+        operand: GmemRef | OneOf | ByKStep, operand_load: staging.OperandLoad, k: Index, stage: Index
+    ) -> None:
         choice, k_start = at_k_step(operand, tile.k_first + k, config.tile_k)
         into = dataclasses.replace(
             operand_load, box_smem=operand_load.box_smem.at[stage], barrier=buffers.full_at(piece, stage)
@@ -106,31 +108,33 @@ def produce(
     def load(lhs_gmem: GmemRef | ByKStep, rhs_gmem: GmemRef | ByKStep) -> None:
         load_lhs = functools.partial(load_operand, lhs_gmem, lhs_load)
 
-        def load_rhs(k: Index) -> None:
-            load_operand(rhs_gmem, rhs_load, k)
+        def load_rhs(k: Index, stage: Index) -> None:
+            load_operand(rhs_gmem, rhs_load, k, stage)
             if load_beside is not None:
-                load_beside(tile, tile.k_first + k, remainder(piece.before + k, config.stages))
+                load_beside(tile, tile.k_first + k, stage)
 
         early: Index = 0
         if hooks.before_lhs is not None:
             # At the start all stages are free. So start to load the right operand into them before waiting for the left
             # operand.
             early = jnp.where(piece.before == 0, jnp.minimum(piece.k_steps, config.stages), 0)
-            pl.loop(0, early)(load_rhs)
+            pl.loop(0, early)(lambda k: load_rhs(k, k))
             marks.now(Work.AWAIT_ROWS, tile.step, piece.tile)
             hooks.before_lhs(tile)
             marks.now(Work.LOAD, tile.step, piece.tile)
-            pl.loop(0, early)(load_lhs)
+            pl.loop(0, early)(lambda k: load_lhs(k, k))
 
-        @pl.loop(early, piece.k_steps)
-        def _k_step(k: jax.Array) -> None:
+        def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
             @pl.when(piece.before + k >= config.stages)
             def _wait_until_free() -> None:
-                plgpu.barrier_wait(buffers.consumed.at[remainder(piece.before + k, config.stages)])
+                plgpu.barrier_wait(buffers.consumed.at[stage])
 
             # Load the left operand first: its `ByKStep` may wait for the data of both.
-            load_lhs(k)
-            load_rhs(k)
+            load_lhs(k, stage)
+            load_rhs(k, stage)
+            return following(stage, config.stages)
+
+        lax.fori_loop(early, piece.k_steps, k_step, remainder(piece.before + early, config.stages))
 
     hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
     if hooks.exchange is not None and buffers.terms_in_stages:
@@ -162,12 +166,12 @@ def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     marks.now(Work.FORWARD, tile.step, piece.tile)
     lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]
 
-    @pl.loop(0, piece.k_steps)
-    def _k_step(k: jax.Array) -> None:
-        stage = remainder(piece.before + k, stages)
+    def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         hooks.in_smem(tile, tile.k_first + piece.k_first + k, lhs_box.at[stage], rhs_box.at[stage])  # pyright: ignore[reportOptionalCall]
         plgpu.barrier_arrive(buffers.consumed.at[stage])
+        return following(stage, stages)
 
+    lax.fori_loop(0, piece.k_steps, k_step, remainder(piece.before, stages))
     if hooks.piece_done is not None:
         hooks.piece_done(tile, piece.pieces_per_tile)
