@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.blackwell import mainloop as blackwell
 from overlap.kernels.tma import exchange, finish, produce, staging, store
-from overlap.primitives.integers import remainder
+from overlap.primitives.integers import following
 
 NOTHING = lambda *_, **__: None  # noqa: E731
 
@@ -82,12 +82,12 @@ def give_stages_back_twice(patch):
 def give_the_next_stage_back(patch):
     mma = plgpu.tcgen05_mma
 
-    def issue(loop, buffers, piece, k, pair):
-        stage = remainder(piece.before + k + 1, loop.config.stages)
-        other = lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, buffers.consumed.at[stage], **rest)  # noqa: E731
+    def issue(loop, buffers, piece, k, stage, pair):
+        of_next = buffers.consumed.at[following(stage, loop.config.stages)]
+        other = lambda acc, lhs, rhs, _, **rest: mma(acc, lhs, rhs, of_next, **rest)  # noqa: E731
         blackwell.plgpu = types.SimpleNamespace(**{**vars(plgpu), "tcgen05_mma": other})
         try:
-            step(loop, buffers, piece, k, pair)
+            step(loop, buffers, piece, k, stage, pair)
         finally:
             blackwell.plgpu = plgpu
 

@@ -27,7 +27,7 @@ stores = functools.partial(slip, store, "store", used_in=finish)
 exchanged = functools.partial(slip, finish, "_finish_exchanged")
 
 FULL, ONE_FULL = "buffers.full_at(piece, stage)", "buffers.full.at[stage]"
-COUNT, BEFORE = "pieces - first + every - 1", "piece.before + k - 1"
+COUNT, BEFORE = "pieces - first + every - 1", "buffers.consumed.at[last]"
 DONE = "plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])"
 OWNER = "remainder(ordinal, 2) == (more[0] if more else remainder(ordinal, 2))"
 
@@ -54,10 +54,17 @@ INJECTED = {
     "barriers that overlap": ("one", "buffers.lhs|missed phase", full_at({"* self.stages": "* (self.stages - 1)"})),
     "two arrivals": ("one", "deadlock", plan({"wg_tiles + types.forwards": "2 + types.forwards"})),
     "arrive before it is read": ("one", "TMA load, write", accumulate({"wgmma_wait(1)": "wgmma_wait(2)"})),
-    "arrive for this stage": ("one", "deadlock", accumulate({BEFORE: "piece.before + k"})),
-    "arrive for another stage": ("one", "deadlock", accumulate({BEFORE: "piece.before + piece.k_steps + k - 1"})),
+    "arrive for this stage": ("one", "deadlock", accumulate({BEFORE: "buffers.consumed.at[stage]"})),
+    "arrive for another stage": ("one", "deadlock",
+        accumulate({BEFORE: "buffers.consumed.at[remainder(last + piece.k_steps, config.stages)]"})),
     "count stages anew": ("one", "buffers.lhs",
-        accumulate({"stage = remainder(piece.before + k": "stage = remainder(k"})),
+        accumulate({"begin = remainder(piece.before": "begin = remainder(0 * piece.before"})),
+    "multiply one stage again and again": ("one", "missed phase|deadlock|race",
+        accumulate({"stage = following(last, config.stages)": "stage = last"})),
+    "fill one stage again and again": ("one", "deadlock|race",
+        slip(produce, "produce", {"return following(stage, config.stages)": "return stage"})),
+    "fill from the first stage": ("one", "buffers.lhs|deadlock",
+        slip(produce, "produce", {"remainder(piece.before + early,": "remainder(0 * piece.before + early,"})),
     "count own stages alone": ("one", "deadlock", accumulate({"piece.before": "(piece.ordinal // 2 * piece.k_steps)"})),
     "refill one late": ("one", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
     "forwarder waits at one": ("ring", "deadlock", slip(produce, "forward", {FULL: ONE_FULL})),
