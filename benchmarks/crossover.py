@@ -3,7 +3,7 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
     python3 -m benchmarks.crossover benchmarks/model/h100/[fjks]*.csv benchmarks/model/h200/fitted*.csv \
-        benchmarks/model/h200/{few_tiles,judged,named,known_long,short}.csv \
+        benchmarks/model/h200/{few_tiles,judged,judged_more,named,known_long,short}.csv \
         benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times

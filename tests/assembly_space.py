@@ -59,9 +59,9 @@ SEEN = frozenset(
 # A class with swapped operands has its own number of rows and those down to the next value (limits of `space.spills`).
 _MOST = {space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2}
 ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
-# The same in clusters along k, whose sums lie in shared memory as well. The most rows that fit with 128 and with 256
-# columns; and a number whose sums in shared memory have another swizzle (`cluster_sums_type`), as 104 also has.
-ROWS_OF_SWAPPED_ALONG_K = (192, 104, 80)
+# The same in clusters along k. The most rows with 128 and with 256 columns; and two numbers whose sums in shared memory
+# have other swizzles (`cluster_sums_type`).
+ROWS_OF_SWAPPED_ALONG_K = (256, 128, 104, 80)
 # The fields of a Config that do not determine the class, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
     "stages": space.STAGES,

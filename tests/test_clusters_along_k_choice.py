@@ -44,7 +44,7 @@ WRONG = [  # cores, config, what the message says
      ["`schedule` must be 'cooperative' with cluster_along='k', got 'pingpong'", LEAVE_OUT]),
     (8, TWO.replace(stream_k=2), ["`stream_k` must be 1 with cluster_along='k', got 2", LEAVE_OUT]),
     (8, FOUR.replace(split_k=3), ["`split_k` must be 1 with cluster_along='k', got 3", LEAVE_OUT]),
-    (8, TWO.replace(tile_m=128, tile_n=256), ["shared memory", "`tile_n` (256)"]),
+    (8, TWO.replace(tile_m=128, tile_n=256, stages=5), ["shared memory", "`tile_n` (256)"]),
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_choices_lose_little_on_problems_that_the_model_has_not_seen(gpu):
     """Uses stored measurements, so the result depends on the model and not on this machine."""
     times = fit_model.load(fit_model.held_out(gpu), gpu)
     lost = [loss for loss, _ in fit_model.losses(times).values()]
-    assert statistics.mean(lost) <= 0.045 and fit_model._at(lost, 0.95) <= {"h200": 0.18, "h100": 0.14}[gpu]
+    assert statistics.mean(lost) <= {"h200": 0.03, "h100": 0.045}[gpu] and fit_model._at(lost, 0.95) <= 0.13
     text = fit_model.judgement(times)
     assert len(text.splitlines()) == 4 and f"{len(times)} problems" in text
 
@@ -138,7 +138,35 @@ def test_what_is_chosen_is_not_far_behind_the_better_of_both(gpu):
     for problem, (_, config) in fit_model.losses(times).items():
         xla, fused = times[problem][None], times[problem][config]
         ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem, gpu) else fused))
-    assert statistics.mean(ratios) >= 0.95 and fit_model._at(ratios, 0.05) >= {"h200": 0.78, "h100": 0.80}[gpu]
+    assert statistics.mean(ratios) >= 0.96 and fit_model._at(ratios, 0.05) >= 0.85
+
+
+@GPUS
+def test_what_is_chosen_is_seldom_slower_than_xla(gpu):
+    """Asked for are a mean of at least 1.00 and a 5th percentile of at least 0.95."""
+    times = fit_model.load(fit_model.held_out(gpu), gpu)
+    ratios = [
+        1.0 if crossover.xla_is_faster(problem, gpu) else times[problem][None] / times[problem][config]
+        for problem, (_, config) in fit_model.losses(times).items()
+    ]
+    assert statistics.geometric_mean(ratios) >= 1.0 and fit_model._at(ratios, 0.05) >= 0.95
+
+
+def test_choices_that_are_measured_again_lose_less():
+    """The fastest of many measured times is too short by chance. Measured again, it is so no more."""
+    times, again = (
+        fit_model.load(fit_model.FOLDER / "h200" / name, "h200") for name in ("held_out.csv", fit_model._AGAIN)
+    )
+    parts = fit_model.losses_again(times, again)
+    assert len(parts) >= 50 and statistics.mean(parts) <= 0.02
+    # By hand: one problem, its two configurations measured twice.
+    problem, (first, second) = Problem("matmul", 64, 64, 64, "bfloat16", "bfloat16"), (Config(), Config(tile_n=64))
+    made = {name: fit_model.Times(TARGET) for name in ("once", "twice")}
+    made["once"][problem] |= {first: 10.0, second: 9.0}
+    assert fit_model.losses_again(made["once"], made["twice"]) == []
+    made["twice"][problem] |= {first: 8.0, second: 10.0}
+    chosen = fit_model.losses(made["once"])[problem][1]
+    assert fit_model.losses_again(made["once"], made["twice"]) == [made["twice"][problem][chosen] / 10.0 - 1]
 
 
 @pytest.mark.parametrize("schedule", ["cooperative", "pingpong"])

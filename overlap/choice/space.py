@@ -186,7 +186,9 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
         count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
         if count <= clusters_at_once(target.num_cores, cluster) and k_steps >= LEAST_K_STEPS * cluster:
             shape = dict(tile_m=rows, tile_n=columns, tile_k=SWIZZLE_BYTES // problem.itemsize, swap_operands=swap)
-            yield dataclasses.replace(usual, **shape, cluster=cluster, cluster_along="k")
+            config = dataclasses.replace(usual, **shape, cluster=cluster, cluster_along="k")
+            if not spills(config):
+                yield config
 
 
 def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
