@@ -284,7 +284,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
 
 def divided[B: Buffers](buffers: B) -> B:
     """Returns the buffers with `lhs`, `rhs` and `cluster_sums.sums`, if these share memory (`Buffers.in_stages`)."""
-    if buffers.in_stages is None:
+    if buffers.in_stages is None or buffers.cluster_sums is None:
         return buffers
     boxes, mma, (sums,) = buffers.in_stages
     lhs, rhs = zip(boxes, mma, strict=True)
