@@ -28,7 +28,7 @@ from overlap.cli import ending
 # Errors of the logarithm of the ratio above this count less and less.
 _NOISE = 0.08
 # No products of a batch are measured against XLA. For a doubling of the batch, the mean factor of sizes is taken.
-_NOT_FITTED, _SIZES = "batch", ("rows", "n", "k")
+_NOT_FITTED, _SIZES = "batch", crossover.SIZES
 # A factor of zero would let a measurement of another problem count as one of this problem.
 _LEAST, _MOST = 0.02, 20.0
 
@@ -41,27 +41,31 @@ class Pairs:
       measured: the N measurements.
       differences: [N, N, 9] how they differ (`crossover.differences`).
       logs: [N] the logarithms of XLA's time divided by the fused kernel's.
-      apart: [N, N] whether two are of different problems.
+      usable: [N, N] whether the second may predict the first: it is of another problem, and of the same dtype unless
+        there is none.
     """
 
     measured: Sequence[Measured]
     differences: np.ndarray
     logs: np.ndarray
-    apart: np.ndarray
+    usable: np.ndarray
 
     @staticmethod
     def of(measured: Sequence[Measured]) -> Pairs:
         """Returns the pairs of some measurements, all of one operation."""
+        apart = np.array([[a.problem != b.problem for b in measured] for a in measured])
+        kinds = np.array([crossover.kind(one.problem) for one in measured])
+        of_kind = apart & (kinds[:, None] == kinds)
         return Pairs(
             measured,
             np.array([[crossover.differences(a, b) for b in measured] for a in measured]),
             np.array([math.log(one.ratio) for one in measured]),
-            np.array([[a.problem != b.problem for b in measured] for a in measured]),
+            np.where(of_kind.any(1, keepdims=True), of_kind, apart),
         )
 
     def predicted(self, factors: np.ndarray) -> np.ndarray:
         """Returns [N] what the measurements of other problems predict for `logs`."""
-        distances = np.where(self.apart, self.differences @ factors, np.inf)
+        distances = np.where(self.usable, self.differences @ factors, np.inf)
         weights = np.exp(distances.min(1, keepdims=True) - distances)
         return weights @ self.logs / weights.sum(1)
 
@@ -120,14 +124,17 @@ def judgement(pairs: Pairs, factors: np.ndarray) -> dict[str, float]:
     }
 
 
+def _stored() -> dict[str, float]:
+    return json.loads(crossover.DISTANCES.read_text(encoding="utf-8"))["factors"]
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = command.tool_parser("fit_crossover", __doc__)
     parser.add_argument("--judge", action="store_true", help="only judge, fit nothing")
     given = parser.parse_args(None if arguments is None else list(arguments))
     groups = by_operation(crossover.measurements())
-    stored = json.loads(crossover.DISTANCES.read_text(encoding="utf-8"))["factors"]
-    factors = stored if given.judge else fit(groups)
+    factors = _stored() if given.judge else fit(groups)
     for pairs in groups:
         words = ", ".join(f"{name} {value:.3f}" for name, value in judgement(pairs, in_order(factors)).items())
         print(f"{pairs.measured[0].problem.op}, {len(pairs.measured)} measurements: {words}")

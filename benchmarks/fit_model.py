@@ -284,10 +284,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
     if given.judge:
         if not given.times and (path := FOLDER / given.gpu / _AGAIN).exists():
             parts = losses_again(sessions[0], load(path, given.gpu))
-            print(
-                f"measured again, {len(parts)} problems: the choice takes longer than the fastest by "
-                f"{100 * statistics.mean(parts):.1f}% in the mean, {100 * _at(parts, 0.95):.1f}% at the 95th percentile"
-            )
+            if parts:
+                print(
+                    f"measured again, {len(parts)} problems: the choice takes longer than the fastest by "
+                    f"{100 * statistics.mean(parts):.1f}% in the mean, {100 * _at(parts, 0.95):.1f}% at the 95th "
+                    "percentile"
+                )
         return 0
     found = fit(sessions, rates.rates_of(TARGETS[given.gpu]))
     for times in sessions:

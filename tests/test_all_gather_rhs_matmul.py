@@ -269,11 +269,11 @@ def test_explain(monkeypatch):
     )
     assert explain(*GOOD_N, **ALONG_N).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    monkeypatch.setattr(crossover, "_measurements", lambda: ())
+    monkeypatch.setattr(crossover, "measurements", lambda: ())
     unknown = explain(*GOOD_N, **ALONG_N)
     assert unknown.implementation == "xla" and "not measured" in str(unknown)
     problem = Problem("all_gather_rhs_matmul_n", 128, 128, 64, "bfloat16", "bfloat16", devices=2)
-    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
+    monkeypatch.setattr(crossover, "measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
     assert explain(*GOOD_N, **ALONG_N).implementation == "fused"
     large = struct(8192, 8192), struct(4096, 8192)
     chosen = explain(*large, **ALONG_K, implementation="fused")

@@ -140,7 +140,17 @@ def test_a_measurement_decides_alone_only_about_its_own_problem(grid):
     # A small gain that is only predicted is not taken.
     grid({16: 1.01, 64: 1.01})
     assert xla_is_faster(dataclasses.replace(GATHER, m=16)) is None
-    assert "the gain would be small (1.01 x)" in str(xla_is_faster(dataclasses.replace(GATHER, m=17)))
+    assert "the kernel would gain little (1.01 x)" in str(xla_is_faster(dataclasses.replace(GATHER, m=17)))
+
+
+def test_other_dtypes_count_only_if_its_own_was_never_measured(grid, monkeypatch):
+    grid({16: 0.5, 64: 0.5})
+    (few, *_), f8 = crossover.measurements(), dict(dtype="float8_e5m2", layout="nt")
+    near, far = (dataclasses.replace(GATHER, m=m, **f8) for m in (17, 1024))
+    assert xla_is_faster(near) is not None
+    own = Measured(far, 100.0, 200.0)
+    monkeypatch.setattr(crossover, "measurements", lambda: (few, own))
+    assert xla_is_faster(near) is None
 
 
 def test_halfway_between_a_loss_and_a_small_gain_xla_runs(grid):

@@ -152,11 +152,11 @@ def explain(*args, **keywords):
 def test_explain(monkeypatch):
     assert explain(*GOOD).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    monkeypatch.setattr(crossover, "_measurements", lambda: ())
+    monkeypatch.setattr(crossover, "measurements", lambda: ())
     unknown = explain(*GOOD)
     assert unknown.implementation == "xla" and "not measured" in str(unknown)
     rows = Problem("matmul_reduce_scatter", 128, 256, 64, "bfloat16", "bfloat16", devices=2)
-    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(rows, 90.0, 100.0),))
+    monkeypatch.setattr(crossover, "measurements", lambda: (crossover.Measured(rows, 90.0, 100.0),))
     assert explain(*GOOD).implementation == "fused"
     # Measurements of blocks of rows do not apply to blocks of columns.
     assert explain(*GOOD, **COLUMNS).implementation == "xla"
@@ -185,11 +185,11 @@ def test_explain_of_sums_for_all(monkeypatch):
 
     assert explain(*GOOD).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    monkeypatch.setattr(crossover, "_measurements", lambda: ())
+    monkeypatch.setattr(crossover, "measurements", lambda: ())
     unknown = explain(*GOOD)
     assert unknown.implementation == "xla" and "not measured" in str(unknown)
     measured = Problem("matmul_all_reduce", 128, 256, 64, "bfloat16", "bfloat16", devices=4)
-    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(measured, 90.0, 100.0),))
+    monkeypatch.setattr(crossover, "measurements", lambda: (crossover.Measured(measured, 90.0, 100.0),))
     assert explain(*GOOD).implementation == "fused"
     # Few rows in one shot, many in blocks. Scratch in one shot: the own part, and a part from each device. In blocks:
     # the parts that are sent, and the parts that arrive.

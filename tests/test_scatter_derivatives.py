@@ -264,7 +264,7 @@ def test_vmap_over_anything_else_where_the_chooser_takes_the_kernel(monkeypatch)
     arrays = {"lhs": struct(8192, 8192), "rhs": struct(8192, 8192)}
     problem = Problem("matmul_reduce_scatter", 8192, 8192, 4096, "bfloat16", "bfloat16", devices=2)
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    monkeypatch.setattr(crossover, "_measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
+    monkeypatch.setattr(crossover, "measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
     for name, has_kernel in (("lhs", True), ("rhs", False)):
 
         def batch(arrays, name=name):

@@ -87,7 +87,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
 
 
 def xla_is_faster(problem: Problem, target: Target) -> str | None:
-    """Returns why XLA is expected to be faster than the fused kernel; None if it is not.
+    """Returns why XLA runs instead of the fused kernel: it was or should be faster, or nearly so; else None.
 
     The fused kernel is assumed to run with the configuration of `choose_config`. If that configuration was measured,
     XLA was measured in the same run, and these two times decide. Otherwise the times measured for similar problems

@@ -19,6 +19,7 @@ import json
 import math
 import operator
 import pathlib
+import statistics
 from typing import cast
 
 import jax.numpy as jnp
@@ -38,9 +39,9 @@ _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
 # In how far problems differ (`differences`).
 DIFFERENCES = ("rows", "n", "k", "batch", "devices", "layout", "kind", "alignment", "gpu")
-# If the nearest measurement is farther away than this, about six doublings of one size, the problem counts as not
-# measured.
-_FAR = 15.0
+# If the nearest measurement is farther away than this number of doublings, each counted with the mean factor of the
+# sizes, the problem counts as not measured.
+_FAR, SIZES = 6.0, ("rows", "n", "k")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,11 @@ class Measured:
         """The message that XLA was faster; None unless it was."""
         if self.ratio >= 1:
             return None
-        return f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
+        return f"XLA was measured to be {_times(1 / self.ratio)} for {self.problem}"
+
+
+def _times(factor: float) -> str:
+    return "about as fast" if f"{factor:.2f}" == "1.00" else f"{factor:.2f} x as fast"
 
 
 def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measured]]:
@@ -86,7 +91,7 @@ def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measure
 
 
 def expected_ratio(near: list[tuple[float, Measured]]) -> float:
-    """Returns XLA's time divided by the fused kernel's, interpolated between the measurements of `neighbours`."""
+    """Returns XLA's time divided by the fused kernel's, averaged over the measurements of `neighbours`."""
     if near[0][0] == 0:
         return near[0][1].ratio
     weights = [math.exp(near[0][0] - distance) for distance, _ in near]
@@ -95,24 +100,28 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
 
 
 def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
-    """Returns why XLA is expected to be faster for a problem, with the measurement that says so; None if it is not.
+    """Returns why XLA runs: it was or should be faster, or the kernel should gain less than `LEAST_GAIN`; else None.
 
     Args:
       problem: the operation and the sizes.
-      gpu: whose measurements count as the nearest (`rates.measured_gpu`).
+      gpu: the GPU that the call is for (`rates.measured_gpu`).
     """
     near = neighbours(problem, gpu)
     if not near:
         return NOTHING_MEASURED
     distance, nearest = near[0]
-    if distance > _FAR:
+    factors = dict(zip(DIFFERENCES, _factors(), strict=True))
+    if distance > _FAR * statistics.mean(factors[name] for name in SIZES):
         return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"
     if distance == 0:
         return nearest.says_xla
-    ratio = expected_ratio(near)
+    # Each dtype has its own ratios: XLA multiplies float8_e5m2 as 16 bits, and float8_e4m3fn faster. So where the dtype
+    # was measured, other dtypes do not count.
+    near = [pair for pair in near if kind(pair[1].problem) == kind(problem)] or near
+    nearest, ratio = near[0][1], expected_ratio(near)
     if ratio >= LEAST_GAIN:
         return None
-    faster = f"XLA should be {1 / ratio:.2f} x as fast" if ratio < 1 else f"the gain would be small ({ratio:.2f} x)"
+    faster = f"XLA should be {_times(1 / ratio)}" if ratio < 1 else f"the kernel would gain little ({ratio:.2f} x)"
     return f"{faster}, predicted from measurements, of which the nearest is of {nearest.problem}{_WAY_OUT}"
 
 
@@ -122,17 +131,19 @@ def differences(a: Measured, b: Measured) -> tuple[float, ...]:
     These are doublings (of the rows of all devices together, of n, k, the batch and the devices), and 1 or 0 for
     whether layouts, dtypes, GPUs differ, or only one of the problems has aligned rows.
     """
-    p, q = a.problem, b.problem
-    sizes = ((_rows(p), _rows(q)), (p.n, q.n), (p.k, q.k), (p.batch, q.batch), (p.devices, q.devices))
-    others = p.layout != q.layout, _kind(p) != _kind(q), _aligned(p) != _aligned(q), a.gpu != b.gpu
-    return (*(abs(math.log2(x / y)) for x, y in sizes), *map(float, others))
+    (sizes, classes), (other_sizes, other_classes) = _place(a.problem), _place(b.problem)
+    others = *map(operator.ne, classes, other_classes), a.gpu != b.gpu
+    return (*(abs(x - y) for x, y in zip(sizes, other_sizes, strict=True)), *map(float, others))
 
 
-def _rows(problem: Problem) -> int:
-    return problem.whole[0]
+@functools.lru_cache(maxsize=1 << 14)
+def _place(problem: Problem) -> tuple[tuple[float, ...], tuple[object, ...]]:
+    """Returns the logarithms of a problem's sizes, and its layout, dtype and alignment."""
+    sizes = (problem.whole[0], problem.n, problem.k, problem.batch, problem.devices)
+    return tuple(map(math.log2, sizes)), (problem.layout, kind(problem), _aligned(problem))
 
 
-def _kind(problem: Problem) -> str:
+def kind(problem: Problem) -> str:
     """Returns the name of the dtype, or "16 bits" for float16 and bfloat16, which run at the same rates."""
     return "16 bits" if jnp.dtype(problem.dtype).itemsize == 2 else problem.dtype
 
@@ -150,6 +161,7 @@ def _factors() -> tuple[float, ...]:
 
 @functools.cache
 def measurements() -> tuple[Measured, ...]:
+    """Returns the measurements in `crossover.csv`."""
     with FILE.open(encoding="utf-8", newline="") as file:
         return tuple(_measured(row) for row in csv.DictReader(file))
 

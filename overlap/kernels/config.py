@@ -120,9 +120,9 @@ class Config:
         "n" (they share the left one; not on Blackwell). With "k" all CTAs of a cluster compute the same tile: each
         takes a part of the contraction, and they add their sums through each other's shared memory. That is for results
         of few tiles (plain `matmul` on Hopper only, with the schedule "cooperative", without `stream_k` and `split_k`,
-        and with at least one k step for each CTA). Each CTA keeps the sums of a tile in shared memory, 4 bytes for
-        each element, which leaves room for fewer stages, as in
-        `Config(tile_m=64, tile_n=128, stages=7, cluster=2, cluster_along="k")`.
+        and with at least one k step for each CTA), as in
+        `Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="k")`. The sums lie in the memory of the
+        stages, so the operands of a CTA's next tile, if it has several, are loaded only after the exchange.
       joined: whether the gathered rows of all shards are tiled as the rows of one matrix, so that few rows per shard
         fill a tile together (`all_gather_lhs_matmul` by the transport "pull" only; ignored elsewhere).
       one_shot: whether each device sends its part of the whole result to all others, and adds up all parts itself: for

@@ -53,7 +53,6 @@ def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
 
 def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "") -> int:
     """Returns the shared memory of one CTA in bytes, with its barriers and the chunk buffers of the transport."""
-    operand_bytes = config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
     wg_m, _ = warpgroup_tile(config)
     epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
     # Each stage has two barriers, `full` and `consumed`. If the warpgroups take turns, each of the two has its own
@@ -62,8 +61,8 @@ def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     barriers += limits.cluster_sums_barriers(config, COMPUTE_WARPGROUPS)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
-    stages_bytes = max(operand_bytes, limits.cluster_sums_bytes(config))
-    return stages_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
+    operand_bytes = max(limits.stages_bytes(config, dtype), limits.cluster_sums_bytes(config))
+    return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
 def check_types(sizes: Sizes) -> None:

@@ -32,8 +32,8 @@ tiles may lie wholly beyond the result's edge: that tile is computed from zeros,
 
 Every role visits the same sequence of pieces (`StreamK`: whole tiles, then the CTA's piece of the last, partial wave),
 and counts the stages that it has used, from the first piece to the last. So the next tile's operands are loaded while
-this tile's accumulator is stored. CTAs that share a tile exchange their sums, and each finishes a share of its columns
-(`PartialSums`).
+this tile's accumulator is stored (except with `cluster_along="k"`, where sums lie in the stages). CTAs that share a
+tile exchange their sums, and each finishes a share of its columns (`PartialSums`).
 
 Either operand may lie in memory with k along its rows or along its columns (`OperandLayouts`); the tensor cores read
 both. There may be several right operands, each with an output of its own (`OneOf`). They differ only in the copies that

@@ -17,11 +17,12 @@ the latter two, an arrival counts in all CTAs of the cluster:
     stored        all CTAs have stored their sums of a tile, so they may be read
     read          all CTAs have read the sums of a tile, so the next tile's operands may be loaded, and the CTA may end
 
-`plgpu.commit_smem` orders the stores of sums before the loads of the next tile's operands, which are asynchronous. For
-the reads of other CTAs no fence is needed besides `plgpu.ClusterBarrier`. After a store to shared memory Mosaic inserts
-a `bar.sync` of the warpgroup, so all of its stores are in this SM's shared memory before it arrives. The other CTAs
-read that memory directly, not a cached copy. (This is an argument about Hopper: the arrival's PTX names no scope, so by
-PTX's memory model alone it orders only the threads of one CTA.)
+An arrival at a `plgpu.ClusterBarrier` is made by one warp, without a barrier of the warpgroup. So the whole warpgroup
+must be ready before: `plgpu.commit_smem`, after the sums and at the end of each store of results, waits for it. It also
+orders the stores of sums before the loads of the next tile's operands, which are asynchronous. For the reads of other
+CTAs no fence is needed: the stores of a warpgroup are in this SM's shared memory when it has passed its barrier. The
+other CTAs read that memory directly, not a cached copy. (This is an argument about Hopper: the arrival's PTX names no
+scope, so by PTX's memory model alone it orders only the threads of one CTA.)
 
 Sums are read, not sent. An asynchronous store to another CTA (`plgpu.async_store_smem`) updates the receiver's barrier
 once for every 8 bytes: measured on an H200, two CTAs then took 2 to 3 µs longer for a tile of 128 × 128.

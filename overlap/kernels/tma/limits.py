@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
 from overlap.primitives.integers import ceil_div
@@ -54,6 +55,11 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     chunk_bytes *= config.pull.chunk_buffers
     barriers = (config.pull.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
+
+
+def stages_bytes(config: Config, dtype: DTypeLike) -> int:
+    """Returns the shared memory of the pipeline stages of one CTA."""
+    return config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
 
 
 def cluster_sums_bytes(config: Config) -> int:
@@ -123,7 +129,7 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
         fields = {**least, **dict.fromkeys(chunks, 1)}
         larger = [f"`{name}` ({config.fields[name]})" for name, size in fields.items() if config.fields[name] > size]
         ways_out = [f"reduce {', '.join(larger)}"] if larger else []
-        if config.ctas_per_tile > 1:
+        if cluster_sums_bytes(config) > stages_bytes(config, sizes.dtype):
             ways_out.append("leave out cluster_along='k', for which a CTA keeps the sums of a tile")
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
