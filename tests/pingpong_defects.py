@@ -57,7 +57,7 @@ INJECTED = {
     "arrive for this stage": ("one", "deadlock", accumulate({BEFORE: "buffers.consumed.at[stage]"})),
     "arrive for another stage": ("one", "deadlock",
         accumulate({BEFORE: "buffers.consumed.at[remainder(last + piece.k_steps, config.stages)]"})),
-    "count stages anew": ("one", "buffers.lhs",
+    "count stages anew": ("one", "buffers.lhs|deadlock",
         accumulate({"begin = remainder(piece.before": "begin = remainder(0 * piece.before"})),
     "multiply one stage again and again": ("one", "missed phase|deadlock|race",
         accumulate({"stage = following(last, config.stages)": "stage = last"})),

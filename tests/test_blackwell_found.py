@@ -114,7 +114,7 @@ PROGRAMS = {
 }
 MMA, TOLD, TERMS = "    plgpu.tcgen05_mma(", "tell_stored(buffers, piece.", blackwell._Terms
 COMMIT = "    plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)\n"
-READ = "values = exchange.term_values(self.buffers, term_buffer, 0)\n"
+READ = "values = exchange.term_values(self.exchange, self.buffers, term_buffer, 0)\n"
 LOAD = "pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_index + TERM_BUFFERS))\n"
 issue = functools.partial(slip, blackwell, "_issue_k_step")
 WORK, NEXT = "        role(loop, buffers, tile, piece, *more)\n", "        return read("

@@ -165,7 +165,7 @@ def test_explain_is_about_the_part_of_a_device(h200):
     rhs = struct((4096, 4096), P())
     part, whole = (
         overlap.explain(overlap.matmul, struct((m, 4096), spec), rhs, bias=struct((4096,), P()))
-        for m, spec in ((2048, P("x")), (1024, P()))
+        for m, spec in ((8192, P("x")), (4096, P()))
     )
     assert part.implementation == "fused" and part == whole
     gathered = overlap.explain(overlap.matmul, struct((2048, 4096), P(None, "x")), rhs)

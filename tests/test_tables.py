@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import overlap
-from overlap.choice import choose, table_entry, table_files, tables
+from overlap.choice import choose, crossover, table_entry, table_files, tables
 from overlap.choice import problem as problems
 from overlap.cli import tune_arguments
 from overlap.kernels.config import Config
@@ -111,7 +111,8 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
     assert "entries[2] (matmul 4096x8192x4096): entries[1] is for the same, and is used" in record.message
 
 
-def test_an_entry_whose_configuration_cannot_run_is_named(caplog):
+def test_an_entry_whose_configuration_cannot_run_is_named(caplog, monkeypatch):
+    monkeypatch.setattr(crossover, "xla_is_faster", lambda *_: None)
     write(line(config=Config(tile_m=256, tile_n=256).fields))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):
