@@ -181,7 +181,7 @@ def test_lowered_for_a_gpu(h200):
         jax.ShapeDtypeStruct(shape, jnp.float16, sharding=jax.NamedSharding(EXPLICIT, spec))
         for shape, spec in (((2048, 4096), P("x")), ((4096, 4096), P(None, "y")))
     )
-    text = lowered_for_cuda(overlap.matmul, lhs, rhs)
+    text = lowered_for_cuda(fused, lhs, rhs)
     assert "mosaic_gpu" in text and "tensor<1024x2048xf16>" in text
 
 

@@ -110,8 +110,8 @@ def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
     if not near:
         return NOTHING_MEASURED
     distance, nearest = near[0]
-    factors = dict(zip(DIFFERENCES, _factors(), strict=True))
-    if distance > _FAR * statistics.mean(factors[name] for name in SIZES):
+    of_sizes = (factor for name, factor in zip(DIFFERENCES, _factors(), strict=True) if name in SIZES)
+    if distance > _FAR * statistics.mean(of_sizes):
         return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"
     if distance == 0:
         return nearest.says_xla
