@@ -117,7 +117,7 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             right.transpose((1, 0)) if transpose_right else right,
         )
 
-    def accumulate(acc: AccumulatorRef) -> jax.Array:
+    def accumulate(acc: AccumulatorRef) -> tuple[jax.Array, Index]:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         begin = remainder(piece.before, config.stages)
         multiply(begin, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
@@ -136,12 +136,12 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
             last = lax.fori_loop(1, first, k_step, last)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
-        lax.fori_loop(first, piece.k_steps, k_step, last)
-        return acc[...]  # Waits for the last wgmma.
+        last = lax.fori_loop(first, piece.k_steps, k_step, last)
+        return acc[...], last  # Reading `acc` waits for the last wgmma.
 
     shape = (wg_n, wg_m) if config.swap_operands else (wg_m, wg_n)
-    values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-    plgpu.barrier_arrive(buffers.consumed.at[remainder(piece.before + piece.k_steps - 1, config.stages)])
+    values, last = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    plgpu.barrier_arrive(buffers.consumed.at[last])
     return values
 
 
