@@ -28,6 +28,7 @@ exchanged = functools.partial(slip, finish, "_finish_exchanged")
 
 FULL, ONE_FULL = "buffers.full_at(piece, stage)", "buffers.full.at[stage]"
 COUNT, BEFORE = "pieces - first + every - 1", "buffers.consumed.at[last]"
+IN_STEP = "plgpu.wgmma_wait(1)\n            plgpu.barrier_arrive("
 DONE = "plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])"
 OWNER = "remainder(ordinal, 2) == (more[0] if more else remainder(ordinal, 2))"
 
@@ -54,7 +55,8 @@ INJECTED = {
     "barriers that overlap": ("one", "buffers.lhs|missed phase", full_at({"* self.stages": "* (self.stages - 1)"})),
     "two arrivals": ("one", "deadlock", plan({"wg_tiles + types.forwards": "2 + types.forwards"})),
     "arrive before it is read": ("one", "TMA load, write", accumulate({"wgmma_wait(1)": "wgmma_wait(2)"})),
-    "arrive for this stage": ("one", "deadlock", accumulate({BEFORE: "buffers.consumed.at[stage]"})),
+    "arrive for this stage": ("one", "deadlock",
+        accumulate({IN_STEP + BEFORE: IN_STEP + "buffers.consumed.at[stage]"})),
     "arrive for another stage": ("one", "deadlock",
         accumulate({BEFORE: "buffers.consumed.at[remainder(last + piece.k_steps, config.stages)]"})),
     "count stages anew": ("one", "buffers.lhs|deadlock",
