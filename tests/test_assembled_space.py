@@ -72,7 +72,9 @@ sizes = st.integers(1, 40000) | st.integers(1, 4000).map(lambda x: 8 * x)
 )
 def test_every_candidate_for_a_product_is_enumerated(m, n, k, kinds, layout, batch):
     problem = Problem(MATMUL, m, n, k, *kinds, layout=layout, batch=batch)
-    assert_in_a_class(problem, space.candidates(problem, TARGET))
+    configs = space.candidates(problem, TARGET)
+    assert_in_a_class(problem, configs)
+    assert space.heuristic(problem, TARGET) == next(iter(configs), None)
 
 
 @settings(max_examples=75, deadline=None)
@@ -81,7 +83,9 @@ def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, de
     layouts, operand_bytes, _ = OPERATIONS[op]
     problem = Problem(op, m, n, k, *kinds, devices=devices, layout=data.draw(st.sampled_from(layouts)))
     if jnp.dtype(problem.dtype).itemsize in operand_bytes:
-        assert_in_a_class(problem, space.candidates(problem, TARGET))
+        configs = space.candidates(problem, TARGET)
+        assert_in_a_class(problem, configs)
+        assert space.heuristic(problem, TARGET) == next(iter(configs), None)
 
 
 def test_what_the_shipped_table_says_is_enumerated():

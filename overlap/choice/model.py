@@ -7,6 +7,8 @@ are in `rates.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -20,6 +22,7 @@ from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div
 
+type Minor = Literal["m", "n"]
 F32_BYTES = 4
 # The exponent with which `_at_power_limit` combines the time at full clocks and the time that the power limit allows.
 # The larger it is, the more abruptly the clock rate begins to fall where work reaches the power limit.
@@ -67,23 +70,39 @@ def waves(config: Config, problem: Problem, target: Target) -> float:
     return work.total_k_steps(0) / work.k_steps
 
 
-def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
-    """Returns the model's time for one call, in microseconds. `rates`: None takes the rates of the target."""
+def predicted_us(
+    config: Config, problem: Problem, target: Target, rates: Rates | None = None, *, in_order: bool = True
+) -> float:
+    """Returns the model's time for one call, in microseconds.
+
+    Args:
+      config: the configuration.
+      problem: the operation and its sizes.
+      target: the GPU.
+      rates: its rates. None takes the fitted ones.
+      in_order: whether the time that depends on the tile order counts. Without it, which takes less work to compute, no
+        order of the configuration has a shorter time.
+    """
     rates = rates or rates_of(target, communicates=problem.communicates)
     work, itemsize = work_of(config, problem, target), problem.itemsize
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
-    weights, (*_, products) = problem.n * problem.k * itemsize, problem.grid(config)
+    weights, (m, n, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
-    if not problem.communicates:
-        hbm_bytes += _read_again(config, problem, work, rates)
+    if in_order and not problem.communicates:
+        hbm_bytes += _read_again(TileOrder.of(m, n, config), config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
         # The data do not fit into the L2. So the rate at which the active cores can read memory is a limit, too.
         hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
-    per_depth = _PerDepth.of(config, problem, rates, active, target)
-    cycles = _core_cycles(config, problem, rates, target, per_depth)
+    loads = OperandTiles(0.0, 0.0, 1.0)
+    # The rates for operations over several devices let the loads of a GPC take no time.
+    if in_order and not problem.communicates:
+        loads = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
+    l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
+    per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)
+    cycles = _core_cycles(config, problem, rates, work, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
     us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
@@ -110,29 +129,38 @@ def predicted_us(config: Config, problem: Problem, target: Target, rates: Rates 
     return us
 
 
-def order_us(config: Config, problem: Problem, target: Target) -> float:
-    """Returns the part of the model's time, in microseconds, by which tile orders differ if nothing else limits it."""
+def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence[tuple[Minor, int]]) -> list[float]:
+    """Returns, for each tile order, the part of the model's time in µs by which orders differ if all else is the same.
+
+    Args:
+      orders: pairs of `Config.order_minor` and `Config.order_width`, which replace those of `config`.
+    """
     rates, work = rates_of(target), work_of(config, problem, target)
-    rows = rates.rows_loaded(config, problem.grid(config)[0], problem.transpose_lhs)
-    loads = _gpc_loads(config, problem, work)
-    of_group = loads.at_work * _loaded_by_gpc(config, loads, rows * problem.itemsize, config.tile_n * problem.itemsize)
-    cycles = waves(config, problem, target) * work.k_steps * config.tile_k * of_group / rates.group_bytes_per_cycle
-    return cycles / rates.cycles_per_us + _read_again(config, problem, work, rates) / rates.hbm_bytes_per_us
+    m, n, _ = problem.grid(config)
+    lhs = rates.rows_loaded(config, m, problem.transpose_lhs) * problem.itemsize
+    rhs, depth = config.tile_n * problem.itemsize, work.total_k_steps(0) * config.tile_k
+    grid, found = TileOrder.of(m, n, config), []
+    for minor, width in orders:
+        order = dataclasses.replace(grid, minor=minor, width=width)
+        loads = operand_tiles(order, work, config.cluster)
+        of_group = loads.at_work * _loaded_by_gpc(config, loads, lhs, rhs)
+        us = depth * of_group / rates.group_bytes_per_cycle / rates.cycles_per_us
+        found.append(us + _read_again(order, config, problem, work, rates) / rates.hbm_bytes_per_us)
+    return found
 
 
-def _read_again(config: Config, problem: Problem, work: StreamK, rates: Rates) -> float:
+def _read_again(order: TileOrder, config: Config, problem: Problem, work: StreamK, rates: Rates) -> float:
     """Returns the bytes of operands that are read from memory again, because the L2 has no room to keep them.
 
-    Each band of the tile order (`TileOrder`) needs its own part of one operand, and all of the other one.
+    Each band of the tile order needs its own part of one operand, and all of the other one.
     """
-    rows, columns = config.cluster_tile
     m, n, products = problem.grid(config)
-    if config.order_minor == "m":
-        bands, of_all = ceil_div(m, config.order_width * rows), n
+    if order.minor == "m":
+        bands, of_all = ceil_div(order.m_tiles, order.width), n
     else:
-        bands, of_all = ceil_div(n, config.order_width * columns), m
+        bands, of_all = ceil_div(order.n_tiles, order.width), m
     # Bands that are computed at the same time read together.
-    at_once = work.num_ctas * bands / (ceil_div(m, rows) * ceil_div(n, columns))
+    at_once = work.num_ctas * bands / order.tiles
     needed = of_all * problem.k * problem.itemsize
     return products * max(bands / max(at_once, 1.0) - 1, 0.0) * max(needed - _KEPT_IN_L2 * rates.l2_bytes, 0.0)
 
@@ -162,10 +190,9 @@ class _PerDepth:
     read: float
 
     @staticmethod
-    def of(config: Config, problem: Problem, rates: Rates, active: int, target: Target) -> _PerDepth:
-        """Returns the costs of a configuration on a problem, while `active` cores are at work."""
+    def of(config: Config, problem: Problem, rates: Rates, loads: OperandTiles, l2_rate: float) -> _PerDepth:
+        """Returns the costs of a configuration on a problem, where a core loads `l2_rate` bytes of the L2 per cycle."""
         itemsize = problem.itemsize
-        l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
         rows = rates.rows_loaded(config, m, problem.transpose_lhs)
@@ -182,12 +209,7 @@ class _PerDepth:
         )
         shared = rhs if config.cluster_along == "m" else lhs
         loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
-        # The rates for operations over several devices let such loads take no time.
-        of_group, at_work = 0.0, 1.0
-        if not problem.communicates:
-            loads = _gpc_loads(config, problem, work_of(config, problem, target))
-            of_group = _loaded_by_gpc(config, loads, (rows - empty) * itemsize, config.tile_n * itemsize)
-            at_work = loads.at_work
+        of_group = _loaded_by_gpc(config, loads, (rows - empty) * itemsize, config.tile_n * itemsize)
         load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
         if config.cluster > 1 and config.cluster_along == "n":
             load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
@@ -197,17 +219,12 @@ class _PerDepth:
             multiplied / rates.tensor_core_rate,
             read / rates.smem_bytes_per_cycle,
             load,
-            of_group * at_work / rates.group_bytes_per_cycle,
+            of_group * loads.at_work / rates.group_bytes_per_cycle,
         )
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
         return _PerDepth(busy + step / config.tile_k, multiplied, loaded, of_group, read)
-
-
-def _gpc_loads(config: Config, problem: Problem, work: StreamK) -> OperandTiles:
-    m, n, _ = problem.grid(config)
-    return operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
 
 
 def _loaded_by_gpc(config: Config, loads: OperandTiles, lhs: float, rhs: float) -> float:
@@ -231,11 +248,10 @@ def _exchange_cycles(config: Config, rates: Rates) -> float:
     return rates.exchange_cycles + read / rates.exchange_bytes_per_cycle
 
 
-def _core_cycles(config: Config, problem: Problem, rates: Rates, target: Target, per_depth: _PerDepth) -> float:
+def _core_cycles(config: Config, problem: Problem, rates: Rates, work: StreamK, per_depth: _PerDepth) -> float:
     """Returns the cycles that the busiest core takes for its products and its stores."""
-    work = work_of(config, problem, target)
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
-    mainloop = waves(config, problem, target) * work.k_steps * config.tile_k * per_depth.cycles
+    mainloop = work.total_k_steps(0) * config.tile_k * per_depth.cycles
     tiles = work.full_waves + (work.left > 0)
     elements = config.tile_m * config.tile_n
     # A store waits if all epilogue buffers are in use.

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap.choice.model import order_us, predicted_us, waves, work_of
+from overlap.choice.model import orders_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import SWIZZLE_BYTES, Config
@@ -82,9 +82,9 @@ _NOT_MEASURED = 1.05
 MOST_VARIED = 32
 # The share by which a configuration is assumed to be slower for each fine field whose value is not the usual one.
 _DEVIATION_COST = 0.015
-# How much the tile order matters: of two orders of the same tiles, the one whose `order_us` is twice as long was
+# How much the tile order matters: of two orders of the same tiles, the one whose `orders_us` is twice as long was
 # measured to take 2 ** _ORDER_EXPONENT times as long (1,000 pairs on an H100 and an H200; some differ by half). The
-# usual order is left only if that shortens `order_us` by _LEAST_GAIN. Orders whose `order_us` differ by less than
+# usual order is left only if that shortens `orders_us` by _LEAST_GAIN. Orders whose `orders_us` differ by less than
 # _TOLERANCE count as equal.
 _ORDER_EXPONENT, _LEAST_GAIN, _TOLERANCE = 0.15, 0.2, 0.05
 
@@ -98,9 +98,24 @@ def candidates(problem: Problem, target: Target) -> list[Config]:
     return list(_candidates(problem, target))
 
 
+@functools.lru_cache(maxsize=1024)
 def heuristic(problem: Problem, target: Target) -> Config | None:
-    """Returns the first of `candidates`, for a problem that was not tuned; None if no configuration can run it."""
-    return next(iter(_candidates(problem, target)), None)
+    """Returns the first of `candidates`, for a problem that was not tuned; None if no configuration can run it.
+
+    Programs are traced with it, so it has to be fast: it looks at the shapes in the order of a lower bound of their
+    times, and stops where no other shape can be faster.
+    """
+    shapes = [(_least_us(shape, problem, target), place, shape) for place, shape in enumerate(_shapes(problem, target))]
+    chosen, rank_of_chosen = None, (math.inf, 0, 0)
+    for least_us, place, shape in sorted(shapes, key=lambda item: item[:2]):
+        # The factor is for errors of rounding.
+        if least_us > rank_of_chosen[0] * 1.0001:
+            break
+        base = _base(shape, problem, target)
+        if base is not None:
+            rank_of_base = _expected_us(base, problem, target), -base.tile_n, place
+            chosen, rank_of_chosen = min((chosen, rank_of_chosen), (base, rank_of_base), key=lambda item: item[1])
+    return chosen
 
 
 def rank(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
@@ -115,19 +130,29 @@ def rank(config: Config, problem: Problem, target: Target, rates: Rates | None =
 
 def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns the model's time in µs, plus a little for a configuration of a kind that was never measured."""
-    us = predicted_us(config, problem, target, rates)
+    return predicted_us(config, problem, target, rates) * _unmeasured_factor(config, problem)
+
+
+def _least_us(shape: Config, problem: Problem, target: Target) -> float:
+    """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`)."""
+    ideal = dataclasses.replace(shape, stages=max(STAGES), epilogue_buffers=max(FINE["epilogue_buffers"]))
+    return predicted_us(ideal, problem, target, in_order=False) * _unmeasured_factor(ideal, problem)
+
+
+def _unmeasured_factor(config: Config, problem: Problem) -> float:
     new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
-    return us * _NOT_MEASURED if new else us
+    return _NOT_MEASURED if new else 1.0
 
 
 def _deviation_factor(config: Config, base: Config, problem: Problem, target: Target) -> float:
     """Returns the factor by which `config` is assumed to take longer than `base`. They differ in fine fields only."""
     fine = (*FINE, *CHUNKS, "stages")
     deviations = sum(config.fields[name] != base.fields[name] for name in fine)
-    order = (config.order_minor, config.order_width)
+    order, usual = ((one.order_minor, one.order_width) for one in (config, base))
     slower = 1.0
-    if order != (base.order_minor, base.order_width):
-        slower = max(order_us(config, problem, target) / order_us(base, problem, target), 1.0) ** _ORDER_EXPONENT
+    if order != usual:
+        us, usual_us = orders_us(config, problem, target, (order, usual))
+        slower = max(us / usual_us, 1.0) ** _ORDER_EXPONENT
     return (1 + _DEVIATION_COST * deviations) * slower
 
 
@@ -142,7 +167,9 @@ def differences(config: Config) -> str:
 def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     found = (_base(shape, problem, target) for shape in _shapes(problem, target))
     bases = [(_expected_us(base, problem, target), base) for base in found if base is not None]
-    bases.sort(key=lambda pair: pair[0])
+    # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
+    # rows.
+    bases.sort(key=lambda pair: (pair[0], -pair[1].tile_n))
     ranked: dict[Config, float] = {}
     seen: set[Any] = set()
     for place, (us, base) in enumerate(bases):
@@ -151,16 +178,22 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
                 ranked[config] = us * _deviation_factor(config, base, problem, target)
-    # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
-    # rows.
     return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
 
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     """Yields each tile shape with every different way to cut the last wave. The fine fields have their usual values."""
     names = [name for name in SHAPE if name not in ("split_k", "stream_k")]
-    upright = itertools.product(*(SHAPE[name] for name in names))
-    of_swapped = SHAPE | SWAPPED | {"tile_m": _rows_of_swapped(problem)}
+    # Values that cannot run, or mean nothing for this operation, are left out first: that saves most of the time.
+    joined = problem.op == "all_gather_lhs_matmul" and problem.devices > 1
+    one_shot = problem.replicates and problem.communicates
+    shapes = SHAPE | {
+        "tile_k": (SWIZZLE_BYTES // problem.itemsize,),
+        "joined": SHAPE["joined"] if joined else (False,),
+        "one_shot": SHAPE["one_shot"] if one_shot else (False,),
+    }
+    upright = itertools.product(*(shapes[name] for name in names))
+    of_swapped = shapes | SWAPPED | {"tile_m": _rows_of_swapped(problem)}
     swapped = itertools.product(*(of_swapped[name] for name in names))
     yield from _along_k(problem, target)
     for values in itertools.chain(upright, swapped if _may_swap(problem, target) else ()):
@@ -257,8 +290,6 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
         return True
     if spills(shape):
         return True
-    if shape.one_shot and not (problem.replicates and problem.communicates):
-        return True
     if shape.in_turn and (shape.joined or shape.one_shot or rates_of(target).overlaps_epilogue):
         return True
     if shape.in_turn and work_of(shape, problem, target).pieces(0) < 2:
@@ -273,7 +304,7 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     shards = problem.batch * problem.devices
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
-    return problem.op != "all_gather_lhs_matmul" or problem.devices == 1 or filled or not few
+    return filled or not few
 
 
 def spills(shape: Config) -> bool:
@@ -309,7 +340,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
     """Returns the shape with its tile order.
 
-    For a plain product it is the first order whose `order_us` is at most _TOLERANCE longer than the shortest.
+    For a plain product it is the first order whose `orders_us` is at most _TOLERANCE longer than the shortest.
     """
     if problem.communicates or not rates_of(target).measured:
         low = shape.tile_m < LEAST_ROWS_TO_SHARE
@@ -319,15 +350,13 @@ def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
             # this was measured to be up to 7% faster (2 H200s).
             return dataclasses.replace(shape, order_width=2 * shape.order_width)
         return shape
-    orders = sorted(itertools.product(FINE["order_width"], FINE["order_minor"]), key=lambda order: order[0] < 4)
-    costs = {}
-    for width, minor in orders:
-        ordered = dataclasses.replace(shape, order_minor=minor, order_width=width)
-        costs[ordered] = order_us(ordered, problem, target)
-    least, usual = min(costs.values()), next(iter(costs.values()))
-    if usual <= least / (1 - _LEAST_GAIN):
-        return next(iter(costs))
-    return next(ordered for ordered, us in costs.items() if us <= (1 + _TOLERANCE) * least)
+    orders = [(minor, width) for width in FINE["order_width"] for minor in FINE["order_minor"]]
+    orders.sort(key=lambda order: order[1] < 4)
+    costs = orders_us(shape, problem, target, orders)
+    least, usual = min(costs), costs[0]
+    short = least / (1 - _LEAST_GAIN) if usual <= least / (1 - _LEAST_GAIN) else (1 + _TOLERANCE) * least
+    minor, width = next(order for order, us in zip(orders, costs, strict=True) if us <= short)
+    return dataclasses.replace(shape, order_minor=minor, order_width=width)
 
 
 def _values(name: str, target: Target) -> tuple[Any, ...]:

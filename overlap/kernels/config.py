@@ -187,10 +187,9 @@ class Config:
     @property
     def fields(self) -> dict[str, Any]:
         """All sizes by name, those of nested dataclasses included, as in tables and on command lines."""
-        flat: dict[str, Any] = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            flat |= dataclasses.asdict(value) if field.name in _NESTED else {field.name: value}
+        flat = dict(vars(self))
+        for name in _NESTED:
+            flat |= vars(flat.pop(name))
         return flat
 
     def replace(self, **fields: Any) -> Config:
@@ -200,7 +199,7 @@ class Config:
           TypeError: `fields` names a field that does not exist.
         """
         for name, nested in _NESTED.items():
-            names = {field.name for field in dataclasses.fields(nested)} & fields.keys()
+            names = vars(nested()).keys() & fields.keys()
             if names:
                 given = fields.get(name, getattr(self, name))
                 fields[name] = dataclasses.replace(given, **{field: fields.pop(field) for field in names})

@@ -126,8 +126,8 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
         fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
         least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest, "epilogue_buffers": 1}
         chunks = ("chunk_bytes", "chunk_buffers") if sizes.transport in IN_CHUNKS else ()
-        fields = {**least, **dict.fromkeys(chunks, 1)}
-        larger = [f"`{name}` ({config.fields[name]})" for name, size in fields.items() if config.fields[name] > size]
+        fields, given = {**least, **dict.fromkeys(chunks, 1)}, config.fields
+        larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]
         ways_out = [f"reduce {', '.join(larger)}"] if larger else []
         if cluster_sums_bytes(config) > stages_bytes(config, sizes.dtype):
             ways_out.append("leave out cluster_along='k', for which a CTA keeps the sums of a tile")
