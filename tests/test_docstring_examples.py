@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
         "a": matrix(64, 64),
         "b": matrix(64, 64),
     },
+    "stop": lambda: {"threading": threading},
     "wait_timeout_s": dict,
 }
 # Per-shard operands, for lines that stand inside a layer.

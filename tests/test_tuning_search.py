@@ -16,8 +16,10 @@ import pytest
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
+from overlap.kernels.target import current_target
 from overlap.tuning import search
-from overlap.tuning.bench import Bench, Effort
+from overlap.tuning.bench import Bench
+from overlap.tuning.effort import Effort
 from tests.tuning_cases import H200, SHAPES, bench, problem
 
 __all__ = ["bench"]
@@ -260,3 +262,21 @@ def test_every_call_of_the_loop_depends_on_the_one_before():
     loop.launch()
     np.testing.assert_allclose(np.asarray(loop.operands[0], np.float32), lhs, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(np.asarray(loop.out, np.float32), out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ended_by", ["budget", "signal"])
+def test_an_emulated_launch_ends_with_the_search(ended_by, monkeypatch):
+    """This one would take minutes. The next problem is measured as usual."""
+    monkeypatch.setattr(search, "_GRACE_S", 1.0)
+    large, small = (Problem("matmul", size, size, size, "bfloat16", "bfloat16") for size in (2048, 64))
+    settings, cpu = search.Settings.for_platform("cpu", 1), current_target()
+    begin = time.monotonic()
+    late = lambda: signal.SIGTERM if time.monotonic() > begin + 5 else 0  # noqa: E731
+    end = dict(deadline=begin + 2) if ended_by == "budget" else dict(interrupted=late)
+    outcome = search.search(large, cpu, jax.devices()[:1], settings, **end)
+    assert time.monotonic() < begin + 60
+    assert outcome.result is None and not outcome.complete and outcome.note.endswith("ended before the first one")
+    assert outcome.interrupted == (0 if ended_by == "budget" else signal.SIGTERM)
+    assert [trial.status for trial in outcome.trials] == ["ok"]  # XLA; what was stopped is neither wrong nor an error.
+    if ended_by == "budget":
+        assert search.search(small, cpu, jax.devices()[:1], settings).result is not None

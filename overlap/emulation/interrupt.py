@@ -25,7 +25,8 @@ from jax.experimental import io_callback
 _CALLBACK_MODULES = (io_callback.__module__, f"{__package__}.lowering")
 _RETRY_S = 0.001
 
-_interrupts = 0  # interrupts so far
+_interrupts = 0  # interrupts so far, calls of `stop` included
+_stops = 0  # calls of `stop` so far
 _pending = False  # whether a KeyboardInterrupt waits for the main thread to leave its callback
 
 
@@ -55,6 +56,26 @@ def note() -> None:
     """Stops all launches under way."""
     global _interrupts
     _interrupts += 1
+
+
+def stop() -> None:
+    """Stops all emulated launches under way, from any thread. Later launches run as usual.
+
+    The stopped launches raise nothing, but their results are NaN: whoever calls this must not use them. Inside
+    `emulate` KeyboardInterrupt is raised, as after Ctrl-C.
+
+    Example:
+      >>> from overlap import emulation
+      >>> timer = threading.Timer(60.0, emulation.stop)
+    """
+    global _stops
+    _stops += 1
+    note()
+
+
+def stops() -> int:
+    """How many calls of `stop` there have been."""
+    return _stops
 
 
 def defer() -> None:

@@ -76,7 +76,7 @@ class _Meeting:
         self.inputs: dict[int, list[np.ndarray]] = {}
         self.missing = count
         self.is_reported = False
-        self.interrupts = interrupt.count()
+        self.interrupts, self.stops = interrupt.count(), interrupt.stops()
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
         self.error: BaseException | None = None
@@ -161,7 +161,7 @@ class _Launcher:
             if not interrupt.stopped(interrupts):  # Another handler than the emulator's raised the exception.
                 interrupt.defer()
             # With an error, the main thread would see the error before its KeyboardInterrupt. So there is none then.
-            silent = in_context or interrupt.pending()
+            silent = in_context or interrupt.pending() or interrupt.stops() != meeting.stops
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
         except BaseException as bug:

@@ -51,8 +51,10 @@ def sealed(
 
     def run(*operands: jax.Array) -> Any:
         plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-        traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
-        by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
+        # Inside `jax.disable_jit()`, jax would unroll the loops of the kernel.
+        with jax.disable_jit(False):
+            traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
+            by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
         results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, mends=mends)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 

@@ -6,7 +6,6 @@ the result that the loop leaves behind.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -17,36 +16,10 @@ from jax.sharding import NamedSharding
 
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
+from overlap.tuning.effort import Effort
 from overlap.tuning.operations import OPERATIONS, gathered_first, specs, unfused
 from overlap.tuning.programs import Call, call_program, draw_operands, error_program, loop_program, mesh_of
-from overlap.tuning.timing import Loop, iterations_for
-
-
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-      launch_us: about how long one program runs, in microseconds; determines how often its loop calls the operation.
-      max_iterations: calls in one loop, at most.
-      launches: how many programs a sample times, after one that is not counted. 0 if times mean nothing (on a
-        CPU): a sample is then the plain time of one program.
-      warm_up_s: how long the devices work before the first sample, in seconds.
-    """
-
-    launch_us: float = 10_000.0
-    max_iterations: int = 64
-    launches: int = 2
-    warm_up_s: float = 1.0
-
-    @staticmethod
-    def emulated() -> Effort:
-        """The effort for CPU devices, where times mean nothing: loops of two calls."""
-        return Effort(0.0, 2, 0, 0.0)
-
-    def iterations(self, problem: Problem) -> int:
-        """How often a loop calls the operation."""
-        return iterations_for(problem, self.launch_us, 2, self.max_iterations)
+from overlap.tuning.timing import Loop
 
 
 class Bench:

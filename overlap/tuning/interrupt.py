@@ -1,13 +1,20 @@
-"""Lets the search ask whether Ctrl-C or SIGTERM has come, instead of raising an exception anywhere in it."""
+"""Lets the search ask whether Ctrl-C or SIGTERM has come, instead of raising an exception anywhere in it.
+
+A launch on a GPU takes milliseconds, so the search asks between launches. An emulated launch can take hours, so it is
+stopped (`launches_end`).
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+
+from overlap.emulation import stop
 
 type _Handler = Callable[[int, types.FrameType | None], object] | int | None
 
@@ -15,6 +22,7 @@ _SAID = {
     signal.SIGINT: b"\ninterrupted: ends after the current measurement; Ctrl-C again ends it at once\n",
     signal.SIGTERM: b"\nterminated: ends after the current measurement; a second SIGTERM ends it at once\n",
 }
+_WATCHED_EVERY_S = 0.5
 
 
 @contextmanager
@@ -63,6 +71,37 @@ def noticed() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def launches_end(last: float, interrupted: Callable[[], int] | None) -> Iterator[Callable[[], bool]]:
+    """Stops all emulated launches inside the block from a certain moment on.
+
+    Args:
+      last: this moment, as in `time.monotonic()`; infinite: they are not stopped because of the time.
+      interrupted: they are also stopped when this function returns a signal. None: nothing is ever stopped.
+
+    Yields:
+      A function that says whether launches were stopped.
+    """
+    left, stopped = threading.Event(), threading.Event()
+
+    def watch(interrupted: Callable[[], int]) -> None:
+        # Again and again, because a program may begin another launch after one was stopped.
+        while not left.wait(_WATCHED_EVERY_S):
+            if time.monotonic() > last or interrupted():
+                stopped.set()
+                stop()
+
+    watcher = threading.Thread(target=watch, args=(interrupted,), name="overlap-tuning-watch", daemon=True)
+    if interrupted is not None:
+        watcher.start()
+    try:
+        yield stopped.is_set
+    finally:
+        left.set()
+        if interrupted is not None:
+            watcher.join()
 
 
 def _raises_keyboard_interrupt(handler: object) -> bool:

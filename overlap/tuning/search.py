@@ -6,7 +6,8 @@
     halving   times all configurations that are left and drops the slower half, until a few finalists are left.
     finals    times the finalists, XLA and the model's choice in turns for several rounds. The medians decide.
 
-After an interrupt or the end of the budget, the result is made from the measurements so far.
+After an interrupt or the end of the budget, the result is made from the measurements so far. An emulated launch, which
+can take hours, is stopped then (`overlap.emulation.stop`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import os
 import signal
 import statistics
 import time
@@ -31,44 +31,11 @@ from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning.bench import Bench, Effort
+from overlap.tuning.bench import Bench
+from overlap.tuning.effort import Settings
+from overlap.tuning.interrupt import launches_end
 from overlap.tuning.programs import error_bound
 from overlap.tuning.progress import Progress
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How much is searched.
-
-    Attributes:
-      max_configs: how many configurations to compile, at most.
-      finalists: how many configurations come into the finals.
-      rounds: samples of each finalist.
-      workers: how many configurations are compiled at the same time.
-      effort: how long to measure.
-      seed: the seed of the operands, and of the order within a round.
-    """
-
-    # For 55 random problems on an H200, the best of the model's first 12 is within 0.2% of the best of its first 18.
-    max_configs: int = 12
-    finalists: int = 4
-    rounds: int = 5
-    workers: int = dataclasses.field(default_factory=lambda: min(16, os.cpu_count() or 1))
-    effort: Effort = dataclasses.field(default_factory=Effort)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_configs", "finalists", "rounds", "workers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}")
-
-    @staticmethod
-    def for_platform(platform: str, max_configs: int | None = None) -> Settings:
-        """The default settings; on a CPU, where kernels run emulated, the smallest ones that still use all stages."""
-        if platform == "cpu":
-            configs = 3 if max_configs is None else max_configs
-            return Settings(configs, finalists=2, rounds=1, workers=1, effort=Effort.emulated())
-        return Settings() if max_configs is None else Settings(max_configs)
 
 
 @dataclasses.dataclass(eq=False)
@@ -161,6 +128,10 @@ class Outcome:
         )
 
 
+# So long after the deadline, an emulated search ends without a result.
+_GRACE_S = 60.0
+
+
 class _BudgetSpent(Exception):
     """Raised when the time is over and there is a result."""
 
@@ -183,7 +154,7 @@ def search(
       devices: as many devices as the problem has.
       settings: how much is searched.
       deadline: the time, as in `time.monotonic()`, after which no further work begins. The first wave is measured in
-        any case.
+        any case, but where kernels are emulated, everything ends `_GRACE_S` later.
       interrupted: called before each measurement. Returns the signal that has come, 0 if none. If it raises
         KeyboardInterrupt, that counts as SIGINT.
       progress: called with what is being done and the fraction that is done.
@@ -197,13 +168,15 @@ def search(
         outcome.note = "no configuration of the fused kernel can run it"
         return outcome
     race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
+    last = deadline + _GRACE_S if target.platform == "cpu" else math.inf
     try:
-        bench = Bench(problem, devices, settings.effort, settings.seed)
-        race.compile_ahead(bench, configs[: settings.workers])
-        race.start(bench)
-        race.waves(configs)
-        race.halve()
-        race.finals()
+        with launches_end(last, interrupted if target.platform == "cpu" else None) as race.stopped:
+            bench = Bench(problem, devices, settings.effort, settings.seed)
+            race.compile_ahead(bench, configs[: settings.workers])
+            race.start(bench)
+            race.waves(configs)
+            race.halve()
+            race.finals()
     except (_BudgetSpent, KeyboardInterrupt) as end:
         outcome.complete = False
         if isinstance(end, KeyboardInterrupt):
@@ -231,6 +204,7 @@ class _Race:
       alive: the trials that are still in the race.
       ahead: the compilations that were started before their wave, by configuration.
       total, done: the work of the search, and how much of it is done. The unit is compiling one configuration.
+      stopped: stopped() says whether emulated launches were stopped.
       error_bound: the largest error of a right result. Before XLA's error is known it is NaN, so that nothing passes.
     """
 
@@ -256,13 +230,25 @@ class _Race:
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
         self.error_bound = math.nan
+        self.stopped: Callable[[], bool] = lambda: False
 
     def _report(self, text: str, amount: float) -> None:
-        """Reports what is done next, after `amount` more work. Raises KeyboardInterrupt if a signal has come."""
+        """Reports what is done next, after `amount` more work. Ends the search if a signal has come."""
         self.done += amount
         self.progress(text, min(self.done / self.total, 1.0))
         if self.interrupted():
             raise KeyboardInterrupt
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        """Ends the search if launches were stopped. Then what was measured last means nothing."""
+        if self.stopped():
+            raise KeyboardInterrupt if self.interrupted() else _BudgetSpent
+
+    def _failed(self, trial: Trial, error: Exception) -> None:
+        """Notes why a configuration has failed."""
+        self._check_stopped()
+        trial.status = _one_line(error)
 
     def compile_ahead(self, bench: Bench, configs: Sequence[Config]) -> None:
         """Starts compiling the first configurations in other threads."""
@@ -352,7 +338,7 @@ class _Race:
         try:
             trial.program = program()
         except Exception as error:  # The search goes on with the other configurations.
-            trial.status = _one_line(error)
+            self._failed(trial, error)
 
     def _check(self, trial: Trial) -> None:
         if trial.status != "ok":
@@ -360,8 +346,9 @@ class _Race:
         try:
             error = self.bench.error_of(trial.program)
         except Exception as failure:
-            trial.status = _one_line(failure)
+            self._failed(trial, failure)
             return
+        self._check_stopped()
         # Use np.max, since max() may drop a NaN.
         trial.error = error if trial.error is None else float(np.max([trial.error, error]))
         if trial.config is not None and not trial.error <= self.error_bound:
@@ -371,9 +358,12 @@ class _Race:
         if trial.status != "ok":
             return
         try:
-            trial.samples_us.append(self.bench.sample_us(trial.program))
+            us = self.bench.sample_us(trial.program)
         except Exception as failure:
-            trial.status = _one_line(failure)
+            self._failed(trial, failure)
+            return
+        self._check_stopped()
+        trial.samples_us.append(us)
 
     def _round(self, trials: Sequence[Trial]) -> None:
         """Takes a sample of each trial."""
