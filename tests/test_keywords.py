@@ -262,6 +262,28 @@ def test_settings_of_jax(op):
         )
 
 
+def test_loops_of_a_kernel_stay_loops_without_jit():
+    """Rows of weights gathered along k are found by the k step, which would be a plain number in an unrolled loop."""
+    lhs, rhs = draw(0, 16, 256).astype(jnp.bfloat16), draw(1, 256, 128).astype(jnp.bfloat16)
+    gathers = lambda lhs, rhs: overlap.all_gather_rhs_matmul(  # noqa: E731
+        lhs, rhs, "x", gather_dimension=0, config=CONFIG, implementation="fused"
+    )
+    mapped = jax.shard_map(gathers, mesh=mesh(), in_specs=(P(), P("x")), out_specs=P(), check_vma=False)
+    with emulate(cores=2), jax.disable_jit():
+        out = mapped(lhs, rhs)
+    np.testing.assert_allclose(np.asarray(out, np.float32), lhs.astype(jnp.float32) @ rhs, rtol=2e-2, atol=2e-2)
+
+
+def test_operands_on_different_devices_are_refused():
+    lhs = jax.device_put(draw(0, M, K).astype(jnp.bfloat16), jax.devices()[1])
+    rhs = jax.device_put(draw(1, K, N).astype(jnp.bfloat16), jax.devices()[0])
+    free = draw(1, K, N).astype(jnp.bfloat16)  # Not put anywhere, so it may move.
+    for implementation in ("fused", "xla", None):
+        with pytest.raises(ValueError, match=r"`rhs` must be on the same devices as `lhs`, .*1, got .*0: move one"):
+            overlap.matmul(lhs, rhs, implementation=implementation)
+    assert overlap.matmul(lhs, free, implementation="xla").devices() == {jax.devices()[1]}
+
+
 def test_products_in_f32_have_a_configuration_that_fits():
     """An activation's derivative and a batch of vectors need f32 results, which take more shared memory."""
     config = overlap.Config(tile_m=128, tile_n=256, stages=4, epilogue_tile_n=128)

@@ -76,6 +76,18 @@ def test_calls_are_found_wherever_they_are():
     assert autotune.problems_of(lambda x, w: layer(x, w) + layer(2 * x, w), x, w) == [SMALL]
 
 
+def test_the_products_of_a_gradient_are_found_where_xla_would_run_by_default():
+    """After tuning the fused kernel may run, and then its backward products do, too."""
+    x, w = jnp.ones((128, 192), jnp.bfloat16), jnp.ones((192, 256), jnp.bfloat16)
+    assert overlap.explain(overlap.matmul, x, w).implementation == "xla"
+    loss = lambda x, w: overlap.matmul(x, w).astype(jnp.float32).sum()  # noqa: E731
+    found = autotune.problems_of(jax.grad(loss, (0, 1)), x, w)
+    assert {(p.m, p.n, p.k, p.layout) for p in found} == {
+        (128, 256, 192, "nn"), (128, 192, 256, "nt"), (192, 256, 128, "tn")
+    }  # fmt: skip
+    assert overlap.explain(overlap.matmul, x, w).implementation == "xla"
+
+
 def test_autotune_writes_its_results_and_its_context_uses_them(tmp_path):
     x, w = operands()
     path = tmp_path / "table.json"

@@ -31,11 +31,14 @@ class Session:
       measured: the times of these configurations and of XLA.
       asked: the problems that `choose_config` was called with, in the order of their first calls. The keys serve as an
         ordered set; the values are None.
+      collects: whether the session only collects the problems of a function that is traced. Then the fused kernel is
+        chosen wherever it can run: its backward products are to be collected as well.
     """
 
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
     measured: dict[Problem, Measured] = dataclasses.field(default_factory=dict)
     asked: dict[Problem, None] = dataclasses.field(default_factory=dict)
+    collects: bool = False
 
 
 def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
@@ -84,6 +87,11 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
             command,
         )
     return config, "heuristic"
+
+
+def is_collecting() -> bool:
+    """Whether the active session only collects problems (`Session.collects`)."""
+    return session.value is not None and session.value.collects
 
 
 def xla_is_faster(problem: Problem, target: Target) -> str | None:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from overlap import emulation
-from overlap.choice.choose import choose_config, xla_is_faster
+from overlap.choice.choose import choose_config, is_collecting, xla_is_faster
 from overlap.choice.crossover import NOT_MEASURED
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates
@@ -172,7 +172,7 @@ def decide(
         scratch = circumstances.scratch_bytes(config, device)
         return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once, scratch)
     missed = False
-    if device.platform == "cpu":
+    if device.platform == "cpu" and not is_collecting():
         if source == "given":
             _require_valid(config, device, check)
         choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
@@ -180,7 +180,9 @@ def decide(
         try:
             check(config, device)
             # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
-            slower = None if source == "given" else circumstances.why_not_by_default or xla_is_faster(problem, device)
+            slower = None if source == "given" else circumstances.why_not_by_default
+            if slower is None and source != "given" and not is_collecting():
+                slower = xla_is_faster(problem, device)
             missed = slower is not None and (
                 slower == circumstances.why_not_by_default or slower.startswith(NOT_MEASURED)
             )
@@ -193,7 +195,7 @@ def decide(
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)
-    if (op, problem, choice) not in _logged:
+    if (op, problem, choice) not in _logged and not is_collecting():
         _logged.add((op, problem, choice))
         # Log a warning if XLA runs on a GPU for which there are fused kernels, unless XLA was measured to be faster:
         # users of this library expect the fused kernel.

@@ -50,7 +50,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
     decide = next((decide for known, decide in (*_DECIDE.items(), *EXPLAINED.items()) if op is known), None)
     if decide is None:
-        names = [f"overlap.{known.__name__}" for known in (*_DECIDE, *EXPLAINED)]
+        # `sharded_matmul` is in EXPLAINED only once its module was imported.
+        names = [*(f"overlap.{known.__name__}" for known in _DECIDE), "overlap.sharded_matmul"]
         raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
     arguments.bound(op, args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))

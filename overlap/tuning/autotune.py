@@ -81,7 +81,7 @@ def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Probl
 
     `fn` is traced, not run. Jitted functions inside it are traced again.
     """
-    recording = Session()
+    recording = Session(collects=True)
     with session(recording):
         jax.eval_shape(fn, *args, **kwargs)
     return list(recording.asked)
