@@ -22,7 +22,8 @@ from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.integers import ceil_div
 
-type Minor = Literal["m", "n"]
+# The values of `Config.order_minor` and `Config.order_width`.
+type Order = tuple[Literal["m", "n"], int]
 F32_BYTES = 4
 # The exponent with which `_at_power_limit` combines the time at full clocks and the time that the power limit allows.
 # The larger it is, the more abruptly the clock rate begins to fall where work reaches the power limit.
@@ -129,11 +130,11 @@ def predicted_us(
     return us
 
 
-def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence[tuple[Minor, int]]) -> list[float]:
+def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence[Order]) -> list[float]:
     """Returns, for each tile order, the part of the model's time in µs by which orders differ if all else is the same.
 
     Args:
-      orders: pairs of `Config.order_minor` and `Config.order_width`, which replace those of `config`.
+      orders: these replace that of `config`.
     """
     rates, work = rates_of(target), work_of(config, problem, target)
     m, n, _ = problem.grid(config)

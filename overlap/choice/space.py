@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap.choice.model import orders_us, predicted_us, waves, work_of
+from overlap.choice.model import Order, orders_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import SWIZZLE_BYTES, Config
@@ -148,7 +148,8 @@ def _deviation_factor(config: Config, base: Config, problem: Problem, target: Ta
     """Returns the factor by which `config` is assumed to take longer than `base`. They differ in fine fields only."""
     fine = (*FINE, *CHUNKS, "stages")
     deviations = sum(config.fields[name] != base.fields[name] for name in fine)
-    order, usual = ((one.order_minor, one.order_width) for one in (config, base))
+    order: Order = config.order_minor, config.order_width
+    usual: Order = base.order_minor, base.order_width
     slower = 1.0
     if order != usual:
         us, usual_us = orders_us(config, problem, target, (order, usual))
@@ -183,6 +184,8 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     """Yields each tile shape with every different way to cut the last wave. The fine fields have their usual values."""
+    if not min(problem.m, problem.n, problem.k, problem.batch):
+        return
     names = [name for name in SHAPE if name not in ("split_k", "stream_k")]
     # Values that cannot run, or mean nothing for this operation, are left out first: that saves most of the time.
     joined = problem.op == "all_gather_lhs_matmul" and problem.devices > 1

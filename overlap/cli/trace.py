@@ -26,6 +26,8 @@ _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
 _EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
 # In the emulator tiles are small, so that each CTA has several.
 _EMULATED_TILE_N = 128
+# Above this number of operations, an emulated call takes more than about a minute.
+_QUICKLY_EMULATED = 2e10
 # How many marks each role has room for: more than in the largest problems of the benchmarks.
 _CAPACITY = 2048
 
@@ -40,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         mesh = _mesh(problem, arguments, emulated_because)
         problem = dataclasses.replace(problem, devices=mesh.size)
         errors.print(f"… {problem} on {_kind(mesh)}", soft_wrap=True, markup=False, highlight=False)
+        if emulated_because is not None and problem.flops_per_device * problem.devices > _QUICKLY_EMULATED:
+            usual = "x".join(map(str, _EMULATED))
+            note = f"trace: emulated, this size takes minutes or hours; without --shape it is {usual}"
+            errors.print(note, style="yellow", soft_wrap=True, markup=False, highlight=False)
         recorded = _record(problem, mesh, config, emulated_because)
     except (ValueError, NotImplementedError) as error:
         errors.print(f"trace: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

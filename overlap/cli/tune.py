@@ -145,7 +145,7 @@ def _why_none(problem: Problem, target: Target) -> str:
     try:
         problem.check(default_config(problem.dtype), target)
     except (ValueError, NotImplementedError) as error:
-        return str(error)
+        return f"{error} (--layouts nt has rhs as [n, k])" if "transpose_rhs=True" in str(error) else str(error)
     return "no configuration of the search fits this problem"
 
 

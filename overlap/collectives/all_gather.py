@@ -244,8 +244,8 @@ class AllGather(Operation):
                 return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"
             return (
                 "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
-                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass several right operands as a list, "
-                f"one value per row, or {_XLA}"
+                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass right operands of one `lhs` as a "
+                f"list, one value per row, or {_XLA}"
             )
         return None
 

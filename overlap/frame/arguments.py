@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from overlap.frame.signatures import AnyMesh
@@ -178,17 +179,17 @@ def require_values(**given: Any) -> None:
       ValueError: an argument is the type of an array (only `overlap.explain` takes types), or two arrays were put on
         different devices.
     """
-    first, devices = "", frozenset[jax.Device]()
+    first, devices = "", set[Any]()
     for name, value in given.items():
         for leaf in jax.tree.leaves(value):
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise ValueError(
                     f"`{name}` must be an array, got a jax.ShapeDtypeStruct: pass values; overlap.explain takes types"
                 )
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
                 continue
             if not first:
-                first, devices = name, frozenset(leaf.sharding.device_set)
+                first, devices = name, leaf.sharding.device_set
             elif devices != leaf.sharding.device_set:
                 raise ValueError(
                     f"`{name}` must be on the same devices as `{first}`, {_devices(devices)}, got "
@@ -196,7 +197,7 @@ def require_values(**given: Any) -> None:
                 )
 
 
-def _devices(devices: Iterable[jax.Device]) -> str:
+def _devices(devices: Iterable[Any]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
