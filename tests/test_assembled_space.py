@@ -88,6 +88,15 @@ def test_every_candidate_for_a_gathered_product_is_enumerated(m, n, k, kinds, de
         assert space.heuristic(problem, TARGET) == next(iter(configs), None)
 
 
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter", "matmul_reduce_scatter_n"])
+def test_fewer_rows_or_columns_than_devices_have_a_choice_or_none(op):
+    """A device's block of the result may be empty."""
+    for m, n in ((3, 4), (1, 1), (8, 4), (3, 256), (64, 8)):
+        for out_dtype in ("bfloat16", "float32"):
+            problem = Problem(op, m, n, 64, "bfloat16", out_dtype, devices=8, layout="nt")
+            assert space.heuristic(problem, TARGET) == next(iter(space.candidates(problem, TARGET)), None)
+
+
 def test_what_the_shipped_table_says_is_enumerated():
     for entry in itertools.chain.from_iterable(map(tables.load, tables.shipped_files())):
         # Configurations that need too many registers with this version of jax are skipped.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +62,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
         "a": matrix(64, 64),
         "b": matrix(64, 64),
     },
-    "stop": lambda: {"threading": threading},
+    "stoppable": lambda: {"emulation": emulation, "f": fused, "x": matrix(64, 64)},
     "wait_timeout_s": dict,
 }
 # Per-shard operands, for lines that stand inside a layer.

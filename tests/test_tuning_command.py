@@ -88,6 +88,31 @@ def test_the_products_of_a_gradient_are_found_where_xla_would_run_by_default():
     assert overlap.explain(overlap.matmul, x, w).implementation == "xla"
 
 
+def test_collecting_neither_changes_explanations_nor_warns_nor_fails_where_calls_run(caplog):
+    caplog.set_level(logging.INFO, "overlap")
+    x, w = operands()
+    seen = []
+
+    def asks(x, w):
+        seen.append(overlap.explain(overlap.matmul, x, w).implementation)
+        return overlap.matmul(x, w)
+
+    def compiles(x, w):
+        jax.jit(overlap.matmul).lower(X, X).compile()
+        return overlap.matmul(x, w)
+
+    X = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    assert autotune.problems_of(asks, x, w) == [SMALL] and seen == ["xla"]
+    assert SMALL in autotune.problems_of(compiles, x, w)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    pairs = jax.shard_map(
+        jax.vmap(lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x")),
+        mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    autotune.problems_of(pairs, *(jnp.stack([a, a]) for a in (x, w)))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_autotune_writes_its_results_and_its_context_uses_them(tmp_path):
     x, w = operands()
     path = tmp_path / "table.json"

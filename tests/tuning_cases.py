@@ -60,6 +60,7 @@ def nested(depth):
 @pytest.fixture
 def no_tables(tmp_path, monkeypatch):
     """Every test has an empty user folder, no shipped tables, and no messages logged yet."""
+    jax.devices()  # All 8: a command that is the first to ask would make only as many as it needs.
     monkeypatch.setenv(tables.DIRECTORY_VARIABLE, str(tmp_path / "user"))
     monkeypatch.setattr(tables, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(choose, "_missed", set())

@@ -72,7 +72,7 @@ def waves(config: Config, problem: Problem, target: Target) -> float:
 
 
 def predicted_us(
-    config: Config, problem: Problem, target: Target, rates: Rates | None = None, *, in_order: bool = True
+    config: Config, problem: Problem, target: Target, rates: Rates | None = None, *, with_order: bool = True
 ) -> float:
     """Returns the model's time for one call, in microseconds.
 
@@ -81,8 +81,8 @@ def predicted_us(
       problem: the operation and its sizes.
       target: the GPU.
       rates: its rates. None takes the fitted ones.
-      in_order: whether the time that depends on the tile order counts. Without it, which takes less work to compute, no
-        order of the configuration has a shorter time.
+      with_order: False leaves out what depends on the tile order. The result is then a lower bound for all tile orders
+        of this configuration, and takes less time to compute.
     """
     rates = rates or rates_of(target, communicates=problem.communicates)
     work, itemsize = work_of(config, problem, target), problem.itemsize
@@ -91,7 +91,7 @@ def predicted_us(
     weights, (m, n, products) = problem.n * problem.k * itemsize, problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
-    if in_order and not problem.communicates:
+    if with_order and not problem.communicates:
         hbm_bytes += _read_again(TileOrder.of(m, n, config), config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
@@ -99,7 +99,7 @@ def predicted_us(
         hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
     loads = OperandTiles(0.0, 0.0, 1.0)
     # The rates for operations over several devices let the loads of a GPC take no time.
-    if in_order and not problem.communicates:
+    if with_order and not problem.communicates:
         loads = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
     l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
     per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)

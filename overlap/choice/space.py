@@ -134,9 +134,15 @@ def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates 
 
 
 def _least_us(shape: Config, problem: Problem, target: Target) -> float:
-    """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`)."""
+    """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`).
+
+    It is one because no time of the model becomes longer with more stages, more epilogue buffers or wider stores, and
+    because the usual `epilogue_tile_n` is the widest.
+    """
+    if not work_of(shape, problem, target).tiles:
+        return math.inf  # A device's block is empty, so no configuration runs.
     ideal = dataclasses.replace(shape, stages=max(STAGES), epilogue_buffers=max(FINE["epilogue_buffers"]))
-    return predicted_us(ideal, problem, target, in_order=False) * _unmeasured_factor(ideal, problem)
+    return predicted_us(ideal, problem, target, with_order=False) * _unmeasured_factor(ideal, problem)
 
 
 def _unmeasured_factor(config: Config, problem: Problem) -> float:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
+from overlap.choice.choose import is_collecting
 from overlap.choice.dispatch import Explanation
+from overlap.choice.session import session
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame import arguments
 from overlap.single_gpu import matmul
@@ -55,4 +58,6 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
     arguments.bound(op, args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))
-    return decide(*args, **kwargs)
+    # While `overlap.autotune` collects problems, calls choose the kernel; this is about the usual choice.
+    with session(None) if is_collecting() else contextlib.nullcontext():
+        return decide(*args, **kwargs)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .context import emulate
     from .core_counts import core_count_of_devices
     from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
-    from .interrupt import stop
+    from .interrupt import stoppable
     from .lowering import enable
     from .replay import run_sequence
     from .runs import Event, Run
@@ -35,7 +35,7 @@ __all__ = [
     "emulate",
     "enable",
     "run_sequence",
-    "stop",
+    "stoppable",
 ]
 
 # For each public name, its module. `__getattr__` imports from there at run time what the imports above declare.
@@ -52,7 +52,7 @@ _HOMES = {
     "emulate": "context",
     "enable": "lowering",
     "run_sequence": "replay",
-    "stop": "interrupt",
+    "stoppable": "interrupt",
 }
 
 if not TYPE_CHECKING:

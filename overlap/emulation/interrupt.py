@@ -1,4 +1,6 @@
-"""Ctrl-C during an emulated launch: the launch stops, and KeyboardInterrupt comes out in the caller's own code.
+"""How emulated launches end early: by Ctrl-C, or by the program itself (`stoppable`).
+
+After Ctrl-C the launch stops, and KeyboardInterrupt comes out in the caller's own code.
 
 Emulated kernels run inside callbacks of XLA, mostly in XLA's threads. With Python's own handler of SIGINT, such a
 launch would run to its end after the KeyboardInterrupt. If the callback runs in the main thread, XLA would turn the
@@ -14,9 +16,12 @@ handler that:
 from __future__ import annotations
 
 import _thread
+import contextlib
+import contextvars
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.experimental import io_callback
@@ -25,8 +30,8 @@ from jax.experimental import io_callback
 _CALLBACK_MODULES = (io_callback.__module__, f"{__package__}.lowering")
 _RETRY_S = 0.001
 
-_interrupts = 0  # interrupts so far, calls of `stop` included
-_stops = 0  # calls of `stop` so far
+_interrupts = 0  # interrupts so far
+_stop: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("_stop", default=None)
 _pending = False  # whether a KeyboardInterrupt waits for the main thread to leave its callback
 
 
@@ -45,6 +50,34 @@ def pending() -> bool:
     return _pending
 
 
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], None]]:
+    """While the context is active, the kernels that this thread compiles can be stopped.
+
+    Yields:
+        stop(), which may be called from any thread, also after the context: launches of these kernels, those under way
+        and later ones, end at once. They raise nothing, and their results are NaN. Other kernels are not touched.
+
+    Example:
+        >>> with emulation.stoppable() as stop:
+        ...     compiled = jax.jit(f).lower(x).compile()
+        >>> stop()
+        >>> bool(jnp.isnan(compiled(x)).all())
+        True
+    """
+    event = threading.Event()
+    token = _stop.set(event)
+    try:
+        yield event.set
+    finally:
+        _stop.reset(token)
+
+
+def stop_event() -> threading.Event | None:
+    """What says that a kernel that is compiled now must stop; None outside `stoppable`."""
+    return _stop.get()
+
+
 def install() -> None:
     """Installs the handler, if this is the main thread and Python's own handler is installed now."""
     is_main = threading.current_thread() is threading.main_thread()
@@ -56,26 +89,6 @@ def note() -> None:
     """Stops all launches under way."""
     global _interrupts
     _interrupts += 1
-
-
-def stop() -> None:
-    """Stops all emulated launches under way, from any thread. Later launches run as usual.
-
-    The stopped launches raise nothing, but their results are NaN: whoever calls this must not use them. Inside
-    `emulate` KeyboardInterrupt is raised, as after Ctrl-C.
-
-    Example:
-      >>> from overlap import emulation
-      >>> timer = threading.Timer(60.0, emulation.stop)
-    """
-    global _stops
-    _stops += 1
-    note()
-
-
-def stops() -> int:
-    """How many calls of `stop` there have been."""
-    return _stops
 
 
 def defer() -> None:

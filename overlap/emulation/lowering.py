@@ -76,7 +76,7 @@ class _Meeting:
         self.inputs: dict[int, list[np.ndarray]] = {}
         self.missing = count
         self.is_reported = False
-        self.interrupts, self.stops = interrupt.count(), interrupt.stops()
+        self.interrupts = interrupt.count()
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
         self.error: BaseException | None = None
@@ -87,6 +87,7 @@ class _Launcher:
 
     def __init__(self, program: Program, mesh_shape: dict[str, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
+        self._stop = interrupt.stop_event()
         self._devices = int(np.prod(list(mesh_shape.values()), dtype=int))
         self._lock = threading.Lock()
         self._open: list[_Meeting] = []
@@ -149,7 +150,8 @@ class _Launcher:
                 world.add(self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1)
             simulation = world.simulation
             run.begin(lambda: simulation.now)
-            outputs = world.machines[-1].outputs(ended=world.execute(lambda: interrupt.stopped(interrupts)))
+            stops = lambda: self._must_stop or interrupt.stopped(interrupts)  # noqa: E731
+            outputs = world.machines[-1].outputs(ended=world.execute(stops))
             run.steps += simulation.now
             errors = simulation.errors
             if in_context:
@@ -158,10 +160,11 @@ class _Launcher:
                     of_mesh = tuple(self._program.device_ids)
                     run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
         except KeyboardInterrupt:
-            if not interrupt.stopped(interrupts):  # Another handler than the emulator's raised the exception.
+            # Another handler than the emulator's may have raised the exception.
+            if not (self._must_stop or interrupt.stopped(interrupts)):
                 interrupt.defer()
             # With an error, the main thread would see the error before its KeyboardInterrupt. So there is none then.
-            silent = in_context or interrupt.pending() or interrupt.stops() != meeting.stops
+            silent = in_context or interrupt.pending() or self._must_stop
             errors = [] if silent else [EmulationError(f"kernel {self._name!r}: ended by Ctrl-C")]
             outputs = self._no_outputs()
         except BaseException as bug:
@@ -174,6 +177,10 @@ class _Launcher:
             run.errors += errors
         elif errors:
             meeting.error = errors[0]
+
+    @property
+    def _must_stop(self) -> bool:
+        return self._stop is not None and self._stop.is_set()
 
     def _no_outputs(self) -> list[list[np.ndarray]]:
         return [[poison(a.shape, a.dtype) for a in self._program.out_avals] for _ in range(self._devices)]

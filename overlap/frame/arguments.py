@@ -9,13 +9,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from overlap.frame.signatures import AnyMesh
@@ -173,32 +172,12 @@ def each(take: Callable[..., Any], *values: Any) -> Any:
 
 
 def require_values(**given: Any) -> None:
-    """Checks that the arguments are arrays that one program can take.
-
-    Raises:
-      ValueError: an argument is the type of an array (only `overlap.explain` takes types), or two arrays were put on
-        different devices.
-    """
-    first, devices = "", set[Any]()
+    """Raises ValueError if one of the arguments is the type of an array: only `overlap.explain` takes types."""
     for name, value in given.items():
-        for leaf in jax.tree.leaves(value):
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise ValueError(
-                    f"`{name}` must be an array, got a jax.ShapeDtypeStruct: pass values; overlap.explain takes types"
-                )
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
-                continue
-            if not first:
-                first, devices = name, leaf.sharding.device_set
-            elif devices != leaf.sharding.device_set:
-                raise ValueError(
-                    f"`{name}` must be on the same devices as `{first}`, {_devices(devices)}, got "
-                    f"{_devices(leaf.sharding.device_set)}: move one with jax.device_put"
-                )
-
-
-def _devices(devices: Iterable[Any]) -> str:
-    return ", ".join(sorted(map(str, devices)))
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
+            raise ValueError(
+                f"`{name}` must be an array, got a jax.ShapeDtypeStruct: pass values; overlap.explain takes types"
+            )
 
 
 def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, more: tuple[str, ...]) -> None:

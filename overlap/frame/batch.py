@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from overlap.choice.choose import is_collecting
 from overlap.frame import by_xla
 from overlap.frame.operands import LaunchPlan, Leaf, Operands, Results, in_f32, sizes
 from overlap.kernels import launch
@@ -33,7 +34,8 @@ def batched(
       The results, all with the mapped dimension in front.
     """
     if cannot := plan.operation.why_not_batched(is_batched, axis_size, plan):
-        launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
+        if plan.must_fuse or not is_collecting():
+            launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
     batch, m, widths, _ = sizes(one, plan.layouts)

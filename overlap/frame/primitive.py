@@ -21,6 +21,17 @@ from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels.varying import varying
 from overlap.primitives import marks
 
+# What callers call the fields of `Operands`, where the names differ.
+_GIVEN_AS = {
+    "rhs_list": "rhs",
+    "row_scale": "lhs_scale",
+    "column_scales": "rhs_scale",
+    "biases": "bias",
+    "addends": "addend",
+    "scalars": "activation",
+    "lhs_block_scale": "lhs_scale",
+    "rhs_block_scales": "rhs_scale",
+}
 _operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
 
@@ -67,6 +78,31 @@ class _Static:
 
 
 @_operation_p.def_impl
+def _run(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
+    _require_same_devices(jax.tree.unflatten(static.operands, leaves))
+    return _evaluate(*leaves, static=static)
+
+
+def _require_same_devices(operands: Operands) -> None:
+    """Raises ValueError if two operands were put on different devices, since jax's own message names none."""
+    first: tuple[str, set[Any]] | None = None
+    for path, x in jax.tree_util.tree_leaves_with_path(operands):
+        if not getattr(x, "committed", False):
+            continue
+        field, devices = jax.tree_util.keystr(path[:1], simple=True), x.sharding.device_set
+        name = _GIVEN_AS.get(field, field)
+        first = first or (name, devices)
+        if devices != first[1]:
+            raise ValueError(
+                f"`{name}` must be on the same devices as `{first[0]}` ({_names(first[1])}), got ({_names(devices)}): "
+                "move one with jax.device_put"
+            )
+
+
+def _names(devices: set[Any]) -> str:
+    return ", ".join(sorted(map(str, devices)))
+
+
 def _evaluate(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
     return core.jaxpr_as_fun(static.traced)(*leaves)
 

@@ -77,14 +77,21 @@ class Tuning:
 
 
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
-    """The problems of all calls in `fn(*args, **kwargs)` that give no `config` and would run the fused kernel.
+    """The problems of all calls in `fn(*args, **kwargs)` that give no `config` and that the fused kernel can run.
 
-    `fn` is traced, not run. Jitted functions inside it are traced again.
+    `fn` is traced, not run. Jitted functions inside it are traced again. The kernel is traced wherever it can run, so
+    that the products of gradients are found, too.
     """
-    recording = Session(collects=True)
-    with session(recording):
-        jax.eval_shape(fn, *args, **kwargs)
-    return list(recording.asked)
+    collecting = Session(collects=True)
+    try:
+        with session(collecting):
+            jax.eval_shape(fn, *args, **kwargs)
+    except Exception:
+        # `fn` may run or compile calls itself, which only the usual choice allows (on a CPU it is XLA).
+        with session(usual := Session()):
+            jax.eval_shape(fn, *args, **kwargs)
+        collecting.asked |= usual.asked
+    return list(collecting.asked)
 
 
 def autotune(
@@ -100,7 +107,8 @@ def autotune(
 ) -> Tuning:
     """Tunes every operation of this library that `fn(*args, **kwargs)` calls without a `config`.
 
-    `fn` is traced to find the calls. Calls inside `jit`, `shard_map`, `grad` and `scan` are found too. Then each
+    `fn` is traced to find the calls. Calls inside `jit`, `shard_map`, `grad` and `scan` are found too, and so are the
+    products of gradients, whether or not XLA runs the forward products. Then each
     problem is measured separately against XLA, with random operands, on as many devices as the problem has. A
     configuration counts only if its result is right.
 

@@ -1,11 +1,12 @@
 """Lets the search ask whether Ctrl-C or SIGTERM has come, instead of raising an exception anywhere in it.
 
 A launch on a GPU takes milliseconds, so the search asks between launches. An emulated launch can take hours, so it is
-stopped (`launches_end`).
+stopped (`emulated_launches_stop`).
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
 import threading
@@ -14,13 +15,13 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from overlap.emulation import stop
+from overlap.emulation import stoppable
 
 type _Handler = Callable[[int, types.FrameType | None], object] | int | None
 
 _SAID = {
-    signal.SIGINT: b"\ninterrupted: ends after the current measurement; Ctrl-C again ends it at once\n",
-    signal.SIGTERM: b"\nterminated: ends after the current measurement; a second SIGTERM ends it at once\n",
+    signal.SIGINT: b"\ninterrupted: ends with the results so far; Ctrl-C again ends it at once\n",
+    signal.SIGTERM: b"\nterminated: ends with the results so far; a second SIGTERM ends it at once\n",
 }
 _WATCHED_EVERY_S = 0.5
 
@@ -73,35 +74,49 @@ def noticed() -> Iterator[Callable[[], int]]:
             signal.signal(number, handler)
 
 
+class Stopped(enum.Enum):
+    """Why emulated launches were stopped."""
+
+    SIGNAL = enum.auto()
+    TIME = enum.auto()
+
+
 @contextmanager
-def launches_end(last: float, interrupted: Callable[[], int] | None) -> Iterator[Callable[[], bool]]:
-    """Stops all emulated launches inside the block from a certain moment on.
+def emulated_launches_stop(at: float, interrupted: Callable[[], int]) -> Iterator[Callable[[], Stopped | None]]:
+    """Stops the emulated launches of kernels that are compiled inside the block, at a certain time or after a signal.
 
     Args:
-      last: this moment, as in `time.monotonic()`; infinite: they are not stopped because of the time.
-      interrupted: they are also stopped when this function returns a signal. None: nothing is ever stopped.
+      at: the time, as in `time.monotonic()`; infinite: only a signal stops them.
+      interrupted: returns the signal that has come, or 0; a KeyboardInterrupt that it raises is a signal, too. It is
+        called from another thread, now and then.
 
     Yields:
-      A function that says whether launches were stopped.
+      A function that returns why launches were stopped, None if they were not. What a stopped launch has computed means
+      nothing.
     """
-    left, stopped = threading.Event(), threading.Event()
+    left, why = threading.Event(), list[Stopped]()
 
-    def watch(interrupted: Callable[[], int]) -> None:
-        # Again and again, because a program may begin another launch after one was stopped.
-        while not left.wait(_WATCHED_EVERY_S):
-            if time.monotonic() > last or interrupted():
-                stopped.set()
-                stop()
+    def reason() -> Stopped | None:
+        try:
+            return Stopped.SIGNAL if interrupted() else Stopped.TIME if time.monotonic() > at else None
+        except KeyboardInterrupt:
+            return Stopped.SIGNAL
 
-    watcher = threading.Thread(target=watch, args=(interrupted,), name="overlap-tuning-watch", daemon=True)
-    if interrupted is not None:
-        watcher.start()
-    try:
-        yield stopped.is_set
-    finally:
-        left.set()
-        if interrupted is not None:
-            watcher.join()
+    with stoppable() as stop:
+
+        def watch() -> None:
+            while not left.wait(_WATCHED_EVERY_S):
+                if (found := reason()) is not None:
+                    why.append(found)
+                    stop()
+                    return
+
+        watcher = threading.Thread(target=watch, name="overlap-tuning-watch", daemon=True)
+        try:
+            watcher.start()
+            yield lambda: why[0] if why else None
+        finally:
+            left.set()
 
 
 def _raises_keyboard_interrupt(handler: object) -> bool:

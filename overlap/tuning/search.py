@@ -7,7 +7,7 @@
     finals    times the finalists, XLA and the model's choice in turns for several rounds. The medians decide.
 
 After an interrupt or the end of the budget, the result is made from the measurements so far. An emulated launch, which
-can take hours, is stopped then (`overlap.emulation.stop`).
+can take hours, is stopped then.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning.bench import Bench
 from overlap.tuning.effort import Settings
-from overlap.tuning.interrupt import launches_end
+from overlap.tuning.interrupt import Stopped, emulated_launches_stop
 from overlap.tuning.programs import error_bound
 from overlap.tuning.progress import Progress
 
@@ -128,12 +129,12 @@ class Outcome:
         )
 
 
-# So long after the deadline, an emulated search ends without a result.
+# So long after the deadline, the launches of an emulated search are stopped, though it may have no result yet.
 _GRACE_S = 60.0
 
 
 class _BudgetSpent(Exception):
-    """Raised when the time is over and there is a result."""
+    """Raised when the time is over."""
 
 
 def search(
@@ -154,9 +155,9 @@ def search(
       devices: as many devices as the problem has.
       settings: how much is searched.
       deadline: the time, as in `time.monotonic()`, after which no further work begins. The first wave is measured in
-        any case, but where kernels are emulated, everything ends `_GRACE_S` later.
-      interrupted: called before each measurement. Returns the signal that has come, 0 if none. If it raises
-        KeyboardInterrupt, that counts as SIGINT.
+        any case, but emulated launches are stopped `_GRACE_S` later.
+      interrupted: returns the signal that has come, 0 if none. If it raises KeyboardInterrupt, that counts as SIGINT.
+        It is called before each measurement, and where kernels are emulated also by another thread.
       progress: called with what is being done and the fraction that is done.
 
     Returns:
@@ -168,9 +169,10 @@ def search(
         outcome.note = "no configuration of the fused kernel can run it"
         return outcome
     race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
-    last = deadline + _GRACE_S if target.platform == "cpu" else math.inf
+    emulated = target.platform == "cpu"
+    may_stop = emulated_launches_stop(deadline + _GRACE_S, interrupted) if emulated else nullcontext(lambda: None)
     try:
-        with launches_end(last, interrupted if target.platform == "cpu" else None) as race.stopped:
+        with may_stop as race.stopped:
             bench = Bench(problem, devices, settings.effort, settings.seed)
             race.compile_ahead(bench, configs[: settings.workers])
             race.start(bench)
@@ -204,7 +206,7 @@ class _Race:
       alive: the trials that are still in the race.
       ahead: the compilations that were started before their wave, by configuration.
       total, done: the work of the search, and how much of it is done. The unit is compiling one configuration.
-      stopped: stopped() says whether emulated launches were stopped.
+      stopped: stopped() returns why emulated launches were stopped; None if they were not.
       error_bound: the largest error of a right result. Before XLA's error is known it is NaN, so that nothing passes.
     """
 
@@ -230,7 +232,7 @@ class _Race:
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
         self.error_bound = math.nan
-        self.stopped: Callable[[], bool] = lambda: False
+        self.stopped: Callable[[], Stopped | None] = lambda: None
 
     def _report(self, text: str, amount: float) -> None:
         """Reports what is done next, after `amount` more work. Ends the search if a signal has come."""
@@ -242,8 +244,8 @@ class _Race:
 
     def _check_stopped(self) -> None:
         """Ends the search if launches were stopped. Then what was measured last means nothing."""
-        if self.stopped():
-            raise KeyboardInterrupt if self.interrupted() else _BudgetSpent
+        if (why := self.stopped()) is not None:
+            raise KeyboardInterrupt if why is Stopped.SIGNAL else _BudgetSpent
 
     def _failed(self, trial: Trial, error: Exception) -> None:
         """Notes why a configuration has failed."""
@@ -269,7 +271,9 @@ class _Race:
         self.xla.program = bench.compile(None)
         self.xla.error = bench.error_of(self.xla.program)
         self.error_bound = error_bound(self.outcome.problem, self.xla.error)
+        self._check_stopped()  # On a CPU these steps can take minutes.
         bench.warm_up(self.xla.program)
+        self._check_stopped()
         self.xla.samples_us.append(bench.sample_us(self.xla.program))
 
     def waves(self, configs: Sequence[Config]) -> None:
