@@ -145,7 +145,8 @@ def _why_none(problem: Problem, target: Target) -> str:
     try:
         problem.check(default_config(problem.dtype), target)
     except (ValueError, NotImplementedError) as error:
-        return f"{error} (--layouts nt has rhs as [n, k])" if "transpose_rhs=True" in str(error) else str(error)
+        way_out = ": name --layouts nt" if problem.itemsize == 1 and problem.layout != "nt" else ""
+        return f"{error}{way_out}"
     return "no configuration of the search fits this problem"
 
 
