@@ -90,4 +90,5 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
     ], process.stdout + process.stderr  # fmt: skip
     for name, error, right, seconds in said:
         assert (error, right) == ("KeyboardInterrupt", "True"), name
-        assert float(seconds) < 5, f"{name}: the next result came after {seconds} s"  # Without interrupt: 10 to 60 s.
+        # Without interrupt: 10 to 60 s, and more beside other work, which slows the end as well.
+        assert float(seconds) < 9, f"{name}: the next result came after {seconds} s"
