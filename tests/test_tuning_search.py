@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import re
 import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +20,10 @@ import overlap
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
+from overlap.emulation.sequence import World
 from overlap.kernels.config import Config
 from overlap.kernels.target import current_target
-from overlap.tuning import search
+from overlap.tuning import interrupt, search
 from overlap.tuning.bench import Bench
 from overlap.tuning.effort import Effort
 from tests.tuning_cases import H200, SHAPES, bench, problem
@@ -267,28 +270,68 @@ def test_every_call_of_the_loop_depends_on_the_one_before():
     np.testing.assert_allclose(np.asarray(loop.out, np.float32), out, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("ended_by", ["budget", "signal"])
-def test_an_emulated_launch_ends_with_the_search(ended_by, monkeypatch):
-    """This one would take minutes. The next problem is measured as usual."""
-    monkeypatch.setattr(search, "_GRACE_S", 1.0)
-    large, small = (Problem("matmul", size, size, size, "bfloat16", "bfloat16") for size in (2048, 64))
-    settings, cpu = search.Settings.for_platform("cpu", 1), current_target()
-    begin = time.monotonic()
-    late = lambda: signal.SIGTERM if time.monotonic() > begin + 5 else 0  # noqa: E731
-    end = dict(deadline=begin + 2) if ended_by == "budget" else dict(interrupted=late)
-    outcome = search.search(large, cpu, jax.devices()[:1], settings, **end)
-    assert time.monotonic() < begin + 60
+# --- Emulated launches that outlast the search ------------------------------------------------------------------------
+
+
+LARGE, TINY = (Problem("matmul", size, size, size, "bfloat16", "bfloat16") for size in (1024, 64))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """`running` is set when the search first launches a kernel of ours; `stopped` lists launches that were stopped."""
+    seen = types.SimpleNamespace(running=threading.Event(), stopped=[], checked=[])
+    error_of, execute = Bench.error_of, World.execute
+
+    def checking(self, program):
+        seen.checked.append(program)
+        if len(seen.checked) == 2:  # The first one is XLA's.
+            seen.running.set()
+        return error_of(self, program)
+
+    def executing(self, *arguments):
+        try:
+            return execute(self, *arguments)
+        except KeyboardInterrupt:
+            seen.stopped.append(self)
+            raise
+
+    monkeypatch.setattr(Bench, "error_of", checking)
+    monkeypatch.setattr(World, "execute", executing)
+    return seen
+
+
+def emulated(of, **end):
+    return search.search(of, current_target(), jax.devices()[:1], search.Settings.for_platform("cpu", 1), **end)
+
+
+def out_of_time_once(event, monkeypatch):
+    """The time for launches is over as soon as the event is set."""
+    clock = types.SimpleNamespace(monotonic=lambda: math.inf if event.is_set() else 0.0)
+    monkeypatch.setattr(interrupt, "time", clock)
+    return dict(deadline=time.monotonic() + 1000)
+
+
+@pytest.mark.parametrize("ended_by", ["budget", "signal", "KeyboardInterrupt"])
+def test_an_emulated_launch_ends_with_the_search(ended_by, launches, monkeypatch):
+    def interrupted():
+        """Raises once at most; this may be in the thread that watches the launches."""
+        if not launches.running.is_set() or ended_by == "budget":
+            return 0
+        if ended_by == "signal":
+            return signal.SIGTERM
+        launches.running.clear()
+        raise KeyboardInterrupt
+
+    end = out_of_time_once(launches.running, monkeypatch) if ended_by == "budget" else {}
+    outcome = emulated(LARGE, interrupted=interrupted, **end)
+    assert launches.stopped
     assert outcome.result is None and not outcome.complete and outcome.note.endswith("ended before the first one")
-    assert outcome.interrupted == (0 if ended_by == "budget" else signal.SIGTERM)
-    assert all(trial.status == "ok" for trial in outcome.trials)  # What was stopped is neither wrong nor an error.
-    if ended_by == "budget":
-        assert search.search(small, cpu, jax.devices()[:1], settings).result is not None
+    assert outcome.interrupted == {"budget": 0, "signal": signal.SIGTERM, "KeyboardInterrupt": signal.SIGINT}[ended_by]
+    assert [trial.status for trial in outcome.trials] == ["ok"]  # XLA; what was stopped is neither wrong nor an error.
 
 
-def test_a_search_stops_no_launches_but_its_own(monkeypatch):
+def test_a_search_stops_no_launches_but_its_own(launches, monkeypatch):
     """Neither those of another thread, nor later ones of the `emulate` context that it runs in."""
-    monkeypatch.setattr(search, "_GRACE_S", 0.0)
-    large, small = (Problem("matmul", size, size, size, "bfloat16", "bfloat16") for size in (1024, 64))
     ones, results, over = jnp.ones((256, 256), jnp.bfloat16), [], threading.Event()
     product = jax.jit(lambda x: overlap.matmul(x, x, implementation="fused"))
 
@@ -299,26 +342,10 @@ def test_a_search_stops_no_launches_but_its_own(monkeypatch):
     with emulate(cores=2):
         thread = threading.Thread(target=others)
         thread.start()
-        settings, one = search.Settings.for_platform("cpu", 1), jax.devices()[:1]
-        outcome = search.search(large, current_target(), one, settings, deadline=time.monotonic() + 3)
+        with monkeypatch.context() as patch:
+            outcome = emulated(LARGE, **out_of_time_once(launches.running, patch))
         over.set()
         thread.join()
-        assert outcome.result is None and not outcome.complete
-        assert search.search(small, current_target(), one, settings).result is not None
+        assert launches.stopped and outcome.result is None and not outcome.complete
+        assert emulated(TINY).result is not None
     assert all((result == 256).all() for result in results)
-
-
-def test_a_keyboard_interrupt_of_the_signal_function_is_not_lost(monkeypatch):
-    """It may be raised in the thread that watches."""
-    begin, raised = time.monotonic(), []
-
-    def interrupted():
-        if not raised and time.monotonic() > begin + 4:
-            raised.append(True)
-            raise KeyboardInterrupt
-        return 0
-
-    large = Problem("matmul", 1024, 1024, 1024, "bfloat16", "bfloat16")
-    settings = search.Settings.for_platform("cpu", 1)
-    outcome = search.search(large, current_target(), jax.devices()[:1], settings, interrupted=interrupted)
-    assert raised and outcome.interrupted == signal.SIGINT and not outcome.complete

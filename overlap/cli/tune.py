@@ -145,8 +145,9 @@ def _why_none(problem: Problem, target: Target) -> str:
     try:
         problem.check(default_config(problem.dtype), target)
     except (ValueError, NotImplementedError) as error:
-        way_out = ": name --layouts nt" if problem.itemsize == 1 and problem.layout != "nt" else ""
-        return f"{error}{way_out}"
+        # The message speaks of the operation's arguments.
+        option = "; the option for it is --layouts nt" if problem.itemsize == 1 and problem.layout != "nt" else ""
+        return f"{error}{option}"
     return "no configuration of the search fits this problem"
 
 
