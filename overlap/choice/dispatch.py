@@ -180,11 +180,9 @@ def decide(
         try:
             check(config, device)
             # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
-            slower = None
-            if source != "given":
-                slower = circumstances.why_not_by_default or (
-                    None if is_collecting() else xla_is_faster(problem, device)
-                )
+            slower = None if source == "given" else circumstances.why_not_by_default
+            if not (slower or source == "given" or is_collecting()):
+                slower = xla_is_faster(problem, device)
             missed = slower is not None and (
                 slower == circumstances.why_not_by_default or slower.startswith(NOT_MEASURED)
             )

@@ -136,8 +136,8 @@ def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates 
 def _least_us(shape: Config, problem: Problem, target: Target) -> float:
     """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`).
 
-    In the model a call takes no longer with more stages, with more epilogue buffers, or with a larger `epilogue_tile_n`,
-    of which the usual value is the largest. So this is the time with the most of each, without the tile order's part.
+    In the model a call takes no longer with more stages, more epilogue buffers, or a larger `epilogue_tile_n`, of which
+    the usual value is the largest. So this is the time with the most of each, without the tile order's part.
     """
     if not work_of(shape, problem, target).tiles:
         return math.inf  # A device's block is empty, so no configuration runs.
