@@ -38,8 +38,8 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
 # For each GPU a folder. `held_out.csv` is for the judgement. The model is fitted to no file whose name begins with
-# `held_out`. Each file is from one session. Times of different sessions are not compared, since GPUs differ by some
-# percent.
+# `held_out`. The times of a problem in a file are from one session. Times of different sessions are not compared, since
+# GPUs differ by some percent.
 FOLDER = pathlib.Path(__file__).parent / "model"
 _HELD_OUT = "held_out.csv"
 # If there is this file, the choices and the fastest configurations of `held_out.csv` were measured a second time. The
