@@ -39,7 +39,9 @@ rows stand in both places.
 
 *Commit*: the code that ran. "Not in this history": the numbers stand, the code is lost (a commit that was rewritten
 later, or a tree that was never committed as it was). "After" is the last commit before the measurement. The harness now
-refuses to measure such a tree. *Command not recorded*: the run is older than the harness that records it, or made by
+refuses to measure such a tree. "Unverified: not in a repository here": it was measured in a copy of the tree without
+the history. The hash of overlap/ that was recorded there is compared with the commit's when this file is made.
+*Command not recorded*: the run is older than the harness that records it, or made by
 hand. The command under a table measures the same problems again.
 """
 _EXPERIMENTS = """

@@ -132,6 +132,9 @@ def test_outside_shard_map():
         overlap.matmul_reduce_scatter(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x")
     with pytest.raises(ValueError, match=r"`matmul_all_reduce` must be called inside `jax.shard_map`"):
         overlap.matmul_all_reduce(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x")
+    # The call in the message has all arguments that are needed.
+    with pytest.raises(ValueError, match=r"overlap.all_gather_rhs_matmul\(x, w, 'x', gather_dimension=…\), mesh=mesh"):
+        overlap.all_gather_rhs_matmul(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x", gather_dimension=0)
 
 
 def test_shapes_and_dtypes():

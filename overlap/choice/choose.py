@@ -89,13 +89,22 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
     return config, "heuristic"
 
 
+def why_no_config(problem: Problem, target: Target) -> str:
+    """Says why no configuration of the fused kernel can run a problem (`space.candidates` is empty)."""
+    try:
+        problem.check(default_config(problem.dtype, block_scaled=problem.block_scaled), target)
+    except (ValueError, NotImplementedError) as error:
+        return str(error)
+    return "no configuration of the search fits this problem"
+
+
 def is_collecting() -> bool:
     """Whether the active session only collects problems (`Session.collects`)."""
     return session.value is not None and session.value.collects
 
 
-def xla_is_faster(problem: Problem, target: Target) -> str | None:
-    """Returns why XLA runs instead of the fused kernel: it was or should be faster, or nearly so; else None.
+def judged(problem: Problem, target: Target) -> tuple[bool, str]:
+    """Returns whether XLA runs instead of the fused kernel, and why: which was or should be faster.
 
     The fused kernel is assumed to run with the configuration of `choose_config`. If that configuration was measured,
     XLA was measured in the same run, and these two times decide. Otherwise the times measured for similar problems
@@ -103,14 +112,14 @@ def xla_is_faster(problem: Problem, target: Target) -> str | None:
     """
     active: Session | None = session.value
     if active is not None and problem in active.measured:
-        return active.measured[problem].says_xla
+        return active.measured[problem].verdict
     source, entry = _entry(problem, target)
     if entry is not None and "xla" in entry.others:
-        slower = Measured(entry.problem, entry.us, entry.others["xla"]).says_xla
-        return slower and f"{slower} ({source})"
+        xla_runs, why = Measured(entry.problem, entry.us, entry.others["xla"]).verdict
+        return xla_runs, f"{why} ({source})"
     if not rates_of(target).measured:
-        return crossover.NOTHING_MEASURED
-    return crossover.xla_is_faster(problem, measured_gpu(target))
+        return True, crossover.NOTHING_MEASURED
+    return crossover.judged(problem, measured_gpu(target))
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:

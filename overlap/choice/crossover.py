@@ -66,11 +66,16 @@ class Measured:
         return self.xla_us / self.fused_us
 
     @property
-    def says_xla(self) -> str | None:
-        """The message that XLA was faster; None unless it was."""
-        if self.ratio >= 1:
-            return None
-        return f"XLA was measured to be {_times(1 / self.ratio)} for {self.problem}"
+    def verdict(self) -> tuple[bool, str]:
+        """Whether XLA was faster, and a text that says which was."""
+        if self.ratio < 1:
+            return True, f"XLA was measured to be {_times(1 / self.ratio)} for {self.problem}"
+        return False, f"the kernel was measured to be {_times(self.ratio)} as XLA for {self.problem}"
+
+    @property
+    def where(self) -> str:
+        """What was measured, and on which GPU."""
+        return f"{self.problem} (NVIDIA {self.gpu.upper()})"
 
 
 def _times(factor: float) -> str:
@@ -99,8 +104,8 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
     return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
 
 
-def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
-    """Returns why XLA runs: it was or should be faster, or the kernel should gain less than `LEAST_GAIN`; else None.
+def judged(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
+    """Returns whether XLA runs, and why. It runs if it was faster, or if the kernel should gain less than `LEAST_GAIN`.
 
     Args:
       problem: the operation and the sizes.
@@ -108,21 +113,28 @@ def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
     """
     near = neighbours(problem, gpu)
     if not near:
-        return NOTHING_MEASURED
+        return True, NOTHING_MEASURED
     distance, nearest = near[0]
     of_sizes = (factor for name, factor in zip(DIFFERENCES, _factors(), strict=True) if name in SIZES)
     if distance > _FAR * statistics.mean(of_sizes):
-        return f"{NOT_MEASURED} near this size (the nearest is {nearest.problem}){_WAY_OUT}"
+        return True, f"{NOT_MEASURED} near this size (the nearest is {nearest.where}){_WAY_OUT}"
     if distance == 0:
-        return nearest.says_xla
+        return nearest.verdict
     # Each dtype has its own ratios: XLA multiplies float8_e5m2 as 16 bits, and float8_e4m3fn faster. So where the dtype
     # was measured, other dtypes do not count.
     near = [pair for pair in near if kind(pair[1].problem) == kind(problem)] or near
     nearest, ratio = near[0][1], expected_ratio(near)
+    source = f"predicted from measurements, of which the nearest is of {nearest.where}"
     if ratio >= LEAST_GAIN:
-        return None
+        return False, f"the kernel should be {_times(ratio)} as XLA, {source}"
     faster = f"XLA should be {_times(1 / ratio)}" if ratio < 1 else f"the kernel would gain little ({ratio:.2f} x)"
-    return f"{faster}, predicted from measurements, of which the nearest is of {nearest.problem}{_WAY_OUT}"
+    return True, f"{faster}, {source}{_WAY_OUT}"
+
+
+def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
+    """Returns why XLA runs; None if the fused kernel runs. See `judged`."""
+    xla_runs, why = judged(problem, gpu)
+    return why if xla_runs else None
 
 
 def differences(a: Measured, b: Measured) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from overlap import emulation
-from overlap.choice.choose import choose_config, is_collecting, xla_is_faster
+from overlap.choice.choose import choose_config, is_collecting, judged
 from overlap.choice.crossover import NOT_MEASURED
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates
@@ -179,17 +179,18 @@ def decide(
     else:
         try:
             check(config, device)
-            # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
-            slower = None if source == "given" else circumstances.why_not_by_default
-            if not (slower or source == "given" or is_collecting()):
-                slower = xla_is_faster(problem, device)
-            missed = slower is not None and (
-                slower == circumstances.why_not_by_default or slower.startswith(NOT_MEASURED)
-            )
-            if slower:
-                choice = Explanation(op, "xla", None, slower, device)
+            by_default = None if source == "given" else circumstances.why_not_by_default
+            if by_default:
+                xla_runs, reason = True, by_default
+            elif source == "given" or is_collecting():
+                # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
+                xla_runs, reason = False, "the fused kernel serves this problem"
             else:
-                reason = "the fused kernel serves this problem"
+                xla_runs, reason = judged(problem, device)
+            if xla_runs:
+                missed = reason == by_default or reason.startswith(NOT_MEASURED)
+                choice = Explanation(op, "xla", None, reason, device)
+            else:
                 scratch = circumstances.scratch_bytes(config, device)
                 choice = Explanation(op, "fused", config, reason, device, source, *transport, at_once, scratch)
         except NotImplementedError as cannot:

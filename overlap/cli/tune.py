@@ -12,10 +12,10 @@ from rich.table import Table
 
 from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
+from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import tables
-from overlap.kernels.config import default_config
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import OPERATIONS, require_layout
@@ -109,8 +109,20 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         out_dtype = arguments.out_dtype or default_out_dtype(dtype)
         for layout in arguments.layouts:
             require_layout(arguments.op, layout, "--layouts")
+            _require_equal_parts(arguments.op, devices, m, n)
             problems[Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)] = None
     return list(problems)
+
+
+def _require_equal_parts(op: str, devices: int, m: int, n: int) -> None:
+    """Raises ValueError if an operation cannot give each device the same part of its result."""
+    name, size = {"matmul_reduce_scatter": ("m", m), "matmul_reduce_scatter_n": ("n", n)}.get(op, ("", 0))
+    if size % devices:
+        what = "rows" if name == "m" else "columns"
+        raise ValueError(
+            f"--shapes: {op} gives each of the {devices} devices the same number of {what}, got {name}={size}: name a "
+            f"multiple of {devices}"
+        )
 
 
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
@@ -142,13 +154,9 @@ def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Setti
 
 def _why_none(problem: Problem, target: Target) -> str:
     """Says why the fused kernel has no configuration for this problem."""
-    try:
-        problem.check(default_config(problem.dtype), target)
-    except (ValueError, NotImplementedError) as error:
-        # The message speaks of the operation's arguments.
-        option = "; the option for it is --layouts nt" if problem.itemsize == 1 and problem.layout != "nt" else ""
-        return f"{error}{option}"
-    return "no configuration of the search fits this problem"
+    # The reason speaks of the operation's arguments.
+    option = "; the option for it is --layouts nt" if problem.itemsize == 1 and problem.layout != "nt" else ""
+    return f"{why_no_config(problem, target)}{option}"
 
 
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:

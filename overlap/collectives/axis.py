@@ -25,9 +25,10 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
         tuple, or names an axis twice.
     """
     if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
+        more = ", gather_dimension=…" if op == "all_gather_rhs_matmul" else ""
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
-            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}), mesh=mesh, in_specs=…, out_specs=…); "
+            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "
             "`overlap.explain` takes mesh=…"
         )
     return PeerGroup.of(axis_name, mesh, caller=op)

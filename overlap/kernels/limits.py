@@ -77,9 +77,11 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
             raise NotImplementedError(
                 f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
             )
+    # Where the result is cut along n, `n` counts the columns of rhs that belong to one device.
+    rhs = "rhs" if sizes.n_name == "n" or layouts.transpose_rhs else "each device's columns of rhs"
     for what, name, row, kind in (
         ("lhs", sizes.m_name if layouts.transpose_lhs else "k", m if layouts.transpose_lhs else k, sizes.dtype),
-        ("rhs", "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
+        (rhs, "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
         ("the result", sizes.n_name, n, sizes.out_dtype),
     ):
         itemsize = jnp.dtype(kind).itemsize

@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from overlap.choice import space
+from overlap.choice.choose import why_no_config
 from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.kernels.config import Config
@@ -166,7 +167,7 @@ def search(
     configs = space.candidates(problem, target)[: settings.max_configs]
     outcome = Outcome(problem)
     if not configs:
-        outcome.note = "no configuration of the fused kernel can run it"
+        outcome.note = f"no configuration of the fused kernel can run it: {why_no_config(problem, target)}"
         return outcome
     race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
     emulated = target.platform == "cpu"
