@@ -77,17 +77,17 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
             raise NotImplementedError(
                 f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
             )
-    # Where the result is cut along n, `n` counts the columns of rhs that belong to one device.
-    rhs = "rhs" if sizes.n_name == "n" or layouts.transpose_rhs else "each device's columns of rhs"
     for what, name, row, kind in (
         ("lhs", sizes.m_name if layouts.transpose_lhs else "k", m if layouts.transpose_lhs else k, sizes.dtype),
-        (rhs, "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
+        ("rhs", "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
         ("the result", sizes.n_name, n, sizes.out_dtype),
     ):
         itemsize = jnp.dtype(kind).itemsize
+        # Where the devices share an operand's columns, a name such as "n / 2" counts those of one device.
+        of = f"each device's part of {what}" if "/" in name and what != "the result" else what
         if row * itemsize % TMA_ROW_BYTES:
             raise NotImplementedError(
-                f"the copy engine needs the rows of {what} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
+                f"the copy engine needs the rows of {of} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
                 f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
                 f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
             )
