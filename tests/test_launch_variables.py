@@ -258,6 +258,19 @@ def test_which_ends_of_a_process_end_the_job(ending, status):
     assert process.returncode == status, process.stderr
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_process_that_fails_waits_until_its_output_is_read(reads):
+    """MPICH's mpirun reads no more once it is told to end the job. A reader that has stopped ends the wait."""
+    command = [sys.executable, "-I", "-S", "-c", _ENDS + "1 / 0", aborting.__file__]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        if reads:
+            assert process.stderr.read().endswith(b"ZeroDivisionError: division by zero\n")
+        assert process.wait(30) == 41
+
+
 _HEARS_OF_A_FAILURE = """
 import sys, threading
 from overlap import _departures

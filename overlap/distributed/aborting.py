@@ -12,15 +12,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import logging
 import os
+import stat
+import struct
 import sys
+import termios
 import threading
+import time
 import types
 from collections.abc import Callable
 
 _logger = logging.getLogger("overlap")
 _exit_status: int = 0
+# How long a failing process waits for its output to be read. A reader may have stopped, such as a pager.
+_MOST_WAIT_S = 2.0
 
 # A function that ends the job with an exit status, as far as a process of the job can do that.
 type Abort = Callable[[int], object]
@@ -123,4 +130,20 @@ def _at_exit(rank: int, abort: Abort) -> None:
 def _flush_and(abort: Abort, status: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    _wait_until_read()
     abort(status)
+
+
+def _wait_until_read() -> None:
+    """Waits until the launcher has read this process's output, but at most `_MOST_WAIT_S`.
+
+    MPICH's mpirun does not read on once it is told to end the job: the end of a traceback, which says what was wrong,
+    would be lost. Only pipes say how much was not read yet.
+    """
+    end = time.monotonic() + _MOST_WAIT_S
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISFIFO(os.fstat(stream).st_mode):
+                continue
+            while struct.unpack("i", fcntl.ioctl(stream, termios.FIONREAD, bytes(4)))[0] and time.monotonic() < end:
+                time.sleep(0.01)
