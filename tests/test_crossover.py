@@ -182,18 +182,18 @@ def test_who_tuned_a_problem_has_measured_it(measured):
             assert decide(GATHER).implementation == implementation
     assert choice.config == Config(stages=3)
     # A tuning run that ended before measuring XLA does not affect the choice.
-    assert choose.judged(dataclasses.replace(other, m=1 << 14), H200)[1].startswith(NOT_MEASURED)
+    assert choose.verdict(dataclasses.replace(other, m=1 << 14), H200)[1].startswith(NOT_MEASURED)
 
 
 def test_the_choice_of_the_kernel_says_what_it_rests_on(grid):
     grid({16: 1.5})
     known = dataclasses.replace(GATHER, m=16)
-    assert crossover.judged(known) == (False, f"the kernel was measured to be 1.50 x as fast as XLA for {known}")
+    assert crossover.verdict(known) == (False, f"the kernel was measured to be 1.50 x as fast as XLA for {known}")
     predicted = (
         f"the kernel should be 1.50 x as fast as XLA, predicted from measurements, of which the nearest is of {known} "
     )
     for changes, gpu in (({"m": 17}, "h200"), ({"devices": 8}, "h200"), ({}, "h100")):
-        assert crossover.judged(dataclasses.replace(known, **changes), gpu) == (False, predicted + "(NVIDIA H200)")
+        assert crossover.verdict(dataclasses.replace(known, **changes), gpu) == (False, predicted + "(NVIDIA H200)")
     assert "on 4 devices" in predicted
     assert decide(dataclasses.replace(known, devices=8)).reason == predicted + "(NVIDIA H200)"
 

@@ -112,7 +112,7 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
 
 
 def test_an_entry_whose_configuration_cannot_run_is_named(caplog, monkeypatch):
-    monkeypatch.setattr(crossover, "judged", lambda *_: (False, "faster"))
+    monkeypatch.setattr(crossover, "verdict", lambda *_: (False, "faster"))
     write(line(config=Config(tile_m=256, tile_n=256).fields))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):

@@ -103,7 +103,7 @@ def is_collecting() -> bool:
     return session.value is not None and session.value.collects
 
 
-def judged(problem: Problem, target: Target) -> tuple[bool, str]:
+def verdict(problem: Problem, target: Target) -> tuple[bool, str]:
     """Returns whether XLA runs instead of the fused kernel, and why: which was or should be faster.
 
     The fused kernel is assumed to run with the configuration of `choose_config`. If that configuration was measured,
@@ -119,7 +119,7 @@ def judged(problem: Problem, target: Target) -> tuple[bool, str]:
         return xla_runs, f"{why} ({source})"
     if not rates_of(target).measured:
         return True, crossover.NOTHING_MEASURED
-    return crossover.judged(problem, measured_gpu(target))
+    return crossover.verdict(problem, measured_gpu(target))
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:

@@ -73,7 +73,7 @@ class Measured:
         return False, f"the kernel was measured to be {_times(self.ratio)} as XLA for {self.problem}"
 
     @property
-    def where(self) -> str:
+    def described(self) -> str:
         """What was measured, and on which GPU."""
         return f"{self.problem} (NVIDIA {self.gpu.upper()})"
 
@@ -104,7 +104,7 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
     return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
 
 
-def judged(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
+def verdict(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
     """Returns whether XLA runs, and why. It runs if it was faster, or if the kernel should gain less than `LEAST_GAIN`.
 
     Args:
@@ -117,14 +117,14 @@ def judged(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
     distance, nearest = near[0]
     of_sizes = (factor for name, factor in zip(DIFFERENCES, _factors(), strict=True) if name in SIZES)
     if distance > _FAR * statistics.mean(of_sizes):
-        return True, f"{NOT_MEASURED} near this size (the nearest is {nearest.where}){_WAY_OUT}"
+        return True, f"{NOT_MEASURED} near this size (the nearest is {nearest.described}){_WAY_OUT}"
     if distance == 0:
         return nearest.verdict
     # Each dtype has its own ratios: XLA multiplies float8_e5m2 as 16 bits, and float8_e4m3fn faster. So where the dtype
     # was measured, other dtypes do not count.
     near = [pair for pair in near if kind(pair[1].problem) == kind(problem)] or near
     nearest, ratio = near[0][1], expected_ratio(near)
-    source = f"predicted from measurements, of which the nearest is of {nearest.where}"
+    source = f"predicted from measurements, of which the nearest is of {nearest.described}"
     if ratio >= LEAST_GAIN:
         return False, f"the kernel should be {_times(ratio)} as XLA, {source}"
     faster = f"XLA should be {_times(1 / ratio)}" if ratio < 1 else f"the kernel would gain little ({ratio:.2f} x)"
@@ -132,8 +132,8 @@ def judged(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
 
 
 def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:
-    """Returns why XLA runs; None if the fused kernel runs. See `judged`."""
-    xla_runs, why = judged(problem, gpu)
+    """Returns why XLA runs; None if the fused kernel runs. See `verdict`."""
+    xla_runs, why = verdict(problem, gpu)
     return why if xla_runs else None
 
 

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from overlap import emulation
-from overlap.choice.choose import choose_config, is_collecting, judged
+from overlap.choice.choose import choose_config, is_collecting, verdict
 from overlap.choice.crossover import NOT_MEASURED
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates
@@ -183,10 +183,11 @@ def decide(
             if by_default:
                 xla_runs, reason = True, by_default
             elif source == "given" or is_collecting():
-                # An explicit `config=` means that the caller wants the fused kernel: skip the comparison with XLA.
+                # There is nothing to compare: who names a configuration wants the fused kernel, and a session that
+                # collects problems measures XLA itself.
                 xla_runs, reason = False, "the fused kernel serves this problem"
             else:
-                xla_runs, reason = judged(problem, device)
+                xla_runs, reason = verdict(problem, device)
             if xla_runs:
                 missed = reason == by_default or reason.startswith(NOT_MEASURED)
                 choice = Explanation(op, "xla", None, reason, device)

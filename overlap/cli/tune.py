@@ -18,7 +18,7 @@ from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import tables
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
-from overlap.tuning.operations import OPERATIONS, require_layout
+from overlap.tuning.operations import OPERATIONS, require_equal_parts, require_layout
 from overlap.tuning.progress import shown
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
@@ -109,20 +109,10 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         out_dtype = arguments.out_dtype or default_out_dtype(dtype)
         for layout in arguments.layouts:
             require_layout(arguments.op, layout, "--layouts")
-            _require_equal_parts(arguments.op, devices, m, n)
-            problems[Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)] = None
+            problem = Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)
+            require_equal_parts(problem, "--shapes")
+            problems[problem] = None
     return list(problems)
-
-
-def _require_equal_parts(op: str, devices: int, m: int, n: int) -> None:
-    """Raises ValueError if an operation cannot give each device the same part of its result."""
-    name, size = {"matmul_reduce_scatter": ("m", m), "matmul_reduce_scatter_n": ("n", n)}.get(op, ("", 0))
-    if size % devices:
-        what = "rows" if name == "m" else "columns"
-        raise ValueError(
-            f"--shapes: {op} gives each of the {devices} devices the same number of {what}, got {name}={size}: name a "
-            f"multiple of {devices}"
-        )
 
 
 def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:

@@ -100,7 +100,7 @@ def prepare(
     **keywords: Any,
 ) -> tuple[AllGatherRhs, Call]:
     """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
+    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh, more=", gather_dimension=…")
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
     )

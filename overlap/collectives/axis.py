@@ -12,20 +12,20 @@ from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
 
 
-def peer_group_of(op: str, axis_name: Any, mesh: Any = None) -> PeerGroup:
+def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") -> PeerGroup:
     """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
     Args:
       op: the operation's name, for messages.
       axis_name: one axis, or a tuple of axes that count as one; a tuple of one axis is that axis.
       mesh: a mesh to use in place of the enclosing one.
+      more: further arguments that a call needs, for messages.
 
     Raises:
       ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
         tuple, or names an axis twice.
     """
     if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
-        more = ", gather_dimension=…" if op == "all_gather_rhs_matmul" else ""
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "

@@ -99,11 +99,10 @@ class Summed(Operation):
             )
         problem = self.problem(operands, call.layouts, call.out_dtype)
         (rows, columns, _), transport = problem.grid(config), problem.transport(config)
-        cut = {} if transport == "one_shot" else {problem.scattered: f"{problem.scattered} / {self.group.size}"}
-        names = {"m": "m", "n": "n"} | cut
-        checked = limits.Sizes(
-            rows, columns, k, operands.lhs.dtype, call.out_dtype, call.layouts, transport, names["m"], names["n"]
-        )
+        part = "" if transport == "one_shot" else problem.scattered
+        names = {name: f"{name} / {self.group.size}" if name == part else name for name in ("m", "n")}
+        dtypes = operands.lhs.dtype, call.out_dtype
+        checked = limits.Sizes(rows, columns, k, *dtypes, call.layouts, transport, names["m"], names["n"], part=part)
         limits.check(checked, config, target)
         require_peers(self.group, target, mesh)
         if mesh is None:

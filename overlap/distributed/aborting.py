@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import stat
-import struct
 import sys
 import termios
 import threading
@@ -145,5 +144,9 @@ def _wait_until_read() -> None:
         with contextlib.suppress(OSError):
             if not stat.S_ISFIFO(os.fstat(stream).st_mode):
                 continue
-            while struct.unpack("i", fcntl.ioctl(stream, termios.FIONREAD, bytes(4)))[0] and time.monotonic() < end:
+            while _unread_bytes(stream) and time.monotonic() < end:
                 time.sleep(0.01)
+
+
+def _unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -36,6 +36,7 @@ class Sizes:
       m_name: what the caller calls `m`, for messages.
       n_name: what the caller calls `n`, for messages.
       block_scaled: whether the operands have block scales.
+      part: "m" or "n" if this size is only one device's part of the dimension of the operands.
     """
 
     m: int
@@ -48,6 +49,7 @@ class Sizes:
     m_name: str = "m"
     n_name: str = "n"
     block_scaled: bool = False
+    part: str = ""
 
 
 def check(sizes: Sizes, config: Config, target: Target) -> None:
@@ -71,20 +73,20 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
             f"{config.cluster} and {config.stream_k}: leave them out of `config`"
         )
     mainloop.check_config(sizes, config, target)
-    m, n, k, layouts = sizes.m, sizes.n, sizes.k, sizes.layouts
-    for name, size in ((sizes.m_name, m), (sizes.n_name, n), ("k", k)):
+    k, layouts = sizes.k, sizes.layouts
+    named = {"m": (sizes.m_name, sizes.m), "n": (sizes.n_name, sizes.n), "k": ("k", k)}
+    for name, size in named.values():
         if size < 1:
             raise NotImplementedError(
                 f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
             )
-    for what, name, row, kind in (
-        ("lhs", sizes.m_name if layouts.transpose_lhs else "k", m if layouts.transpose_lhs else k, sizes.dtype),
-        ("rhs", "k" if layouts.transpose_rhs else sizes.n_name, k if layouts.transpose_rhs else n, sizes.dtype),
-        ("the result", sizes.n_name, n, sizes.out_dtype),
+    for what, dimension, kind in (
+        ("lhs", "m" if layouts.transpose_lhs else "k", sizes.dtype),
+        ("rhs", "k" if layouts.transpose_rhs else "n", sizes.dtype),
+        ("the result", "n", sizes.out_dtype),
     ):
-        itemsize = jnp.dtype(kind).itemsize
-        # Where the devices share an operand's columns, a name such as "n / 2" counts those of one device.
-        of = f"each device's part of {what}" if "/" in name and what != "the result" else what
+        (name, row), itemsize = named[dimension], jnp.dtype(kind).itemsize
+        of = f"each device's part of {what}" if dimension == sizes.part and what != "the result" else what
         if row * itemsize % TMA_ROW_BYTES:
             raise NotImplementedError(
                 f"the copy engine needs the rows of {of} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
