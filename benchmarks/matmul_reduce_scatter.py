@@ -21,7 +21,7 @@ SHAPES = "8192x4096x4096:bf16,8192x8192x3584:bf16,8192x12288x6144:bf16,4096x8192
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = command.parser(__doc__, SHAPES, "fused,xla,roof", devices=True)
+    parser = command.parser(__doc__, SHAPES, "fused,xla,roof", devices=True, layouts=("nn", "nt"))
     parser.add_argument("--along", default="m", choices=("m", "n"), help="what is scattered: rows or columns")
     arguments = parser.parse_args(argv)
     name = "matmul_reduce_scatter" if arguments.along == "m" else "matmul_reduce_scatter_n"

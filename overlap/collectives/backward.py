@@ -49,6 +49,7 @@ def backward(
         preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
     )
     try:
-        return call.run_prepared(operation, transposed, implementation="fused" if plan.must_fuse else None)
+        implementation = "fused" if plan.must_fuse else None
+        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
     except NotImplementedError:
         return None

@@ -82,9 +82,18 @@ def run(prepare: Prepare, *, config: Config | None = None, implementation: str |
 
 
 def run_prepared(
-    operation: Operation, call: Call, *, config: Config | None = None, implementation: str | None = None
+    operation: Operation,
+    call: Call,
+    *,
+    config: Config | None = None,
+    implementation: str | None = None,
+    by_user: bool = True,
 ) -> Any:
-    """Runs an operation on a call that has been checked."""
+    """Runs an operation on a call that has been checked.
+
+    A call of a backward pass is not `by_user`. If `jax.vmap` maps over it and the kernel cannot do that, XLA runs, even
+    with `implementation="fused"`.
+    """
     choice = decide(operation, call, config, implementation)
     plan = LaunchPlan(
         operation,
@@ -93,7 +102,7 @@ def run_prepared(
         choice.target,
         choice.config,
         call.activation,
-        must_fuse=implementation == "fused",
+        must_fuse=by_user and implementation == "fused",
     )
     if choice.config is None:
         return call.restore(by_xla.whole(call.operands, plan, call.by_xla))

@@ -63,9 +63,7 @@ class Matmul(Operation):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(
-            operands, LaunchPlan(self, layouts, dtype, plan.target, config, must_fuse=plan.must_fuse)
-        )
+        (out,), _ = call.fused(operands, LaunchPlan(self, layouts, dtype, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
