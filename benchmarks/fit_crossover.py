@@ -41,6 +41,7 @@ class Pairs:
       measured: the N measurements.
       differences: [N, N, 9] how they differ (`crossover.differences`).
       logs: [N] the logarithms of XLA's time divided by the fused kernel's.
+      estimates: [N] what `crossover.estimated_log_ratio` gives for them.
       usable: [N, N] whether the second may predict the first: it is of another problem, and of the same dtype unless
         there is none.
     """
@@ -48,6 +49,7 @@ class Pairs:
     measured: Sequence[Measured]
     differences: np.ndarray
     logs: np.ndarray
+    estimates: np.ndarray
     usable: np.ndarray
 
     @staticmethod
@@ -60,6 +62,7 @@ class Pairs:
             measured,
             np.array([[crossover.differences(a, b) for b in measured] for a in measured]),
             np.array([math.log(one.ratio) for one in measured]),
+            np.array([crossover.estimated_log_ratio(one.problem, one.gpu) for one in measured]),
             np.where(of_kind.any(1, keepdims=True), of_kind, apart),
         )
 
@@ -67,7 +70,7 @@ class Pairs:
         """Returns [N] what the measurements of other problems predict for `logs`."""
         distances = np.where(self.usable, self.differences @ factors, np.inf)
         weights = np.exp(distances.min(1, keepdims=True) - distances)
-        return weights @ self.logs / weights.sum(1)
+        return self.estimates + weights @ (self.logs - self.estimates) / weights.sum(1)
 
 
 def by_operation(measured: Iterable[Measured]) -> list[Pairs]:

@@ -53,7 +53,8 @@ def test_each_is_predicted_as_if_it_was_not_measured(of_depth, monkeypatch):
     for index in (0, 7, 30):
         others = tuple(one for one in of_depth if one is not of_depth[index])
         monkeypatch.setattr(crossover, "measurements", lambda others=others: others)
-        expected = crossover.expected_ratio(crossover.neighbours(of_depth[index].problem))
+        problem = of_depth[index].problem
+        expected = crossover.expected_ratio(problem, "h200", crossover.neighbours(problem))
         assert math.isclose(math.exp(predicted[index]), expected, rel_tol=1e-9)
 
 

@@ -12,7 +12,7 @@ import jax
 from overlap.choice import crossover, tables
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
-from overlap.choice.rates import measured_gpu, rates_of
+from overlap.choice.rates import gpu_of, rates_of
 from overlap.choice.session import session
 from overlap.choice.space import heuristic, spills
 from overlap.kernels.config import Config, default_config
@@ -119,7 +119,7 @@ def verdict(problem: Problem, target: Target) -> tuple[bool, str]:
         return xla_runs, f"{why} ({source})"
     if not rates_of(target).measured:
         return True, crossover.NOTHING_MEASURED
-    return crossover.verdict(problem, measured_gpu(target))
+    return crossover.verdict(problem, gpu_of(target))
 
 
 def _entry(problem: Problem, target: Target) -> tuple[str, tables.Entry | None]:

@@ -1,13 +1,14 @@
 """Predicts where XLA is faster than the fused kernel, from measured pairs of times (fused kernel, XLA).
 
 The measurements are in `crossover.csv`, which `python -m benchmarks.crossover` makes from results of benchmarks. They
-were taken on H200s and H100s, and all are used for all Hopper GPUs: the ratio of the two times was found to be similar
-on both.
+were taken on H200s and H100s, and all are used for all Hopper GPUs.
 
-A problem that was measured is decided by its measurement. For other problems the logarithm of the ratio is averaged
-over the measurements of the operation. The weight of a measurement falls exponentially with its distance, which is a
-sum over the differences between the two problems, each times a fitted factor (`crossover_distances.json`, written by
-`python -m benchmarks.fit_crossover`). XLA is also chosen if the operation was not measured at similar sizes.
+A problem that was measured is decided by its measurement. For other problems, an estimate of both times from the work
+of each part (`estimated_log_ratio`: the product, the bytes between devices) is corrected by measurements: by the
+average of how far they lie from their own estimates. The weight of a measurement falls exponentially with its distance,
+which is a sum over the differences between the two problems, each times a fitted factor (`crossover_distances.json`,
+written by `python -m benchmarks.fit_crossover`). No prediction exceeds what hiding all communication could gain
+(`most_gain`). XLA is also chosen if the operation was not measured at similar sizes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,26 @@ _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
 # In how far problems differ (`differences`).
 DIFFERENCES = ("rows", "n", "k", "batch", "devices", "layout", "kind", "alignment", "gpu")
+# One device's work per µs by data sheet, for each name of `rates.gpu_of`: 16-bit floating-point operations, bytes of the
+# device's memory, bytes over NVLink in each direction.
+_DATA_SHEETS = {
+    "h100": (989e6, 3.35e6, 450e3),
+    "h200": (989e6, 4.8e6, 450e3),
+    "h800": (989e6, 3.35e6, 200e3),
+    "h20": (148e6, 4.0e6, 450e3),
+}
+# What both sides were measured to reach, fitted to the 172 collectives of `crossover.csv`: the parts of the data sheet's
+# rates that products reach, and XLA's collectives and the kernels' transfers.
+_MULTIPLIED, _MOVED, _SENT_BY_XLA, _SENT_BY_KERNEL = 0.7, 0.94, 0.62, 0.67
+# XLA multiplies 8-bit operands this much more slowly than at twice the rate of 16-bit ones.
+_XLA_FLOAT8 = 1.4
+# The time of a call beside its work, in µs: launches, and waiting for the other devices.
+_XLA_US, _KERNEL_US = 24.0, 19.0
+# A transfer beside a product slows the product down: this part of the time that it would take alone is added.
+_SLOWED = 0.22
+# No prediction promises more than to hide transfers at this rate, in bytes per µs, behind a product at this part of the
+# data sheet's rate. XLA's large transfers are faster, with the time to start them, and all products slower.
+_LEAST_SENT, _MOST_MULTIPLIED = 200e3, 0.91
 # If the nearest measurement is farther away than this number of doublings, each counted with the mean factor of the
 # sizes, the problem counts as not measured.
 _FAR, SIZES = 6.0, ("rows", "n", "k")
@@ -52,7 +73,7 @@ class Measured:
       problem: the problem that was measured.
       fused_us: the fused kernel's time per call, in a loop on the device.
       xla_us: XLA's time per call, in the same run.
-      gpu: what was measured on (`rates.measured_gpu`).
+      gpu: what was measured on (`rates.gpu_of`).
     """
 
     problem: Problem
@@ -68,9 +89,12 @@ class Measured:
     @property
     def verdict(self) -> tuple[bool, str]:
         """Whether XLA was faster, and a text that says which was."""
+        if _is_close(self.ratio):
+            alike = f"the kernel and XLA were measured to be about as fast ({self.ratio:.2f} x) for {self.problem}"
+            return self.ratio < 1, alike
         if self.ratio < 1:
-            return True, f"XLA was measured to be {_times(1 / self.ratio)} for {self.problem}"
-        return False, f"the kernel was measured to be {_times(self.ratio)} as XLA for {self.problem}"
+            return True, f"XLA was measured to be {1 / self.ratio:.2f} x as fast for {self.problem}"
+        return False, f"the kernel was measured to be {self.ratio:.2f} x as fast as XLA for {self.problem}"
 
     @property
     def described(self) -> str:
@@ -78,8 +102,40 @@ class Measured:
         return f"{self.problem} (NVIDIA {self.gpu.upper()})"
 
 
-def _times(factor: float) -> str:
-    return "about as fast" if f"{factor:.2f}" == "1.00" else f"{factor:.2f} x as fast"
+def _is_close(ratio: float) -> bool:
+    return 1 / LEAST_GAIN < ratio < LEAST_GAIN
+
+
+def _work_us(problem: Problem, gpu: str) -> tuple[float, float]:
+    """Returns the µs of a device's product, and of its transfers over NVLink, at the rates of the data sheet."""
+    flops, moved, sent = _DATA_SHEETS[gpu]
+    product = problem.flops_per_device * problem.itemsize / 2 / flops / _MULTIPLIED
+    # Where both limits are close, a product reaches neither.
+    product = (product**4 + (problem.bytes_per_device / moved / _MOVED) ** 4) ** 0.25
+    return product, problem.received_bytes_per_device / sent
+
+
+def estimated_log_ratio(problem: Problem, gpu: str = "h200") -> float:
+    """Returns the logarithm of XLA's time over the kernel's, from the work of each part; 0 if devices send nothing.
+
+    XLA multiplies before or after it communicates; the kernel at the same time.
+    """
+    if not problem.communicates:
+        return 0.0
+    product, sent = _work_us(problem, gpu)
+    xla = product * (_XLA_FLOAT8 if problem.itemsize == 1 else 1.0) + sent / _SENT_BY_XLA + _XLA_US
+    fused = max(product + _SLOWED * sent / _SENT_BY_KERNEL, sent / _SENT_BY_KERNEL) + _KERNEL_US
+    return math.log(xla / fused)
+
+
+def most_gain(problem: Problem, gpu: str = "h200") -> float:
+    """Returns XLA's time over the kernel's if the kernel hid all communication; infinity if devices send nothing."""
+    if not problem.communicates:
+        return math.inf
+    flops, *_ = _DATA_SHEETS[gpu]
+    product = problem.flops_per_device * problem.itemsize / 2 / (_MOST_MULTIPLIED * flops)
+    slower = _XLA_FLOAT8 if problem.itemsize == 1 else 1.0
+    return slower + problem.received_bytes_per_device / _LEAST_SENT / product
 
 
 def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measured]]:
@@ -95,13 +151,14 @@ def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measure
     return sorted(pairs, key=lambda pair: (pair[0], pair[1].problem.dtype != problem.dtype, pair[1].ratio))
 
 
-def expected_ratio(near: list[tuple[float, Measured]]) -> float:
-    """Returns XLA's time divided by the fused kernel's, averaged over the measurements of `neighbours`."""
+def expected_ratio(problem: Problem, gpu: str, near: list[tuple[float, Measured]]) -> float:
+    """Returns XLA's time divided by the fused kernel's: estimated, and corrected by the measurements of `neighbours`."""
     if near[0][0] == 0:
         return near[0][1].ratio
     weights = [math.exp(near[0][0] - distance) for distance, _ in near]
-    logs = [math.log(measured.ratio) for _, measured in near]
-    return math.exp(sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights))
+    logs = [math.log(measured.ratio) - estimated_log_ratio(measured.problem, measured.gpu) for _, measured in near]
+    correction = sum(w * x for w, x in zip(weights, logs, strict=True)) / sum(weights)
+    return min(math.exp(estimated_log_ratio(problem, gpu) + correction), most_gain(problem, gpu))
 
 
 def verdict(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
@@ -109,7 +166,7 @@ def verdict(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
 
     Args:
       problem: the operation and the sizes.
-      gpu: the GPU that the call is for (`rates.measured_gpu`).
+      gpu: the GPU that the call is for (`rates.gpu_of`).
     """
     near = neighbours(problem, gpu)
     if not near:
@@ -123,12 +180,14 @@ def verdict(problem: Problem, gpu: str = "h200") -> tuple[bool, str]:
     # Each dtype has its own ratios: XLA multiplies float8_e5m2 as 16 bits, and float8_e4m3fn faster. So where the dtype
     # was measured, other dtypes do not count.
     near = [pair for pair in near if kind(pair[1].problem) == kind(problem)] or near
-    nearest, ratio = near[0][1], expected_ratio(near)
+    nearest, ratio = near[0][1], expected_ratio(problem, gpu, near)
     source = f"predicted from measurements, of which the nearest is of {nearest.described}"
-    if ratio >= LEAST_GAIN:
-        return False, f"the kernel should be {_times(ratio)} as XLA, {source}"
-    faster = f"XLA should be {_times(1 / ratio)}" if ratio < 1 else f"the kernel would gain little ({ratio:.2f} x)"
-    return True, f"{faster}, {source}{_WAY_OUT}"
+    if _is_close(ratio):
+        return True, f"the kernel and XLA should be about as fast ({ratio:.2f} x), {source}{_WAY_OUT}"
+    if ratio < 1:
+        return True, f"XLA should be {1 / ratio:.2f} x as fast, {source}{_WAY_OUT}"
+    # Rounded down, so that the text promises no more than `most_gain`.
+    return False, f"the kernel should be {math.floor(100 * ratio) / 100:.2f} x as fast as XLA, {source}"
 
 
 def xla_is_faster(problem: Problem, gpu: str = "h200") -> str | None:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any
+import re
+from typing import Any, Literal
 
 from overlap.kernels.blackwell.limits import rhs_columns
 from overlap.kernels.config import Config
@@ -170,7 +171,14 @@ class BlackwellRates(Rates):
         return tma.rows_loaded(config, m, transpose_lhs)
 
 
-def measured_gpu(target: Target) -> str:
+def gpu_of(target: Target) -> Literal["h100", "h200", "h800", "h20"]:
+    """Returns the Hopper GPU whose data sheet (products, memory, NVLink) is that of a device."""
+    if re.search(r"\bH20\b", target.kind):
+        return "h20"
+    return "h800" if "H800" in target.kind else measured_gpu(target)
+
+
+def measured_gpu(target: Target) -> Literal["h100", "h200"]:
     """Returns the Hopper GPU whose measurements stand for a device: "h100" or "h200"."""
     return "h100" if any(name in target.kind for name in _LIKE_H100) else "h200"
 
