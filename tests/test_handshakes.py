@@ -1,10 +1,14 @@
 """Tests consecutive launches without a barrier between them. Each injected defect of the handshakes is reported."""
 
+import types
+
+import jax
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.primitives import handshake, semaphore_wait
+from overlap.primitives import board, handshake, semaphore_wait
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.waits import wait_for_word
 from tests import handshake_cases as defects
@@ -186,3 +190,30 @@ def test_a_beacon_that_is_raised_again_is_reported(kernel, monkeypatch):
     begin_late(monkeypatch)
     defects.raise_the_beacon_again_when_late(monkeypatch)
     assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("got", "seen"), [(0, "nothing"), (1, "that of an operation which has ended"), (77, "other contents")]
+)
+def test_the_report_of_a_wait_shows_that_orders_differ(got, seen, monkeypatch):
+    """Two processes of a job, each with a device that waits for the other one to begin, in different operations."""
+    group = types.SimpleNamespace(places=("x",), axis_name="x", size=2)
+    store = types.SimpleNamespace(texts={})
+    store.key_value_set = lambda key, text, allow_overwrite: store.texts.update({key: text})
+    store.key_value_dir_get = lambda folder: store.texts.items()
+    monkeypatch.setattr(board._compat, "job_store", lambda: store)
+    waits, records = [], []
+    for process, operation in enumerate(("gather 8x8x8", "scatter 8x8x8")):
+        record = np.zeros(board.RECORD_BYTES // 4, np.uint32)
+        record[[board.OPERATION, board.POSITION, board.PEER]] = board.describe(operation, group), process, 1 - process
+        record[[board.STATE, board.ROLE, board.EXPECTED, board.GOT]] = board.STILL_WAITING, board.BEGUN, 0xABCDEF01, got
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        waits = board._exchanged([f"{board._who(record)} waits for {board._for_whom(record)}"])
+        records.append(record)
+    assert len(waits) == 2
+    assert f"shows {got:#x} ({seen})" in board.line(records[1]) and "0xabcdef01" in board.line(records[1])
+    elsewhere = board._elsewhere(waits[1], waits)
+    assert "gather 8x8x8 along 'x' of 2 devices: position 0 (GPU ?, process 0) waits for position 1" in elsewhere
+    assert "scatter" not in elsewhere and elsewhere.endswith("the same operations in the same order")
+    # A device that waits in the same operation is no sign of different orders.
+    assert "order" not in board._elsewhere(waits[1], [waits[1], waits[1].replace("position 1 (", "position 5 (")])

@@ -1,10 +1,10 @@
 """A program in which some devices or processes are late or missing: tests on GPUs run it as its own process or job.
 
-    python -m tests.waits_program late | never | stall | kill | raise | exit
+    python -m tests.waits_program late | never | stall | kill | raise | exit | order
 
 `late`: the last device begins some seconds after the others. `never`: the last device is busy for much longer than the
-limit. The other modes concern the last process of a job: it sleeps, is killed, raises, or exits with status 0 while the
-others continue.
+limit. The other modes concern the last process of a job: it sleeps, is killed, raises, exits with status 0 while the
+others continue, or calls another operation than they do.
 """
 
 import os
@@ -42,10 +42,18 @@ def main(mode: str, transport: str) -> None:
         )
         return jnp.abs(out - x.shape[1]).max()[None]
 
-    f = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("x"), P(None, "x"), P()), out_specs=P("x")))
+    def summed(x, w, _):
+        return overlap.matmul_reduce_scatter(x, w, "x", implementation="fused").max()[None].astype(jnp.float32)
+
+    f, scattered = (
+        jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(P("x"), P(None, "x"), P()), out_specs=P("x")))
+        for function in (layer, summed)
+    )
     # More rows than the kernel for joined rows takes, whose waits name another kernel.
     x, w = ones((devices * 1024, 512), P("x")), ones((512, devices * 256), P(None, "x"))
     jax.block_until_ready(f(x, w, 1))
+    if mode == "order":
+        jax.block_until_ready(scattered(x, w, 1))
     start = time.monotonic()
     jax.block_until_ready(f(x, w, 20000))
     turns = int(SECONDS.get(mode, 0) * 20000 / (time.monotonic() - start))
@@ -56,7 +64,10 @@ def main(mode: str, transport: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == "exit":
             sys.exit(0)
-        time.sleep(1000)
+        if mode == "order":
+            f = scattered
+        else:
+            time.sleep(1000)
     start = time.monotonic()
     try:
         for _ in range(3 if mode == "late" else 1):

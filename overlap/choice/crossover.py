@@ -40,16 +40,16 @@ _WAY_OUT = ': implementation="fused" runs the kernel'
 NOTHING_MEASURED = NOT_MEASURED + _WAY_OUT
 # In how far problems differ (`differences`).
 DIFFERENCES = ("rows", "n", "k", "batch", "devices", "layout", "kind", "alignment", "gpu")
-# One device's work per µs by data sheet, for each name of `rates.gpu_of`: 16-bit floating-point operations, bytes of the
-# device's memory, bytes over NVLink in each direction.
+# A device's work per µs by its data sheet, for each name of `rates.gpu_of`: 16-bit floating-point operations, bytes of
+# the device's memory, bytes over NVLink in each direction.
 _DATA_SHEETS = {
     "h100": (989e6, 3.35e6, 450e3),
     "h200": (989e6, 4.8e6, 450e3),
     "h800": (989e6, 3.35e6, 200e3),
     "h20": (148e6, 4.0e6, 450e3),
 }
-# What both sides were measured to reach, fitted to the 172 collectives of `crossover.csv`: the parts of the data sheet's
-# rates that products reach, and XLA's collectives and the kernels' transfers.
+# The parts of these rates that products, memory, XLA's collectives and the kernels' transfers were measured to reach:
+# fitted to the 172 collectives of `crossover.csv`.
 _MULTIPLIED, _MOVED, _SENT_BY_XLA, _SENT_BY_KERNEL = 0.7, 0.94, 0.62, 0.67
 # XLA multiplies 8-bit operands this much more slowly than at twice the rate of 16-bit ones.
 _XLA_FLOAT8 = 1.4
@@ -152,7 +152,7 @@ def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measure
 
 
 def expected_ratio(problem: Problem, gpu: str, near: list[tuple[float, Measured]]) -> float:
-    """Returns XLA's time divided by the fused kernel's: estimated, and corrected by the measurements of `neighbours`."""
+    """Returns XLA's time over the fused kernel's: estimated, and corrected by the measurements of `neighbours`."""
     if near[0][0] == 0:
         return near[0][1].ratio
     weights = [math.exp(near[0][0] - distance) for distance, _ in near]

@@ -88,7 +88,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         transport.smem_types(schedule, config, lhs.dtype),
         peers_read if transport.reads_inputs_only else (),
     )
-    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.operation.name)
+    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.described(operands))
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None

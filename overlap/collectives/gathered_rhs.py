@@ -75,7 +75,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, c
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled_shards, rows, columns), rhs.dtype),
     )
-    body_of = lambda refs: _Body(kernel, schedule, group, plan.operation.name, refs, group.me())  # noqa: E731
+    name = plan.described(operands)
+    body_of = lambda refs: _Body(kernel, schedule, group, name, refs, group.me())  # noqa: E731
     out, _ = kernel.launch(inputs, out_types, body_of)
     return out.reshape(m, -1)
 

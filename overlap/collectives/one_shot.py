@@ -90,7 +90,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     if scattered.lands_in_an_operand():
         inputs, out_types = (*inputs[:-1], [scattered.landing_place(landing)]), out_types[:2]
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
-    body_of = lambda refs: _Body(kernel, schedule, group, plan, refs, group.me())  # noqa: E731
+    name = plan.described(operands)
+    body_of = lambda refs: _Body(kernel, schedule, group, plan, name, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0]
 
 
@@ -123,6 +124,7 @@ class _Body:
       schedule: the tiles.
       group: the devices.
       plan: the operation, the configuration and the layouts.
+      name: the operation with its sizes, for the message of a wait that takes too long.
       refs: the kernel's references.
       me: this device's position in the peer group.
     """
@@ -131,6 +133,7 @@ class _Body:
     schedule: ReduceScatterSchedule
     group: PeerGroup
     plan: LaunchPlan
+    name: str
     refs: Refs
     me: Index
 
@@ -168,8 +171,8 @@ class _Body:
 
     @property
     def _handshake(self) -> Handshake:
-        name, (_, flags) = self.plan.operation.name, self.refs.flags
-        return Handshake(flags, self.group, cta(self.kernel.config), name, self.schedule.tiles)
+        _, flags = self.refs.flags
+        return Handshake(flags, self.group, cta(self.kernel.config), self.name, self.schedule.tiles)
 
     @property
     def _landing(self) -> GmemRef:

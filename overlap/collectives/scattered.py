@@ -143,7 +143,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         inputs = *inputs[:-1], landing
         peers_read = tuple(range(count, count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
-    body_of = lambda refs: _Body(kernel, schedule, strips, group, plan, refs, group.me())  # noqa: E731
+    name = plan.described(operands)
+    body_of = lambda refs: _Body(kernel, schedule, strips, group, plan, name, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
 
 
@@ -191,6 +192,7 @@ class _Body:
       strips: how own tiles are cut to be sent to all peers; None: the result is not replicated.
       group: the devices.
       plan: the operation, the configuration and the layouts.
+      name: the operation with its sizes, for the message of a wait that takes too long.
       refs: the kernel's references.
       me: this device's position in the peer group.
     """
@@ -200,6 +202,7 @@ class _Body:
     strips: Strips | None
     group: PeerGroup
     plan: LaunchPlan
+    name: str
     refs: Refs
     me: Index
 
@@ -292,9 +295,7 @@ class _Body:
 
     @property
     def _handshake(self) -> Handshake:
-        return Handshake(
-            self.refs.flags[3], self.group, cta(self.kernel.config), self.plan.operation.name, self.schedule.sent_chunks
-        )
+        return Handshake(self.refs.flags[3], self.group, cta(self.kernel.config), self.name, self.schedule.sent_chunks)
 
     def _await_terms(self, tile: Tile) -> None:
         """Waits until all terms of a tile have arrived."""
@@ -340,7 +341,7 @@ class _Body:
             buffers_smem, strip_buffers_smem = buffers_smem
             results = self._results(self.strips), strip_buffers_smem
         Communicator(
-            self.plan.operation.name,
+            self.name,
             group,
             self.kernel.config,
             tuple(handshake),

@@ -151,6 +151,11 @@ class LaunchPlan:
         scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
         return lambda values: program(values, scalars)
 
+    def described(self, operands: Operands) -> str:
+        """Returns the operation with the sizes of its operands, as reports of long waits name it."""
+        _, m, widths, k = sizes(operands, self.layouts)
+        return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
+
     def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
         """Returns the operands' types, for the mainloop.
 

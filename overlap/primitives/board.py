@@ -6,7 +6,10 @@ reads it each second. The kernel must know the board's address. Compiled program
 must be the same in each process: it is a fixed address of the virtual memory.
 
     kernel      writes its record after `REPORT_AFTER_S`, and again when it gives up; marks it as over if the wait ends
-    host        prints each change of a record
+    host        prints each change of a record, with the waits of the other devices at that time
+
+The processes of a job tell each other of their waits through the job's key-value store. So if the processes of a job
+call two operations in different orders, one line shows both.
 
 Each pair of devices has a record of its own, so that devices do not overwrite each other's records. A record holds
 numbers. The host knows the name of the operation, since the kernel was traced in this process (`describe`).
@@ -14,9 +17,11 @@ numbers. The host knows the name of the operation, since the kernel was traced i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import json
 import logging
 import mmap
 import threading
@@ -26,7 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from overlap import _cuda
+from overlap import _compat, _cuda
 from overlap.primitives.peers import PeerGroup
 
 REPORT_AFTER_S = 30.0
@@ -47,7 +52,7 @@ OVER, STILL_WAITING, GIVEN_UP = range(3)
 
 BEGUN, SEEN, DONE, ROWS, TERMS, FLAG = range(6)
 _ROLES = {
-    BEGUN: "to begin this operation; flag: its beacon",
+    BEGUN: "to begin this operation",
     SEEN: "to notice that this device has begun; flag: seen, with a bit for each position",
     DONE: "to be done with this device's memory; flag: done, with a bit for each position",
     ROWS: "to pass rows on; flag: parts of rows",
@@ -55,6 +60,8 @@ _ROLES = {
     FLAG: "to raise a flag",
 }
 
+_WAITS = "overlap/waits/"
+_MOST_OTHERS = 4
 _WHAT_NOW = (
     "The kernel ends with a CUDA error, after which this process cannot use its GPU any more. OVERLAP_WAIT_TIMEOUT_S "
     "sets the limit in seconds (0: none)"
@@ -115,31 +122,74 @@ def _map_at(start: int, length: int) -> Any:
 
 def line(record: Any) -> str:
     """Returns a record as text."""
-    operation, devices = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
     role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
-    if role in (SEEN, DONE):
-        missing = [place for place in range(devices) if (expected & ~got) >> place & 1]
-    else:
-        missing = [int(record[PEER])]
-    peers = f"position{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-    gpu, where = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32), _ROLES.get(role, "for a flag")
-    return (
-        f"{operation}: position {int(record[POSITION])} (GPU {'?' if gpu is None else gpu}, process "
-        f"{jax.process_index()}) has waited {int(record[WAITED]) * TICK_S:.0f} s for {peers} {where}, expected "
-        f"{expected:#x}, got {got:#x}"
-    )
+    waits = f"{_who(record)} has waited {int(record[WAITED]) * TICK_S:.0f} s for {_for_whom(record)}"
+    if role != BEGUN:
+        return f"{waits} {_ROLES.get(role, 'for a flag')}, expected {expected:#x}, got {got:#x}"
+    # This is the place where the peer's flag will be once it runs this operation. Until then anything may be there.
+    seen = {0: "nothing", 1: "that of an operation which has ended"}.get(got, "other contents")
+    return f"{waits} {_ROLES[role]}: its memory must show the flag {expected:#010x}, and shows {got:#x} ({seen})"
+
+
+def _who(record: Any) -> str:
+    """Says which device is in which operation."""
+    operation, _ = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
+    gpu = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32)
+    where = f"GPU {'?' if gpu is None else gpu}, process {jax.process_index()}"
+    return f"{operation}: position {int(record[POSITION])} ({where})"
+
+
+def _for_whom(record: Any) -> str:
+    """Returns the positions of the devices that a record waits for."""
+    _, devices = _described.get(int(record[OPERATION]), ("", MOST_DEVICES))
+    missing = [int(record[PEER])]
+    if int(record[ROLE]) in (SEEN, DONE):
+        missing = [place for place in range(devices) if int(record[EXPECTED]) & ~int(record[GOT]) & 1 << place]
+    return f"position{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+
+def _elsewhere(own: str, waits: list[str]) -> str:
+    """Says who else waits at the same time, those in another operation than `own` first."""
+    others = [wait for wait in waits if wait != own]
+    others.sort(key=lambda wait: wait.partition(":")[0] == own.partition(":")[0])
+    if not others:
+        return "No other device of this job has waited long in a fused operation"
+    more = f", and {len(others) - _MOST_OTHERS} more" if len(others) > _MOST_OTHERS else ""
+    differ = any(wait.partition(":")[0] != own.partition(":")[0] for wait in others)
+    hint = ". All processes must call the same operations in the same order" if differ else ""
+    return f"At the same time: {'; '.join(others[:_MOST_OTHERS])}{more}{hint}"
+
+
+def _exchanged(waits: list[str]) -> list[str]:
+    """Tells the other processes of this process's waits. Returns the waits of all processes."""
+    store = _compat.job_store()
+    with contextlib.suppress(Exception):  # There is no store, or it is gone: the job is ending.
+        store.key_value_set(f"{_WAITS}{jax.process_index()}", json.dumps(waits), allow_overwrite=True)
+        return [wait for _, text in store.key_value_dir_get(_WAITS) for wait in json.loads(text)]
+    return waits
 
 
 def _watch(records: np.ndarray) -> None:
     said = np.zeros(len(records), np.uint32)
+    changed: list[tuple[int, np.ndarray]] = []
     while True:
         time.sleep(_LOOK_EVERY_S)
         states = records[:, STATE].copy()
-        for place in np.flatnonzero(states != said):
-            text, said[place] = line(records[place].copy()), states[place]
-            if states[place] == STILL_WAITING:
-                _logger.warning("still waiting: %s", text)
-            elif states[place] == GIVEN_UP:
-                _logger.error("gave up waiting: %s. %s", text, _WHAT_NOW)
-            else:
-                _logger.warning("no longer waiting: %s", text)
+        waiting = {place: records[place] for place in np.flatnonzero(states)}
+        own = {place: f"{_who(record)} waits for {_for_whom(record)}" for place, record in waiting.items()}
+        # What has changed is printed one look later, when all processes have told of their waits.
+        waits = _exchanged(list(own.values())) if changed or (states != said).any() else []
+        for place, record in changed:
+            _say(record, _elsewhere(own.get(place, ""), waits))
+        changed = [(place, records[place].copy()) for place in np.flatnonzero(states != said)]
+        said = states
+
+
+def _say(record: np.ndarray, elsewhere: str) -> None:
+    """Logs a record that has changed."""
+    if record[STATE] == STILL_WAITING:
+        _logger.warning("still waiting: %s. %s", line(record), elsewhere)
+    elif record[STATE] == GIVEN_UP:
+        _logger.error("gave up waiting: %s. %s. %s", line(record), elsewhere, _WHAT_NOW)
+    else:
+        _logger.warning("no longer waiting: %s", line(record))

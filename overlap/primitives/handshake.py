@@ -102,7 +102,7 @@ class Handshake:
       group: the peers: at least two devices.
       cta: this CTA's index on the device, 0 … number of CTAs - 1: an int32 scalar such as `lax.axis_index("cta")`, or 0
         in a kernel of one CTA. A CTA with the index 0 must exist; no other CTA may have it.
-      operation: the kernel's name in the reports of waits that take long.
+      operation: the kernel's name in the reports of waits that take long; with the sizes, calls can be told apart.
       transfers: a Python int: how many transfers the device has in all. The kernel decides what a transfer is: work
         that reads or writes peers' memory. `leave` needs at least 1.
       only: a Python int, 1 … size of the group - 1: the distance (in positions ahead) of the only peer whose memory
@@ -277,7 +277,7 @@ class Handshake:
             "mov.b32 got, word0;", f"setp.eq.u32 there, word0, {key[0]};",
             *(f"setp.eq.and.u32 there, word{i}, {key[i]}, there;" for i in range(1, _WORDS)),
         ]  # fmt: skip
-        look_until(look, operands, operation=self._number, role=board.BEGUN)
+        look_until(look, operands, operation=self._number, role=board.BEGUN, expected_constant=key[0])
 
     def _speak(self) -> None:
         """Lowers the beacon, tells the peers that this device is done, and waits until they are done."""

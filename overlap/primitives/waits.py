@@ -47,7 +47,13 @@ def _write_record(state: int, operation: int, role: int) -> list[str]:
 
 
 def look_until(
-    look: Sequence[str], operands: Sequence[Any], *, operation: int, role: int, fences: Sequence[str] = _FENCES
+    look: Sequence[str],
+    operands: Sequence[Any],
+    *,
+    operation: int,
+    role: int,
+    fences: Sequence[str] = _FENCES,
+    expected_constant: int | None = None,
 ) -> None:
     """Emits a wait by all lanes of a warp: no lane proceeds before all lanes have seen what they wait for.
 
@@ -58,11 +64,13 @@ def look_until(
       operation: the number of the kernel, from `board.describe`.
       role: what the wait is for: `board.BEGUN` and so on.
       fences: PTX behind the last look, which makes the wait an acquire.
+      expected_constant: the expected value for the record, where it is known only at lowering; in place of the operand.
     """
     where, limit_s = board.address(), _settings.wait_timeout_s()
     limit = _ticks(limit_s) if limit_s else _NEVER
     first = min(_ticks(board.REPORT_AFTER_S), limit)
     own, me, peer, expected = (f"${len(operands) - 4 + i}" for i in range(4))
+    expected = expected if expected_constant is None else str(expected_constant)
     most = board.MOST_DEVICES - 1
 
     def write(state: int) -> list[str]:

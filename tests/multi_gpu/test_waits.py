@@ -45,8 +45,9 @@ def test_a_device_that_is_late_is_waited_for_and_named(transport, monkeypatch):
     done, _ = run("late", transport)
     assert done.returncode == 0 and "DONE, wrong by 0.0" in done.stdout, done.stdout + done.stderr[-2000:]
     last = jax.device_count() - 1
-    assert re.search(rf"still waiting: all_gather_lhs_matmul along 'x' of {last + 1} devices: position \d \(GPU \d, "
-                     rf"process 0\) has waited \d s for position.* to (begin|pass rows on)", done.stderr)  # fmt: skip
+    assert re.search(rf"still waiting: all_gather_lhs_matmul 1024x256x512 bfloat16 along 'x' of {last + 1} devices: "
+                     r"position \d \(GPU \d, process 0\) has waited \d s for position.* to (begin|pass rows on)",
+                     done.stderr)  # fmt: skip
     assert "no longer waiting" in done.stderr and "gave up" not in done.stderr
 
 
@@ -55,17 +56,28 @@ def test_a_device_that_never_comes_ends_the_program(transport):
     done, seconds = run("never", transport)
     assert done.returncode != 0 and "RAISED after" in done.stdout, done.stdout + done.stderr[-2000:]
     assert float(re.search(r"RAISED after ([\d.]+)", done.stdout)[1]) < LIMIT_S + 15
-    assert "gave up waiting: all_gather_lhs_matmul along 'x'" in done.stderr and seconds < LIMIT_S + GRACE_S
+    assert "gave up waiting: all_gather_lhs_matmul 1024x256x512 bfloat16 along 'x'" in done.stderr
+    assert seconds < LIMIT_S + GRACE_S
 
 
 @pytest.mark.parametrize(
     ("mode", "said"),
-    [("stall", "gave up waiting"), ("exit", "gave up waiting"), ("kill", "signal 9"), ("raise", "on purpose")],
+    [
+        ("stall", "gave up waiting"),
+        ("exit", "gave up waiting"),
+        ("kill", "signal 9"),
+        ("raise", "on purpose"),
+        ("order", "All processes must call the same operations in the same order"),
+    ],
 )
 def test_a_process_that_does_not_come_ends_the_job(mode, said):
     done, seconds = run(mode, processes=jax.device_count())
     assert done.returncode != 0 and said in done.stderr, done.stdout + done.stderr[-2000:]
     assert seconds < LIMIT_S + GRACE_S
+    if mode == "order":
+        # One line names both operations.
+        lines = [line for line in done.stderr.splitlines() if "gave up waiting" in line]
+        assert any("all_gather_lhs_matmul" in line and "matmul_reduce_scatter" in line for line in lines), done.stderr
     if said == "gave up waiting":
         last = jax.device_count() - 1
         assert re.search(rf"gave up waiting: all_gather_lhs_matmul .* for position {last} to begin", done.stderr)
