@@ -175,13 +175,13 @@ def _watch(records: np.ndarray) -> None:
     while True:
         time.sleep(_LOOK_EVERY_S)
         states = records[:, STATE].copy()
-        waiting = {place: records[place] for place in np.flatnonzero(states)}
+        waiting = {place: records[place] for place in np.flatnonzero(states).tolist()}
         own = {place: f"{_who(record)} waits for {_for_whom(record)}" for place, record in waiting.items()}
         # What has changed is printed one look later, when all processes have told of their waits.
         waits = _exchanged(list(own.values())) if changed or (states != said).any() else []
         for place, record in changed:
             _say(record, _elsewhere(own.get(place, ""), waits))
-        changed = [(place, records[place].copy()) for place in np.flatnonzero(states != said)]
+        changed = [(place, records[place].copy()) for place in np.flatnonzero(states != said).tolist()]
         said = states
 
 
