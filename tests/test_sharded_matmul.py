@@ -203,6 +203,51 @@ def test_other_ranks(shape, specs):
     assert_same(out, np.matmul(lhs, rhs) + addend)
 
 
+# Weights with several dimensions of k or n: the shapes of rows, k and n, the specs, and whether `rhs` is [*n, *k].
+ATTENTION = {
+    "query": ((B, M), (K,), (4, 6), (FSDP[0], P("x", "y", None), P("x", None, "y", None)), False),
+    "query, [n, k]": ((B, M), (K,), (4, 6), (FSDP[0], P("y", None, "x"), P("x", None, "y", None)), True),
+    "one head": ((M,), (K,), (1, 8), (P("y"), P(None, None, "y"), P(None, None, "y")), False),
+    "heads scattered": ((M,), (K,), (4, 6), (P(None, "y"), P("y"), P(None, "y", None)), False),
+    "heads gathered": ((B, M), (K,), (2, 6), (P("x"), P(None, "x"), P("x", None, None, None)), False),
+    "output": ((B, M), (4, 2), (K,), (P("x", None, "y"), P("y", None, "x"), P("x", "y", None)), False),
+    "output, [n, k]": ((B, M), (4, 2), (K,), (P("x", None, "y"), P("x", "y"), P("x", "y", None)), True),
+    "both": ((M,), (4, 2), (2, 2, 3), (P(None, "y"), P("y", None, "x"), P(None, "x", None, None)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["explicit", *(pytest.param(x, marks=pytest.mark.slow) for x in ("auto", "mixed"))])
+def test_several_dimensions_of_k_or_n(mesh):
+    """All cases in one program, which copies no weights; the numbers of entries of out_sharding say what k is."""
+    mesh, operands, weights = MESHES[mesh], {}, {}
+    for name, (m, k, n, specs, transposed) in ATTENTION.items():
+        arrays = whole(1, *m, *k), whole(2, *(n + k if transposed else k + n))
+        sides = put(mesh, whole(3, *n), P()), put(mesh, whole(4, m[-1], *n), P())
+        operands[name] = *(put(mesh, x, spec) for x, spec in zip(arrays, specs, strict=False)), *sides
+        weights[name] = whole(5, *m, *n)
+
+    def layer(name, lhs, rhs, bias, addend):
+        *specs, transposed = ATTENTION[name][3:]
+        f = on(mesh, specs[0], specs[0][2], transpose_rhs=transposed, activation=jax.nn.relu)
+        return f(lhs, rhs, bias=bias, addend=addend)
+
+    def plain(name, lhs, rhs, bias, addend):
+        _, k, n, _, transposed = ATTENTION[name]
+        if transposed:
+            rhs = rhs.transpose(*range(len(n), rhs.ndim), *range(len(n)))
+        return jax.nn.relu(jnp.tensordot(lhs, rhs, len(k), precision="highest") + bias + addend)
+
+    def results(f, operands):
+        return {x: (f(x, *o), gradients(functools.partial(f, x), weights[x], *o)) for x, o in operands.items()}
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(results, layer))(operands)
+    for name, (out, _) in found.items():
+        assert out.sharding.is_equivalent_to(jax.NamedSharding(mesh, ATTENTION[name][3][2]), out.ndim)
+    expected = jax.jit(functools.partial(results, plain))(jax.tree.map(np.asarray, operands))
+    assert_same(found, expected)
+
+
 def test_what_arrives_otherwise_is_moved():
     """Along Auto axes the caller says how an operand is to be sharded, however it arrives."""
     lhs, rhs = put(AUTO, whole(1, B, M, K), P(None, None, "x")), put(AUTO, whole(2, K, N), P("y"))
@@ -289,6 +334,12 @@ def test_explain(monkeypatch):
     parts = jax.ShapeDtypeStruct((1, 2048, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 7168), jnp.bfloat16)
     own = overlap.explain(overlap.all_gather_lhs_matmul, *parts, "y", mesh=mesh)
     assert (own.config, own.reason) == (fused.config, fused.reason)
+    # Heads that are kept together are the columns of a matrix.
+    lhs, rhs = types()
+    heads = rhs.update(shape=(8192, 224, 128))
+    assert overlap.explain(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None)) == (
+        overlap.explain(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
+    )
     with pytest.raises(TypeError, match="out_sharding"):
         overlap.explain(overlap.sharded_matmul, *types())
     with pytest.raises(TypeError, match="did you mean `rhs_sharding`"):
