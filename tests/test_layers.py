@@ -194,30 +194,31 @@ def test_dot_general_of_nnx_linear(kind: Any) -> None:
 @pytest.mark.one_jax
 def test_dot_general_of_nnx_attention() -> None:
     """nnx.MultiHeadAttention with its own kernels: its products, forward and backward, run as fused kernels."""
-    mesh, x = make_mesh(1, 2, EXPLICIT), draw(0, (1, 128, 128), jnp.bfloat16)
+    mesh, x = make_mesh(1, 2), draw(0, (1, 128, 128), jnp.bfloat16)
     between, heads, kernel = P(None, "tensor", None), P(None, None, "tensor", None), P(None, "tensor", None)
     adapters: Any = {
         "qkv_dot_general": layers.ShardedDotGeneral(between, kernel, heads, implementation="fused"),
-        "out_dot_general": layers.ShardedDotGeneral(heads, P("tensor"), P(None, "tensor"), implementation="fused"),
+        "out_dot_general": layers.ShardedDotGeneral(heads, P("tensor"), between, implementation="fused"),
     }
 
-    def make(dtype: Any, **more: Any) -> nnx.MultiHeadAttention:
-        return nnx.MultiHeadAttention(
-            2, 128, dtype=dtype, use_bias=False, decode=False, rngs=nnx.Rngs(0),
-            kernel_metadata={"out_sharding": kernel}, out_kernel_metadata={"out_sharding": P("tensor")}, **more,
-        )  # fmt: skip
-
-    def result(attention: Any, x: Any) -> Any:
+    def results(attention: Any, x: Any) -> Any:
         grad = nnx.value_and_grad(lambda a, x: (jnp.asarray(a(x), jnp.float32) ** 2).sum(), argnums=(0, 1))
-        return jax.tree.map(np.asarray, nnx.jit(grad)(attention, x))
+        return jax.tree.leaves(nnx.jit(grad)(attention, x))
 
-    with jax.set_mesh(mesh), emulate(cores=2, detect_races=False) as run:
-        found = result(make(jnp.bfloat16, **adapters), put(x, mesh, between))
-    assert run.counts["launches"] >= 2 * 4  # Four products, in both passes.
-    with jax.set_mesh(make_mesh(1, 1)):
-        exact = result(make(jnp.float32), x.astype(jnp.float32))
-    for got, wanted in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-        assert 0 < np.linalg.norm(np.float32(got) - wanted) <= 1e-2 * np.linalg.norm(wanted)
+    with jax.set_mesh(mesh):
+        attention = nnx.MultiHeadAttention(
+            2, 128, dtype=jnp.bfloat16, use_bias=False, decode=False, rngs=nnx.Rngs(0), **adapters,
+            kernel_init=lambda _, shape, dtype: draw(1, shape, dtype) / 11,
+            kernel_metadata={"out_sharding": kernel}, out_kernel_metadata={"out_sharding": P("tensor")},
+        )  # fmt: skip
+        with emulate(cores=2, detect_races=False) as run:
+            found = jax.block_until_ready(results(attention, put(x, mesh, between)))
+        assert run.counts["launches"] >= 2 * 4  # Four products, in both passes.
+        attention.set_attributes(dot_general=None, dtype=jnp.float32)
+        exact = results(attention, put(x.astype(jnp.float32), mesh, between))
+    for got, wanted in zip(found, exact, strict=True):
+        got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
+        assert 0 < np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
 
 
 @pytest.mark.one_jax
