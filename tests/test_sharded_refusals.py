@@ -66,7 +66,7 @@ REFUSED = {
     "heads of addend": (OF_HEADS | {"addend": whole(3, M, N)}, r"`addend`.*\(8, 16, 4, 8\) or \(16, 4, 8\), got"),
     "heads of lhs": (
         {"lhs": X.update(shape=(B, M, 6, 4)), "rhs": HEADS.update(shape=(4, 6, K))},
-        r"last 2 dimensions of `lhs` are contracted with the first 2 of `rhs`.*got \(8, 16, 6, 4\) and \(4, 6, 8\)",
+        r"`lhs` must end with the dimensions that `rhs` begins with, 2 by.*got \(8, 16, 6, 4\) and \(4, 6, 8\)",
     ),
     "one row": (OF_HEADS | {"lhs": X.update(shape=(K,)), "out_sharding": P("y")}, r"`lhs` must have 2 dimensions"),
     "rows": ({"lhs": jax.ShapeDtypeStruct((B, 6, K), jnp.float32)}, r"`lhs`.*equal parts, got 6 in.* 1.*pad it to 8"),

@@ -93,10 +93,9 @@ def _check_groups(given: dict[str, Any], dimensions: Dimensions) -> None:
         k, n = dimensions.k_n(rhs.shape)
         if lhs[-dimensions.k :] != k:
             raise ValueError(
-                f"with this `out_sharding` the last {dimensions.k} dimensions of `lhs` are contracted with the "
-                f"{'last' if dimensions.transpose_rhs else 'first'} {dimensions.k} of `rhs{index}`, and must be equal, "
-                f"got {lhs} and {tuple(rhs.shape)}: transpose one of them, or name each dimension of the result once "
-                "in `out_sharding`"
+                f"`lhs` must end with the dimensions that `rhs{index}` {'ends' if dimensions.transpose_rhs else 'begins'} "
+                f"with, {dimensions.k} by the number of entries of `out_sharding`, got {lhs} and {tuple(rhs.shape)}: "
+                "transpose one of them, or name each dimension of the result once in `out_sharding`"
             )
         for name, shapes in (("bias", [n]), ("addend", [(*rows, *n), (*rows[-1:], *n)])):
             entries = _each(given[name])

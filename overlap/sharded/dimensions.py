@@ -43,9 +43,9 @@ class Dimensions:
             counts = (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
         else:
             last = min(rank, self.k if kind == "lhs" else self.n)
-            counts = (*(1,) * (rank - last), *((last,) if last else ()))
+            counts = (*(1,) * (rank - last), last)
         rest = iter(entries)
-        return [tuple(itertools.islice(rest, count)) for count in counts]
+        return [group for count in counts if (group := tuple(itertools.islice(rest, count)))]
 
     def merged(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of an array with the dimensions merged that count as one."""
@@ -105,24 +105,20 @@ def dimensions_of(lhs: Any, rhs: Any, entries: int, transpose_rhs: Any) -> Dimen
       transpose_rhs: as the caller gave it.
 
     Raises:
-      ValueError: the right operands differ in their number of dimensions or have less than 2; or they have more, and no
-        number of contracted dimensions leaves a result of as many dimensions as there are entries.
+      ValueError: the right operands differ in their number of dimensions; or they have more than 2, and no number of
+        contracted dimensions leaves a result of as many dimensions as there are entries.
     """
     transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
-    several = type(rhs) in (list, tuple)
-    ranks = [len(x.shape) for x in rhs] if several else [len(rhs.shape)]
-    for i, rank in enumerate(ranks):
-        name = f"`rhs[{i}]`" if several else "`rhs`"
-        if rank < 2:
-            raise ValueError(f"{name} must have 2 dimensions or more, got {rank}: reshape it")
-        if rank != ranks[0]:
+    ranks = [len(x.shape) for x in (rhs if type(rhs) in (list, tuple) else [rhs])]
+    left, rank = len(lhs.shape), max(ranks, default=2)
+    if rank <= 2 or left < 2:
+        return Dimensions(1, max(rank - 1, 1), transpose_rhs)  # If one has too few, `normalize` says so.
+    for i, other in enumerate(ranks):
+        if other != ranks[0]:
             raise ValueError(
-                f"all of `rhs` must have the same number of dimensions, got {ranks[0]} for `rhs[0]` and {rank} for "
-                f"{name}: reshape one of them, or make a call for each"
+                f"all of `rhs` must have the same number of dimensions, got {ranks[0]} for `rhs[0]` and {other} for "
+                f"`rhs[{i}]`: reshape one of them, or make a call for each"
             )
-    rank, left = max(ranks, default=2), len(lhs.shape)
-    if rank == 2 or left < 2:
-        return Dimensions(1, rank - 1, transpose_rhs)
     ways = {left + rank - 2 * k: k for k in range(1, min(left, rank))}
     if entries not in ways:
         shown = " or ".join(f"{count} to contract {k}" for count, k in ways.items())
