@@ -94,8 +94,9 @@ def _check_groups(given: dict[str, Any], dimensions: Dimensions) -> None:
         if lhs[-dimensions.k :] != k:
             raise ValueError(
                 f"`lhs` must end with the dimensions that `rhs{index}` "
-                f"{'ends' if dimensions.transpose_rhs else 'begins'} with, {dimensions.k} by the number of entries of `out_sharding`, got {lhs} and {tuple(rhs.shape)}: "
-                "transpose one of them, or name each dimension of the result once in `out_sharding`"
+                f"{'ends' if dimensions.transpose_rhs else 'begins'} with, {dimensions.k} by the number of entries of "
+                f"`out_sharding`, got {lhs} and {tuple(rhs.shape)}: transpose one of them, or name each dimension of "
+                "the result once in `out_sharding`"
             )
         for name, shapes in (("bias", [n]), ("addend", [(*rows, *n), (*rows[-1:], *n)])):
             entries = _each(given[name])
