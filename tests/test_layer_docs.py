@@ -27,7 +27,13 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
     previous = jax.sharding.get_mesh()
     try:
         for block in blocks:
-            for size, small in (("28672", "64"), ("8192", "32"), ("64, 8, 128", "8, 4, 8"), ("64, 128", "8, 8")):
+            for size, small in (
+                ("28672", "64"),
+                ("8192", "32"),
+                ("64, 8, 128", "8, 4, 8"),
+                ("64, 128", "8, 8"),
+                ("=64", "=8"),
+            ):
                 block = block.replace(size, small)
             exec(compile(block, "layers.md", "exec"), names)
         x = names["x"].astype(jnp.float32)
@@ -38,7 +44,8 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
         np.testing.assert_allclose(names["token_loss"], losses.mean(), rtol=1e-3)
     finally:
         jax.set_mesh(previous)
-    assert len(blocks) == 8 and names["y"].shape == (2, 32, 32) and names["h"].shape == (2, 32, 64)
+    assert len(blocks) == 9 and names["y"].shape == (2, 32, 32) and names["h"].shape == (2, 32, 64)
+    assert names["a"].shape == (2, 32, 32)
     assert np.isfinite(names["loss"]) and set(names["grads"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
 
 

@@ -203,6 +203,53 @@ def test_other_ranks(shape, specs):
     assert_same(out, np.matmul(lhs, rhs) + addend)
 
 
+# Weights with several dimensions of k or n: the shapes of rows, k and n, the specs, and whether `rhs` is [*n, *k].
+ATTENTION = {
+    "query": ((B, M), (K,), (4, 6), (FSDP[0], P("x", "y", None), P("x", None, "y", None)), False),
+    "one head": ((M,), (K,), (1, 8), (P("y"), P(None, None, "y"), P(None, None, "y")), False),
+    "heads scattered": ((M,), (K,), (4, 6), (P(None, "y"), P("y"), P(None, "y", None)), False),
+    "heads gathered": ((B, M), (K,), (2, 6), (P("x"), P(None, "x"), P("x", None, None, None)), False),
+    "output": ((B, M), (4, 2), (K,), (P("x", None, "y"), P("y", None, "x"), P("x", "y", None)), False),
+    "both, [n, k]": ((M,), (4, 2), (2, 3), (P(None, "y"), P("x", None, "y"), P(None, "x", None)), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", ["explicit", *(pytest.param(x, marks=pytest.mark.slow) for x in ("auto", "mixed"))])
+def test_several_dimensions_of_k_or_n(mesh):
+    """All cases in one program: results, cotangents and shardings."""
+    mesh, operands = MESHES[mesh], {}
+    for name, (m, k, n, specs, transposed) in ATTENTION.items():
+        shapes = (*m, *k), (n + k if transposed else k + n), n, (m[-1], *n), (*m, *n)
+        of_each = *specs[:2], P(), P(), specs[2]
+        operands[name] = [
+            put(mesh, whole(i, *s), spec) for i, (s, spec) in enumerate(zip(shapes, of_each, strict=True))
+        ]
+
+    def layer(name, lhs, rhs, bias, addend):
+        *_, specs, transposed = ATTENTION[name]
+        f = on(mesh, specs, specs[2], transpose_rhs=transposed, activation=jax.nn.relu)
+        return f(lhs, rhs, bias=bias, addend=addend)
+
+    def plain(name, lhs, rhs, bias, addend):
+        _, k, n, _, transposed = ATTENTION[name]
+        if transposed:
+            rhs = rhs.transpose(*range(len(n), rhs.ndim), *range(len(n)))
+        return jax.nn.relu(jnp.tensordot(lhs, rhs, len(k), precision="highest") + bias + addend)
+
+    def results(f, operands):
+        found = {}
+        for name, (*of_product, cotangent) in operands.items():
+            out, back = jax.vjp(functools.partial(f, name), *of_product)
+            found[name] = out, back(cotangent)
+        return found
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(results, layer))(operands)
+    for name, (out, _) in found.items():
+        assert out.sharding.is_equivalent_to(operands[name][-1].sharding, out.ndim)
+    assert_same(found, jax.jit(functools.partial(results, plain))(jax.tree.map(np.asarray, operands)))
+
+
 def test_what_arrives_otherwise_is_moved():
     """Along Auto axes the caller says how an operand is to be sharded, however it arrives."""
     lhs, rhs = put(AUTO, whole(1, B, M, K), P(None, None, "x")), put(AUTO, whole(2, K, N), P("y"))
@@ -289,6 +336,12 @@ def test_explain(monkeypatch):
     parts = jax.ShapeDtypeStruct((1, 2048, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 7168), jnp.bfloat16)
     own = overlap.explain(overlap.all_gather_lhs_matmul, *parts, "y", mesh=mesh)
     assert (own.config, own.reason) == (fused.config, fused.reason)
+    # Heads that are kept together are the columns of a matrix.
+    lhs, rhs = types()
+    heads = rhs.update(shape=(8192, 224, 128))
+    assert overlap.explain(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None)) == (
+        overlap.explain(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
+    )
     with pytest.raises(TypeError, match="out_sharding"):
         overlap.explain(overlap.sharded_matmul, *types())
     with pytest.raises(TypeError, match="did you mean `rhs_sharding`"):

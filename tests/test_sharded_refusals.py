@@ -28,6 +28,8 @@ from tests.sharded_cases import (
 
 SMALL = make_mesh(x=2, y=2)
 X, W = jax.ShapeDtypeStruct((B, M, K), jnp.float32), jax.ShapeDtypeStruct((K, N), jnp.float32)
+HEADS = jax.ShapeDtypeStruct((K, 4, 8), jnp.float32)
+OF_HEADS = {"rhs": HEADS, "out_sharding": P("x", None, "y", None)}
 GOOD = dict(zip(("lhs_sharding", "rhs_sharding", "out_sharding"), COLUMNS, strict=True), mesh=AUTO)
 REFUSED = {
     "no mesh": ({"mesh": None}, r"needs a mesh.*mesh=….*jax.set_mesh"),
@@ -46,7 +48,27 @@ REFUSED = {
     "planned": ({"out_sharding": P("x")}, r"no operation serves.*'y'"),
     "k": ({"rhs": jax.ShapeDtypeStruct((N, K), jnp.float32)}, rf"k={K} in lhs.*k={N} in rhs"),
     "dtype": ({"rhs": jax.ShapeDtypeStruct((K, N), jnp.bfloat16)}, r"same dtype, got float32 and bfloat16: cast"),
-    "rank": ({"rhs": jax.ShapeDtypeStruct((B, K, N), jnp.float32)}, r"`rhs` must have 2 dimensions, got 3"),
+    "rank": (
+        {"rhs": jax.ShapeDtypeStruct((B, K, N), jnp.float32)},
+        r"`out_sharding` must have an entry for each.*: 4 to contract 1 or 2 to contract 2, got 3.*stack.*jax.vmap",
+    ),
+    "ranks": ({"rhs": [W, HEADS]}, r"all of `rhs`.*same number.*got 2 for `rhs\[0\]` and 3 for `rhs\[1\]`"),
+    "head_dim": (
+        OF_HEADS | {"out_sharding": P("x", None, None, "y")},
+        r"dimensions 2 to 3 of the result count as one.*the first must be sharded, got \('y',\) in dimension 3",
+    ),
+    "head_dim of rhs": (OF_HEADS | {"rhs_sharding": P(None, None, "y")}, r"dimensions 1 to 2 of `rhs` count as one"),
+    "few heads": (
+        OF_HEADS | {"rhs": [HEADS, HEADS.update(shape=(K, 2, 8))]},
+        r"`rhs\[1\]`.*equal parts, got 2 in dimension 1 of \(8, 2, 8\) for 4 devices",
+    ),
+    "heads of bias": (OF_HEADS | {"bias": whole(3, 8, 4)}, r"`bias` must have the shape \(4, 8\), got \(8, 4\)"),
+    "heads of addend": (OF_HEADS | {"addend": whole(3, M, N)}, r"`addend`.*\(8, 16, 4, 8\) or \(16, 4, 8\), got"),
+    "heads of lhs": (
+        {"lhs": X.update(shape=(B, M, 6, 4)), "rhs": HEADS.update(shape=(4, 6, K))},
+        r"`lhs` must end with the dimensions that `rhs` begins with, 2 by.*got \(8, 16, 6, 4\) and \(4, 6, 8\)",
+    ),
+    "one row": (OF_HEADS | {"lhs": X.update(shape=(K,)), "out_sharding": P("y")}, r"`lhs` must have 2 dimensions"),
     "rows": ({"lhs": jax.ShapeDtypeStruct((B, 6, K), jnp.float32)}, r"`lhs`.*equal parts, got 6 in.* 1.*pad it to 8"),
     "columns": ({"rhs": jax.ShapeDtypeStruct((K, 30), jnp.float32)}, r"`rhs`.*got 30 in dimension 1.*4 devices.*to 32"),
     "bias": ({"bias": whole(3, K)}, rf"`bias` must have shape \({N},\).*of the result.*: reshape it$"),
@@ -56,7 +78,7 @@ REFUSED = {
     "config": ({"config": 3}, r"`config` must be None or an overlap.Config"),
     "keep_gathered": ({"keep_gathered": 1}, r"`keep_gathered` must be True or False"),
     "shardings": ({"rhs_sharding": [P(None, "y")] * 2}, r"`rhs_sharding`.*list of 1, got a list of 2"),
-    "weights of rank 1": ({"rhs": jax.ShapeDtypeStruct((K,), jnp.float32)}, r"`rhs` must have 2 dimensions, got 1"),
+    "weights of rank 1": ({"rhs": jax.ShapeDtypeStruct((K,), jnp.float32)}, r"`rhs` must have 2.*or more, got 1"),
     "no rows": ({"lhs": X.update(shape=(B, 0, K))}, r"`lhs` must not be empty, got 0 in dimension 1"),
     "no k": ({"lhs": X.update(shape=(B, M, 0)), "rhs": W.update(shape=(0, N))}, r"`lhs`.*dimension 2"),
     "no columns": ({"rhs": [W, W.update(shape=(K, 0))]}, r"`rhs\[1\]` must not be empty, got 0 in dimension 1"),

@@ -3,7 +3,7 @@
     column parallel   ColumnParallelLinear, GatedMLP's gate and up, QKVProjection     gathers rows, then multiplies
     row parallel      RowParallelLinear, GatedMLP's down, OutputProjection            multiplies, then scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
-    for nnx.Linear    ShardedDotGeneral                                               as its `dot_general=`
+    for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
 
 Activations are [batch, sequence, features]. Between layers the sequence is sharded along the tensor-parallel mesh axis
 (sequence parallelism). Inside a layer the features (or heads) are sharded along it. Each layer calls

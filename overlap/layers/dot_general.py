@@ -13,15 +13,17 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import overlap
+from overlap.sharded.partitions import given_spec
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDotGeneral:
     """A function for `nnx.Linear(dot_general=...)`, and for other code that takes a replacement of `lax.dot_general`.
 
-    It contracts the last dimension of `lhs` [..., rows, k] with either dimension of a matrix `rhs`, [k, n] or [n, k],
-    without batch dimensions. nnx.Linear (and linen's Dense) need no other contraction. nnx.LinearGeneral over several
-    dimensions, nnx.Einsum and convolutions do, and get a NotImplementedError.
+    It contracts the last dimensions of `lhs` with the first or the last ones of `rhs`, in the same order, without batch
+    dimensions: all that nnx.Linear, nnx.LinearGeneral and nnx.MultiHeadAttention need (and linen's Dense and
+    DenseGeneral), and nnx.Einsum with `einsum_op=functools.partial(jnp.einsum, _dot_general=...)` over adjacent
+    dimensions. Other contractions and convolutions get a NotImplementedError.
 
     Attributes:
       lhs_sharding: the partition of the inputs. It is needed on a mesh with Auto axes, where types do not say it.
@@ -34,6 +36,8 @@ class ShardedDotGeneral:
     Example:
       >>> column = ShardedDotGeneral(P("data", "tensor", None), P(None, "tensor"), P("data", None, "tensor"))
       >>> linear = nnx.Linear(4096, 16384, dot_general=column, rngs=nnx.Rngs(0))
+      >>> heads = ShardedDotGeneral(P("data", "tensor", None), P(None, "tensor"), P("data", None, "tensor"))
+      >>> query = nnx.LinearGeneral(4096, (32, 128), dot_general=heads, rngs=nnx.Rngs(0))
     """
 
     lhs_sharding: P | None = None
@@ -65,30 +69,32 @@ class ShardedDotGeneral:
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """Computes lhs @ rhs, or lhs @ rhs.T if dimension 1 of `rhs` is contracted.
+        """Computes the product of `lhs` and `rhs` over the contracted dimensions.
 
         Args:
-          lhs: [..., rows, k], global.
-          rhs: [k, n] or [n, k], global.
+          lhs: [..., rows, *k], global.
+          rhs: [*k, *n] or [*n, *k], global.
           dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)), as for `lax.dot_general`.
           precision: None or lax.Precision.DEFAULT. Sums are in float32.
           preferred_element_type: dtype of the result.
           out_sharding: the partition of the result.
 
         Returns:
-          [..., rows, n], global.
+          [..., rows, *n], global.
 
         Raises:
           NotImplementedError: another contraction, or another precision.
           ValueError: no `out_sharding`; or as `overlap.sharded_matmul`.
         """
-        (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = dimension_numbers
-        asked = tuple(lhs_contracting), tuple(rhs_contracting), tuple(lhs_batch), tuple(rhs_batch)
-        if lhs.ndim < 2 or rhs.ndim != 2 or asked not in (((lhs.ndim - 1,), (n,), (), ()) for n in (0, 1)):
+        (lhs_contracting, rhs_contracting), batch = dimension_numbers
+        pairs = sorted(zip(lhs_contracting, rhs_contracting, strict=True))
+        count, rest = len(pairs), lhs.ndim - len(pairs)
+        first, last = ([(rest + i, start + i) for i in range(count)] for start in (0, rhs.ndim - count))
+        if any(map(len, batch)) or pairs not in (first, last) or not 0 < count < min(lhs.ndim, rhs.ndim):
             raise NotImplementedError(
-                "ShardedDotGeneral contracts the last dimension of lhs [..., rows, k] with one dimension of a matrix "
-                f"rhs, without batch dimensions, as nnx.Linear does; got {dimension_numbers} for shapes {lhs.shape} "
-                f"and {rhs.shape}: use lax.dot_general there"
+                "ShardedDotGeneral contracts the last dimensions of lhs with the first or the last ones of rhs, in the "
+                f"same order and without batch dimensions, as nnx.LinearGeneral does; got {dimension_numbers} for "
+                f"shapes {lhs.shape} and {rhs.shape}: transpose an operand, or use lax.dot_general there"
             )
         if precision not in (None, lax.Precision.DEFAULT, "default"):
             raise NotImplementedError(
@@ -99,14 +105,17 @@ class ShardedDotGeneral:
             raise ValueError(
                 "ShardedDotGeneral must know how its result is sharded: give it out_sharding=, or give that to the call"
             )
+        # `sharded_matmul` takes the number of contracted dimensions from the number of entries.
+        spec = given_spec("out_sharding", out)
+        spec = spec.update(partitions=(*spec, *[None] * (rest + rhs.ndim - count - len(spec))))
         return overlap.sharded_matmul(
             lhs,
             rhs,
             lhs_sharding=self.lhs_sharding,
             rhs_sharding=self.rhs_sharding,
-            out_sharding=out,
+            out_sharding=NamedSharding(out.mesh, spec) if isinstance(out, NamedSharding) else spec,
             mesh=self.mesh,
-            transpose_rhs=rhs_contracting[0] == 1,
+            transpose_rhs=pairs != first,
             preferred_element_type=preferred_element_type,
             implementation=self.implementation,
         )

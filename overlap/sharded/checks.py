@@ -11,6 +11,7 @@ from overlap.frame import arguments
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh
+from overlap.sharded.dimensions import Dimensions
 
 NAME = "sharded_matmul"
 
@@ -51,32 +52,28 @@ def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
     return found
 
 
-def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose_rhs: Any) -> Call:
+def whole_call(given: dict[str, Any], activation: Any, preferred: Any, dimensions: Dimensions) -> Call:
     """Checks sizes and dtypes of the global arrays `given`, and returns the checked call.
 
-    The check uses types without a mesh.
+    The check uses types without a mesh, in which the dimensions are merged that count as one.
     """
     several = type(given["rhs"]) in (list, tuple)
-    for i, x in enumerate(given["rhs"] if several else [given["rhs"]]):
-        if len(x.shape) != 2:
-            way_out = "reshape it"
-            if len(x.shape) > 2:
-                way_out = "jax.vmap over the leading ones, or make a call for each"
-            raise ValueError(
-                f"`{f'rhs[{i}]' if several else 'rhs'}` must have 2 dimensions, got {len(x.shape)} (shape "
-                f"{tuple(x.shape)}): {way_out}"
-            )
+    if dimensions.k > 1 or dimensions.n > 1:
+        _check_groups(given, dimensions)
 
-    def bare(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x
+    def bare(name: str, x: Any) -> Any:
+        if type(x) in (list, tuple):
+            return type(x)(bare(name, entry) for entry in x)
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return jax.ShapeDtypeStruct(dimensions.merged(name, x.shape), x.dtype) if is_array else x
 
     # An argument that is not a list, and should be one, stays as the caller gave it, so that the message can show it.
     types = {
-        name: type(x)(map(bare, x)) if type(x) in (list, tuple) else x if several and name != "lhs" else bare(x)
+        name: bare(name, x) if not several or name == "lhs" or type(x) in (list, tuple) else x
         for name, x in given.items()
     }
-    whole = normalize(_Whole(), **types, preferred_element_type=preferred, transpose_rhs=transpose_rhs)
-    for name, x in zip(("lhs", *whole.names), (types["lhs"], *whole.operands.rhs_list), strict=True):
+    whole = normalize(_Whole(), **types, preferred_element_type=preferred, transpose_rhs=dimensions.transpose_rhs)
+    for name, x in zip(("lhs", *whole.names), (given["lhs"], *_each(given["rhs"])), strict=True):
         if 0 in x.shape:
             raise ValueError(
                 f"`{name}` must not be empty, got 0 in dimension {x.shape.index(0)} of {tuple(x.shape)}: leave the "
@@ -85,6 +82,35 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, transpose
     if activation is not None:
         arguments.function("activation", activation)
     return whole
+
+
+def _check_groups(given: dict[str, Any], dimensions: Dimensions) -> None:
+    """Raises ValueError if dimensions that count as one differ between the arrays, where their product may agree."""
+    lhs = tuple(given["lhs"].shape)
+    rows = lhs[: -dimensions.k]
+    for i, rhs in enumerate(_each(given["rhs"])):
+        index = f"[{i}]" if type(given["rhs"]) in (list, tuple) else ""
+        k, n = dimensions.k_n(rhs.shape)
+        if lhs[-dimensions.k :] != k:
+            raise ValueError(
+                f"`lhs` must end with the dimensions that `rhs{index}` "
+                f"{'ends' if dimensions.transpose_rhs else 'begins'} with, {dimensions.k} by the number of entries of "
+                f"`out_sharding`, got {lhs} and {tuple(rhs.shape)}: transpose one of them, or name each dimension of "
+                "the result once in `out_sharding`"
+            )
+        for name, shapes in (("bias", [n]), ("addend", [(*rows, *n), (*rows[-1:], *n)])):
+            entries = _each(given[name])
+            x = entries[i] if i < len(entries) else None
+            if x is not None and tuple(x.shape) not in shapes:
+                raise ValueError(
+                    f"`{name}{index}` must have the shape {' or '.join(map(str, dict.fromkeys(shapes)))}, got "
+                    f"{tuple(x.shape)}: reshape it"
+                )
+
+
+def _each(given: Any) -> list[Any]:
+    """The entries of an argument: those of a list or tuple, or the argument itself."""
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def require_on_mesh(operands: dict[str, Any], mesh: AnyMesh) -> None:

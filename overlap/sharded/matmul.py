@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -21,6 +22,7 @@ from overlap.frame.signatures import AnyArray, AnyMesh
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
+from overlap.sharded.dimensions import Dimensions, dimensions_of
 from overlap.sharded.parts import Product
 from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
@@ -36,12 +38,16 @@ class _Call:
       mesh: the mesh. Some of its axes may be manual already.
       specs: for each operand, its name and its partition inside the `shard_map`.
       out_spec: the partition of each result.
+      dimensions: which dimensions of the operands count as one.
+      columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
     """
 
     product: Product
     mesh: AnyMesh
     specs: tuple[tuple[str, jax.P], ...]
     out_spec: jax.P
+    dimensions: Dimensions
+    columns: tuple[tuple[int, ...], ...]
 
     def run(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
         """Computes the results. If `decisions` is a list, the decision about each operation is added to the list."""
@@ -53,7 +59,9 @@ class _Call:
 
             def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
                 self._require_all_manual()
-                return self.product.compute(parts, decisions)
+                merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
+                outs = self.product.compute(merged, decisions)
+                return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
 
             return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
 
@@ -111,15 +119,15 @@ def _prepare(
     call.check_choice(config, implementation)
     keep_gathered = arguments.flag("keep_gathered", keep_gathered)
     given = checks.arrays(lhs, rhs, bias, addend)
-    rhs_shardings = _of_each_rhs(rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
-    shardings = [("lhs_sharding", lhs_sharding)]
-    shardings += [*(("rhs_sharding", x) for x in rhs_shardings), ("out_sharding", out_sharding)]
-    used = partitions.mesh_of(mesh, jax.tree.leaves(given), [x for _, x in shardings if x is not None])
+    of_each_rhs = _of_each_rhs(rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
+    shardings = {"lhs": lhs_sharding, **{f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}, "out": out_sharding}
+    used = partitions.mesh_of(mesh, jax.tree.leaves(given), [x for x in shardings.values() if x is not None])
     # Check this before the sizes: inside a `shard_map` over an axis, arrays have the sizes of one device's parts.
-    for name, sharding in shardings:
-        partitions.require_not_manual(name, sharding, used)
-    whole = checks.whole_call(given, activation, preferred_element_type, transpose_rhs)
-    rank = len(given["lhs"].shape)
+    for name, sharding in shardings.items():
+        partitions.require_not_manual(f"{name.split('[')[0]}_sharding", sharding, used)
+    entries = len(partitions.given_spec("out_sharding", out_sharding))
+    dimensions = dimensions_of(given["lhs"], given["rhs"], entries, transpose_rhs)
+    whole = checks.whole_call(given, activation, preferred_element_type, dimensions)
     operands: dict[str, Any] = {"lhs": given["lhs"]}
     for name in ("rhs", "bias", "addend"):
         of_each = [given[name]] if whole.container is None else given[name] or ()
@@ -127,27 +135,28 @@ def _prepare(
     by_name = {_named(name, whole): x for name, x in operands.items()}
     sharded.require_summed(by_name)
     checks.require_on_mesh(by_name, used)
-    plan, out = _planned(operands, whole, out_sharding, lhs_sharding, rhs_shardings, used)
+    plan, out = _planned(operands, shardings, whole, dimensions, used)
     applied, scalars = None, ()
     if activation is not None:
         applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype))
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
-    order = slice(None, None, -1) if whole.layouts.transpose_rhs else slice(None)
+    order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
     specs = {}
     for name, x in operands.items():
         kind = name.split("[")[0]
         # An addend may lack the leading dimensions.
-        parts = plan.out[rank - len(x.shape) :] if kind == "addend" else partition[kind]
+        merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
+        parts = dimensions.split(name, x.shape, merged, used.shape)
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
         specs[name] = partitions.spec_of(parts)
-    for out_type in whole.operands.rhs_list:
-        n = whole.layouts.k_n(out_type.shape)[1]
-        partitions.require_divisible("the result", (*operands["lhs"].shape[:-1], n), plan.out, used)
-    product = Product(
-        plan, whole.layouts.transpose_rhs, whole.out_dtype, applied, config, implementation, keep_gathered
-    )
-    return _Call(product, used, tuple(specs.items()), partitions.spec_of(out)), operands, whole
+    columns = []
+    for shape in _result_shapes(operands, dimensions):
+        kept = list(zip(shape, out, strict=True))[-dimensions.n :]
+        columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
+    product = Product(plan, dimensions.transpose_rhs, whole.out_dtype, applied, config, implementation, keep_gathered)
+    checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
+    return checked, operands, whole
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
@@ -162,24 +171,38 @@ def _of_each_rhs(given: Any, count: int) -> list[Any]:
     return given
 
 
+def _result_shapes(operands: dict[str, Any], dimensions: Dimensions) -> list[tuple[int, ...]]:
+    """The global shape of each result."""
+    rows = tuple(operands["lhs"].shape[: -dimensions.k])
+    return [(*rows, *dimensions.k_n(x.shape)[1]) for name, x in operands.items() if name.startswith("rhs")]
+
+
 def _planned(
-    operands: dict[str, Any], whole: Call, out_sharding: Any, lhs_sharding: Any, rhs_shardings: list[Any], mesh: AnyMesh
+    operands: dict[str, Any], shardings: dict[str, Any], whole: Call, dimensions: Dimensions, mesh: AnyMesh
 ) -> tuple[ShardingPlan, Partition]:
-    """The plan, and the partition of the result as the caller asked for it."""
-    left = partitions.of_operand("lhs", operands["lhs"], lhs_sharding, mesh)
-    out = partitions.given("out_sharding", out_sharding, len(operands["lhs"].shape), mesh)
+    """The plan, and the partition of the result as the caller asked for it.
+
+    `shardings`: those that the caller gave for "lhs", "rhs[0]", …, and "out".
+    """
+    shapes = _result_shapes(operands, dimensions)
+    out = partitions.given("out_sharding", shardings["out"], len(shapes[0]), mesh)
     found = []
-    for i, given in enumerate(rhs_shardings):
-        name = _named(f"rhs[{i}]", whole)
-        parts = partitions.of_operand(name, operands[f"rhs[{i}]"], given, mesh, "rhs_sharding")
-        found.append(parts[::-1] if whole.layouts.transpose_rhs else parts)
-    for i, parts in enumerate(found):
-        if parts != found[0]:
+    for key, sharding in shardings.items():
+        if key == "out":
+            continue
+        name, x = _named(key, whole), operands[key]
+        parts = partitions.of_operand(name, x, sharding, mesh, f"{key.split('[')[0]}_sharding")
+        merged = dimensions.merge(key, x.shape, parts, mesh, f"`{name}`")
+        found.append(merged[::-1] if key != "lhs" and dimensions.transpose_rhs else merged)
+    left, *rights = found
+    merged_outs = [dimensions.merge("out", shape, out, mesh, "the result") for shape in shapes]
+    for i, parts in enumerate(rights):
+        if parts != rights[0]:
             raise ValueError(
-                f"all of `rhs` must be sharded alike, got {partitions.spec_of(found[0])} for `rhs[0]` and "
+                f"all of `rhs` must be sharded alike, got {partitions.spec_of(rights[0])} for `rhs[0]` and "
                 f"{partitions.spec_of(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
             )
-    return plan_of(left, found[0], out, dict(mesh.shape), sharded.explicit_axes(mesh)), out
+    return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), sharded.explicit_axes(mesh)), out
 
 
 def _named(name: str, whole: Call) -> str:
@@ -291,15 +314,20 @@ def sharded_matmul(
     Args:
       lhs: global [..., m, k]; its sharding says which part each device holds. All dimensions but the last are rows.
       rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
-        with its own n, which share the gather of `lhs`; all must be sharded alike.
-      out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result.
+        with its own n, which share the gather of `lhs`; all must be sharded alike. k and n may each be several
+        dimensions, as in weights of attention; the first of them may be sharded (heads, but not head_dim).
+      out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result. If `rhs` has more than two
+        dimensions, it has an entry for each dimension of the result, which says how many dimensions are contracted:
+        P(None, None, "tensor", None) for [b, s, features] @ [features, heads, head_dim], P(None, "tensor", None) for
+        [b, s, heads, head_dim] @ [heads, head_dim, features].
       lhs_sharding: the sharding of `lhs`. Required if the mesh has Auto axes, since types do not say how arrays are
         sharded along Auto axes. If the array is sharded in another way, XLA moves it first. Along Explicit axes the
         sharding must be as the type says.
       rhs_sharding: the sharding of `rhs` as it lies in memory, under the same conditions; for several right operands
         one for all, or a list.
       mesh: the mesh; by default the mesh of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
-      bias: global [n], added to each row; for several right operands a list, with None for one that has no bias.
+      bias: global [n] (each dimension of n), added to each row; for several right operands a list, with None for one
+        that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
         operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
       activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.

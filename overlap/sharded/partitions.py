@@ -85,6 +85,17 @@ def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
                 )
 
 
+def given_spec(name: str, sharding: Any) -> PartitionSpec:
+    """The `PartitionSpec` of a sharding. Raises ValueError if it is neither a `PartitionSpec` nor a `NamedSharding`."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"`{name}` must be a jax.sharding.PartitionSpec or a NamedSharding, got {arguments.shown(sharding)}: pass "
+            "e.g. jax.P(None, 'x')"
+        )
+    return spec
+
+
 def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
     """The partition of an array of `rank` dimensions by a `PartitionSpec` or a `NamedSharding`.
 
@@ -92,12 +103,7 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
       ValueError: `sharding` is neither of these, has more entries than the array has dimensions, names an axis that
         the mesh does not have, or names an axis twice.
     """
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"`{name}` must be a jax.sharding.PartitionSpec or a NamedSharding, got {arguments.shown(sharding)}: pass "
-            "e.g. jax.P(None, 'x')"
-        )
+    spec = given_spec(name, sharding)
     if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
         raise ValueError(f"`{name}` must have no unreduced or reduced axes, got {spec}: jax.reshard the operand first")
     if len(spec) > rank:
@@ -133,7 +139,7 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
     return (*parts, *[()] * (rank - len(parts)))
 
 
-def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: str | None = None) -> Partition:
+def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: str) -> Partition:
     """The partition of an operand: along Explicit axes as its type says, along Auto axes as the caller says.
 
     Args:
@@ -141,12 +147,11 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
       x: the operand.
       sharding: the sharding that the caller gave; None for none.
       mesh: the mesh of the call.
-      sharding_name: the name of the argument `sharding`, for messages; by default `name` with "_sharding".
+      sharding_name: the name of the argument `sharding`, for messages.
 
     Raises:
       ValueError: neither the type nor the caller says how the operand is sharded, or they contradict each other.
     """
-    sharding_name = sharding_name or f"{name}_sharding"
     rank, sizes = len(x.shape), dict(mesh.shape)
     typed = only(sharded.axes_of_type(x), [axis for axis in sizes if sizes[axis] > 1])
     explicit = sharded.explicit_axes(mesh)
