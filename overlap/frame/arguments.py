@@ -180,19 +180,21 @@ def require_values(**given: Any) -> None:
             )
 
 
-def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, more: tuple[str, ...]) -> None:
-    """Checks that a call of `op` has all arguments that `op` needs, and none that it does not know.
+def bound(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], more: tuple[str, ...] = ()
+) -> None:
+    """Checks that a call has all arguments that the called function needs, and none that it does not know.
 
     Args:
-      op: a public operation.
+      name: the name of the function or class, for messages.
+      signature: its parameters.
       args: the arguments by position.
       kwargs: the arguments by keyword.
-      more: keywords that are allowed in addition to those of `op`.
+      more: keywords that are allowed in addition to those of `signature`.
 
     Raises:
       TypeError: an argument is missing, unknown or given twice. The message names public functions and arguments.
     """
-    signature, name = inspect.signature(op), f"overlap.{op.__name__}"
     known = [*signature.parameters, *more]
     for keyword in kwargs:
         if keyword not in known:
