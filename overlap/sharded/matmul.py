@@ -127,6 +127,7 @@ def _prepare(
     by_name = {_named(name, whole): x for name, x in operands.items()}
     sharded.require_summed(by_name)
     checks.require_on_mesh(by_name, used)
+    arguments.one_memory(by_name.items())
     plan, out = _planned(operands, whole, out_sharding, lhs_sharding, rhs_shardings, used)
     applied, scalars = None, ()
     if activation is not None:
