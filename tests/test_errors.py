@@ -1,5 +1,7 @@
 """Invalid input raises a clear error of the right type before anything is traced."""
 
+import contextlib
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -193,12 +195,20 @@ def test_configs_take_integers_of_numpy():
             overlap.Config(tile_m=wrong)
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh:` context manager has been deprecated")
 def test_outside_shard_map():
     lhs, rhs = jnp.zeros((128, 64), BF16), jnp.zeros((64, 256), BF16)
-    with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
-    with jax.set_mesh(mesh(x=2)), pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
+    here = [
+        (contextlib.nullcontext, r"there is no mesh here \(`with mesh:` is not read\)"),
+        (lambda: mesh(x=2), r"there is no mesh here \(`with mesh:` is not read\)"),
+        (
+            lambda: jax.set_mesh(mesh(x=2)),
+            r"no axis of the mesh is manual here \(`jax.set_mesh` alone makes none manual\)",
+        ),
+    ]
+    for context, why in here:
+        with context(), pytest.raises(ValueError, match=f"inside `jax.shard_map`, and {why}: wrap the call"):
+            overlap.all_gather_lhs_matmul(lhs, rhs, "x")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ SMALL = make_mesh(x=2, y=2)
 X, W = jax.ShapeDtypeStruct((B, M, K), jnp.float32), jax.ShapeDtypeStruct((K, N), jnp.float32)
 GOOD = dict(zip(("lhs_sharding", "rhs_sharding", "out_sharding"), COLUMNS, strict=True), mesh=AUTO)
 REFUSED = {
-    "no mesh": ({"mesh": None}, r"needs a mesh.*mesh=….*jax.set_mesh"),
+    "no mesh": ({"mesh": None}, r"needs a mesh.*\(`with mesh:` is not read\): pass mesh=….*jax.set_mesh"),
     "not a mesh": ({"mesh": "x"}, r"`mesh` must be a jax.sharding.Mesh, got 'x'"),
     "two meshes": ({"out_sharding": jax.NamedSharding(SMALL, COLUMNS[2])}, r"one mesh, got \{'x': 2, 'y': 4\}.*put"),
     "no lhs_sharding": ({"lhs_sharding": None}, r"`lhs_sharding` must be given.*\('x', 'y'\).*PartitionSpec.*Explicit"),

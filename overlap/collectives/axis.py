@@ -10,6 +10,7 @@ from overlap import _settings
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
+from overlap.primitives.peers import outside_shard_map
 
 
 def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") -> PeerGroup:
@@ -25,9 +26,9 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") 
       ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
         tuple, or names an axis twice.
     """
-    if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
+    if outside := outside_shard_map(mesh):
         raise ValueError(
-            f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
+            f"`{op}` must be called inside `jax.shard_map`, and {outside}: wrap the call, e.g. "
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "
             "`overlap.explain` takes mesh=…"
         )

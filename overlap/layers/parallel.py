@@ -156,7 +156,8 @@ def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
     mesh = jax.sharding.get_abstract_mesh() if layer.mesh is None else layer.mesh
     if mesh.empty:
         raise ValueError(
-            f"{layer.title} must know the mesh: build and call it inside `with jax.set_mesh(mesh):`, or give mesh="
+            f"{layer.title} must know the mesh (`with mesh:` is not read): build and call it inside "
+            "`with jax.set_mesh(mesh):`, or give mesh="
         )
     return mesh
 
