@@ -195,7 +195,7 @@ def test_configs_take_integers_of_numpy():
             overlap.Config(tile_m=wrong)
 
 
-@pytest.mark.filterwarnings("ignore:`with mesh:` context manager has been deprecated")
+@pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
 def test_outside_shard_map():
     lhs, rhs = jnp.zeros((128, 64), BF16), jnp.zeros((64, 256), BF16)
     here = [

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from overlap import _settings
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
@@ -57,12 +56,8 @@ def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
     Raises:
       NotImplementedError: the GPUs cannot address each other's memory; or, in a job of several processes, no address
         space is left to map peers' memory.
-      RuntimeError: the environment variable OVERLAP_WAIT_TIMEOUT_S is wrong.
     """
-    if group.size == 1:
-        return
-    _settings.wait_timeout_s()  # Read it now, so that a wrong value raises here and not while the kernel is traced.
-    if target.platform != "gpu":
+    if group.size == 1 or target.platform != "gpu":
         return
     windows.require_room()
     if isinstance(mesh, jax.sharding.Mesh):

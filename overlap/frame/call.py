@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from overlap import _settings
 from overlap.choice import dispatch
 from overlap.frame import arguments, by_xla, sharded
 from overlap.frame.batch import batched
@@ -69,6 +70,7 @@ def decide(
         _check(operation, call, config, target, mesh)
 
     check_choice(config, implementation)
+    _settings.require_valid()
     target = dispatch.target(mesh)
     if reason := _why_not_fused(call.operands):
         return dispatch.leave_to_xla(operation.name, implementation, target, reason)
