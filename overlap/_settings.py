@@ -17,6 +17,14 @@ EMULATED_GPUS = ("hopper", "blackwell")
 UNCHECKED_JAX_VARIABLE = "OVERLAP_UNCHECKED_JAX"
 
 
+def require_valid() -> None:
+    """Raises RuntimeError if a variable that this module reads has a wrong value, whether or not a call needs it.
+
+    So a wrong value is noticed in the first call, also where the variable changes nothing, e.g. in the emulator.
+    """
+    wait_timeout_s(), emulated_gpu(), unchecked_jax()
+
+
 @functools.cache
 def wait_timeout_s() -> float:
     """How long a kernel may wait for another device before it gives up, in seconds; 0: for ever.

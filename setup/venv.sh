@@ -10,6 +10,10 @@ shift 2
 extras=$(IFS=,; echo "$*")
 
 gpus_visible() { [ -e /dev/nvidia0 ] || nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+case "${OVERLAP_CPU_ONLY:-0}" in
+    0 | 1) ;;
+    *) echo "\`OVERLAP_CPU_ONLY\` must be 1 or 0, got '$OVERLAP_CPU_ONLY': correct the variable, or unset it for 0" >&2; exit 1 ;;
+esac
 if [ "${OVERLAP_CPU_ONLY:-0}" != 1 ] && gpus_visible; then
     # CUDA 13 needs driver 580 or newer; an older one runs CUDA 12.
     driver=$(cat /sys/module/nvidia/version 2>/dev/null || nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)

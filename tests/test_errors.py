@@ -1,6 +1,9 @@
 """Invalid input raises a clear error of the right type before anything is traced."""
 
+import contextlib
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,6 +43,7 @@ def trace(lhs, rhs, axis_name="x", *, on=None, axis_names=None, **kwargs):
 
 GOOD = struct((128, 64)), struct((64, 256))
 
+SHAPES = (6, 64), (64, 256)
 FUSED = {"implementation": "fused"}
 X_OF_XY = {"on": mesh(x=2, y=2), "axis_names": {"x"}}
 WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
@@ -115,6 +119,68 @@ def test_a_config_is_checked_even_if_xla_runs(op, implementation):
         assert explained(overlap.Config(tile_n=128)) == explained(None)
 
 
+def on_devices(op, **keywords):
+    """Returns (call of two whole matrices, the sharding of a whole matrix on the devices that compute it)."""
+    args, given = OPERATIONS[op]
+    on = mesh(x=1 if op is overlap.matmul else 2)
+    more = {"mesh": on} if op is overlap.sharded_matmul else {}
+
+    def call(lhs, rhs):
+        return op(lhs, rhs, *args, **given, **more, **keywords)
+
+    mapped = jax.shard_map(call, mesh=on, in_specs=P(), out_specs=P(), check_vma=False) if args else call
+    return mapped, jax.NamedSharding(on, P())
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_sizes_that_are_symbols(op):
+    (rows,) = jax.export.symbolic_shape("2*b")
+    types = struct((rows, 64)), struct((64, 256))
+    call, _ = on_devices(op)
+    exported = jax.export.export(jax.jit(call))(*types)
+    if op is overlap.matmul:  # (jax 0.11 and 0.12 do not run a program that gathers or scatters along a symbol.)
+        lhs, rhs = (jnp.arange(np.prod(shape)).reshape(shape).astype(BF16) % 8 for shape in SHAPES)
+        np.testing.assert_array_equal(exported.call(lhs, rhs), lhs @ rhs)
+    with pytest.raises(NotImplementedError, match=r"sizes that are numbers, got `lhs` of shape \(.*b, 64\): export a"):
+        jax.eval_shape(on_devices(op, implementation="fused")[0], *types)
+
+
+@pytest.mark.parametrize("implementation", [None, "fused"])
+def test_vmap_over_a_number_that_is_a_symbol(implementation, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    types = struct((*jax.export.symbolic_shape("b"), 128, 64)), struct((64, 256))
+    call, _ = on_devices(overlap.matmul, implementation=implementation, config=overlap.Config())
+    mapped = jax.vmap(call, (0, None))
+    if implementation is None:
+        assert "overlap_operation" not in str(jax.make_jaxpr(mapped)(*types))
+        return
+    with pytest.raises(NotImplementedError, match=r"sizes that are numbers, got `jax\.vmap` over b elements"):
+        jax.eval_shape(mapped, *types)
+
+
+@pytest.mark.parametrize("implementation", [None, "fused"])
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_operands_in_host_memory(op, implementation):
+    """XLA multiplies operands that are all in host memory, but no kernel does; nobody multiplies across memories."""
+    call, whole = on_devices(op, implementation=implementation)
+    of_device = [jax.device_put(jnp.zeros(shape, BF16), whole) for shape in SHAPES]
+    of_host = [jax.device_put(x, whole.with_memory_kind("pinned_host")) for x in of_device]
+    for run in (call, jax.jit(call)):
+        with pytest.raises(
+            ValueError, match=r"^`lhs` and `rhs` .* same memory, got device and host: .*device_put\(rhs,"
+        ):
+            run(of_device[0], of_host[1])
+        with pytest.raises(ValueError, match=r"got host and device: move one of them first, .*device_put\(lhs,"):
+            run(of_host[0], of_device[1])
+    if implementation == "fused":
+        with pytest.raises(
+            NotImplementedError, match="the fused kernel reads device memory, got operands in host memo"
+        ):
+            call(*of_host)
+    else:
+        assert jax.eval_shape(call, *of_host).shape == jax.eval_shape(call, *of_device).shape
+
+
 @pytest.mark.parametrize("fields", [{"tile_n": 0}, {"stages": "4"}, {"order_minor": "k"}, {"chunk_buffers": True}])
 def test_configs_that_make_no_sense(fields):
     with pytest.raises(ValueError, match=f"`{next(iter(fields))}`"):
@@ -129,12 +195,20 @@ def test_configs_take_integers_of_numpy():
             overlap.Config(tile_m=wrong)
 
 
+@pytest.mark.filterwarnings("ignore:`with mesh.` context manager has been deprecated")
 def test_outside_shard_map():
     lhs, rhs = jnp.zeros((128, 64), BF16), jnp.zeros((64, 256), BF16)
-    with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
-    with jax.set_mesh(mesh(x=2)), pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.all_gather_lhs_matmul(lhs, rhs, "x")
+    here = [
+        (contextlib.nullcontext, r"there is no mesh here \(`with mesh:` is not read\)"),
+        (lambda: mesh(x=2), r"there is no mesh here \(`with mesh:` is not read\)"),
+        (
+            lambda: jax.set_mesh(mesh(x=2)),
+            r"no axis of the mesh is manual here \(`jax.set_mesh` alone makes none manual\)",
+        ),
+    ]
+    for context, why in here:
+        with context(), pytest.raises(ValueError, match=f"inside `jax.shard_map`, and {why}: wrap the call"):
+            overlap.all_gather_lhs_matmul(lhs, rhs, "x")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ from overlap import layers
 
 pytestmark = pytest.mark.one_jax
 
+
+class OwnNorm(layers.RMSNorm):
+    def __init__(self, **options: Any):
+        super().__init__(32, **options)
+
+
 BUILT: dict[str, tuple[Any, type[Exception], str]] = {
     "activation": (
         lambda **o: layers.GatedMLP(32, 64, activation="silu", **o),  # pyright: ignore[reportArgumentType]
@@ -76,6 +82,38 @@ BUILT: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "QKVProjection: num_heads=2 must be a multiple of the 4 devices along mesh axis 'tensor': shard along fewer",
     ),
+    "another name for epsilon": (
+        lambda **o: layers.RMSNorm(32, eps=1e-5, **o),
+        TypeError,
+        "^RMSNorm has no argument `eps`: did you mean `epsilon`",
+    ),
+    "a keyword of nnx.Linear": (
+        lambda **o: layers.ColumnParallelLinear(32, 64, kernel_metadata={}, **o),
+        TypeError,
+        "^ColumnParallelLinear has no argument `kernel_metadata`: did you mean",
+    ),
+    "a keyword of no part": (
+        lambda **o: layers.GatedMLP(32, 64, activaton=jax.nn.relu, **o),
+        TypeError,
+        "^GatedMLP has no argument `activaton`: did you mean `activation`",
+    ),
+    "a keyword of other attention": (
+        lambda **o: layers.QKVProjection(32, 8, num_key_value_heads=4, **o),
+        TypeError,
+        "^QKVProjection has no argument `num_key_value_heads`: did you mean `num_kv_heads`",
+    ),
+    "no keys": (lambda **o: layers.OutputProjection(8, 8, 32), TypeError, "^OutputProjection needs `rngs`"),
+    "no keys for a part": (lambda **o: layers.GatedMLP(32, 64), TypeError, "^GatedMLP needs `rngs`"),
+    "too many by position": (
+        lambda **o: layers.RowParallelLinear(64, 32, True, **o),  # pyright: ignore[reportCallIssue]
+        TypeError,
+        "^RowParallelLinear takes 2 arguments by position",
+    ),
+    "a user's norm": (
+        lambda **o: OwnNorm(eps=1e-5, **o),
+        TypeError,
+        "^RMSNorm has no argument `eps`: did you mean `epsilon`",
+    ),
     "a part": (
         lambda **o: layers.GatedMLP(32, 62, **o),
         ValueError,
@@ -109,6 +147,8 @@ def model() -> dict[str, Any]:
             "qkv": layers.QKVProjection(32, 8, 4, 8, **options),
             "out": layers.OutputProjection(8, 8, 32, **options),
             "norm": layers.RMSNorm(32, **options),
+            "fused": layers.GatedMLP(32, 64, implementation="fused", name="ffn", **options),
+            "narrow": layers.RowParallelLinear(64, 4, implementation="fused", dtype=jnp.bfloat16, **options),
         }
 
 
@@ -146,6 +186,18 @@ CALLED: dict[str, tuple[str, tuple[Any, ...], type[Exception], str]] = {
         r"GatedMLP\.gate: batch \(the first dimension\)=3 must be a multiple of the 2 devices",
     ),
     "batch of a row": ("row", (jnp.zeros((3, 8, 64)),), ValueError, "RowParallelLinear: batch .*=3"),
+    "float32 fused": (
+        "fused",
+        (X,),
+        NotImplementedError,
+        r"^ffn: the fused kernel multiplies 16-bit and 8-bit operands, got float32: .* dtype=jnp\.bfloat16",
+    ),
+    "a width that the kernel cannot serve": (
+        "narrow",
+        (jnp.zeros((2, 8, 64)),),
+        NotImplementedError,
+        "^RowParallelLinear: .*: pad n to a multiple of 8",
+    ),
     "heads together": (
         "out",
         (jnp.zeros((2, 8, 64)),),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import pathlib
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -13,9 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import treescope
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from layer_cases import AXES, BETWEEN, EXPLICIT, EXPLICIT_FIRST, INSIDE, KINDS, WHOLE, draw, make_mesh, put, spread
+from layer_cases import (
+    AXES,
+    BETWEEN,
+    EXPLICIT,
+    EXPLICIT_FIRST,
+    INSIDE,
+    KINDS,
+    WHOLE,
+    Block,
+    draw,
+    make_mesh,
+    numbers,
+    put,
+    spread,
+)
 
 import overlap
 from overlap import layers
@@ -239,7 +256,7 @@ def test_dot_general_of_nnx_einsum() -> None:
 def test_what_dot_general_refuses() -> None:
     dot, x, w = layers.ShardedDotGeneral(out_sharding=P()), jnp.zeros((2, 8, 16)), jnp.zeros((16, 4))
     no_batch, heads = ((), ()), jnp.zeros((8, 16, 4))
-    for rhs, *numbers in (
+    for rhs, *contracted in (
         (w, ((1,), (0,)), no_batch),
         (w, ((2,), (0,)), ((0,), (0,))),
         (heads, ((1, 2), (1, 0)), no_batch),  # In another order.
@@ -250,12 +267,50 @@ def test_what_dot_general_refuses() -> None:
         with pytest.raises(
             NotImplementedError, match="contracts the last dimensions of lhs with the first or the last"
         ):
-            dot(x, rhs, numbers)
+            dot(x, rhs, contracted)
     with pytest.raises(NotImplementedError, match=r"default precision, got Precision.HIGHEST"):
         dot(x, w, (((2,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
     with pytest.raises(ValueError, match="must know how its result is sharded"):
         layers.ShardedDotGeneral()(x, w, (((2,), (0,)), ((), ())))
     assert hash(dot) == hash(layers.ShardedDotGeneral(out_sharding=P()))  # nnx.jit compares static attributes.
+
+
+# --- Tools ------------------------------------------------------------------------------------------------------------
+
+# Each gets a block and its input, and returns a block like it.
+TOOLS: dict[str, Any] = {
+    "tabulate": lambda block, x: nnx.tabulate(block, x, compute_flops=True) and block,
+    "display": lambda block, x: treescope.render_to_html(block) and repr(block) and block,
+    "split and merge": lambda block, x: nnx.merge(*nnx.split(block)),
+    "eval_shape": lambda block, x: nnx.merge(
+        nnx.split(nnx.eval_shape(lambda: Block(nnx.Rngs(0))))[0], nnx.state(block)
+    ),
+    "paths": lambda block, x: jax.tree_util.tree_map_with_path(lambda path, x: x, block),
+    "pickle": lambda block, x: pickle.loads(pickle.dumps(block)),
+    "pickle of parts": lambda block, x: nnx.merge(*pickle.loads(pickle.dumps(nnx.split(block)))),
+    "copy": lambda block, x: copy.deepcopy(block),
+    "clone": lambda block, x: nnx.clone(block),
+}
+
+
+@pytest.fixture(scope="module")
+def block() -> Block:
+    with jax.set_mesh(make_mesh(kind=EXPLICIT)):
+        return Block(nnx.Rngs(0))
+
+
+@pytest.mark.one_jax
+@pytest.mark.filterwarnings("ignore:The chararray class")  # Of numpy, when treescope lists its names.
+@pytest.mark.parametrize("tool", TOOLS)
+def test_tools_for_modules(tool: str, block: Block) -> None:
+    """What flax, jax and treescope do to any module works on a model of the layers, and leaves their classes whole."""
+    mesh = make_mesh(kind=EXPLICIT)
+    with jax.set_mesh(mesh):
+        x = put(draw(0), mesh, BETWEEN)
+        found = TOOLS[tool](block, x)
+        assert nnx.split(found)[0] == nnx.split(block)[0]
+        jax.tree.map(np.testing.assert_array_equal, numbers(found), numbers(block))
+        assert nnx.eval_shape(lambda block, x: block(x), block, x).shape == x.shape
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------------------
@@ -302,7 +357,7 @@ def test_what_is_refused(case: str) -> None:
 
 
 def test_refused_activations() -> None:
-    with pytest.raises(ValueError, match=r"must know the mesh: build and call it inside `with jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"must know the mesh \(`with mesh:` is not read\): build and call it"):
         layers.RMSNorm(32, rngs=nnx.Rngs(0), **AXES)
     mesh = make_mesh(kind=EXPLICIT)
     with jax.set_mesh(mesh):

@@ -152,6 +152,11 @@ def test_no_group_of_peers(axis_name, keywords, message):
 def test_no_group_of_peers_without_a_mesh():
     with pytest.raises(ValueError, match=r"`PeerGroup.of` must be called inside `jax.shard_map`, and there is no mesh"):
         prim.PeerGroup.of("x")
+    with (
+        jax.set_mesh(oracle.make_mesh(x=2)),
+        pytest.raises(ValueError, match=r"and no axis .*: wrap the call that runs"),
+    ):
+        prim.PeerGroup.of("x")
 
 
 def test_all_names_are_documented(repository):

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import jax
 import pytest
 
 import overlap
-from overlap import _settings
+from overlap import _settings, primitives
 
 
 @pytest.fixture
 def fresh():
-    _settings.wait_timeout_s.cache_clear()
+    settings = _settings.wait_timeout_s, _settings.emulated_gpu, _settings.unchecked_jax
+    for setting in settings:
+        setting.cache_clear()
     yield
-    _settings.wait_timeout_s.cache_clear()
+    for setting in settings:
+        setting.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -40,9 +45,23 @@ def test_a_process_reads_it_once(fresh, monkeypatch):
     assert _settings.wait_timeout_s() == 7
 
 
-def test_a_wrong_limit_is_said_before_anything_is_traced(fresh, monkeypatch):
-    monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, "soon")
+@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
+@pytest.mark.parametrize(
+    "name", [_settings.WAIT_TIMEOUT_VARIABLE, _settings.EMULATED_GPU_VARIABLE, _settings.UNCHECKED_JAX_VARIABLE]
+)
+def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, name, implementation):
+    """In every call, also where the variable changes nothing: a product waits for nobody, and this jax is checked."""
+    monkeypatch.setenv(name, "soon")
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     x = jax.ShapeDtypeStruct((128, 128), "bfloat16")
-    with pytest.raises(RuntimeError, match=r"`OVERLAP_WAIT_TIMEOUT_S` must be a number of seconds.*got 'soon'"):
-        overlap.explain(overlap.all_gather_lhs_matmul, x, x, "x", mesh=mesh, implementation="fused")
+    for op, axis in ((overlap.matmul, ()), (overlap.all_gather_lhs_matmul, ("x",))):
+        with pytest.raises(RuntimeError, match=rf"`{name}` must be .*, got 'soon': correct the variable, or unset it"):
+            overlap.explain(op, x, x, *axis, mesh=mesh, implementation=implementation)
+    with pytest.raises(RuntimeError, match=f"`{name}` must be .*, got 'soon'"):
+        primitives.prepare()
+
+
+def test_only_one_and_zero_choose_packages(repository, monkeypatch):
+    monkeypatch.setenv("OVERLAP_CPU_ONLY", "yes")
+    script = subprocess.run([repository / "setup" / "venv.sh", "none", "none"], capture_output=True, text=True)
+    assert script.returncode == 1 and "`OVERLAP_CPU_ONLY` must be 1 or 0, got 'yes'" in script.stderr

@@ -32,7 +32,7 @@ HEADS = jax.ShapeDtypeStruct((K, 4, 8), jnp.float32)
 OF_HEADS = {"rhs": HEADS, "out_sharding": P("x", None, "y", None)}
 GOOD = dict(zip(("lhs_sharding", "rhs_sharding", "out_sharding"), COLUMNS, strict=True), mesh=AUTO)
 REFUSED = {
-    "no mesh": ({"mesh": None}, r"needs a mesh.*mesh=….*jax.set_mesh"),
+    "no mesh": ({"mesh": None}, r"needs a mesh.*\(`with mesh:` is not read\): pass mesh=….*jax.set_mesh"),
     "not a mesh": ({"mesh": "x"}, r"`mesh` must be a jax.sharding.Mesh, got 'x'"),
     "two meshes": ({"out_sharding": jax.NamedSharding(SMALL, COLUMNS[2])}, r"one mesh, got \{'x': 2, 'y': 4\}.*put"),
     "no lhs_sharding": ({"lhs_sharding": None}, r"`lhs_sharding` must be given.*\('x', 'y'\).*PartitionSpec.*Explicit"),

@@ -197,10 +197,31 @@ def decide(
         except NotImplementedError as cannot:
             missed = True
             choice = Explanation(op, "xla", None, str(cannot), device)
-    if (op, problem, choice) not in _logged and not is_collecting():
-        _logged.add((op, problem, choice))
-        # Log a warning if XLA runs on a GPU for which there are fused kernels, unless XLA was measured to be faster:
-        # users of this library expect the fused kernel.
-        warns = missed and device.platform == "gpu" and (device.is_hopper or device.is_blackwell)
-        logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
+    _log(choice, problem, missed)
     return choice
+
+
+def leave_to_xla(op: str, implementation: str | None, device: Target, reason: str) -> Explanation:
+    """Returns the decision about a call for which no kernel can be built, whatever its configuration; `reason`: why.
+
+    Raises:
+      NotImplementedError: `implementation="fused"`.
+    """
+    if implementation == "fused":
+        raise NotImplementedError(f'{reason}, or use implementation="xla"')
+    if implementation == "xla":
+        return Explanation(op, "xla", None, "asked for", device)
+    choice = Explanation(op, "xla", None, reason, device)
+    _log(choice, None, missed=True)
+    return choice
+
+
+def _log(choice: Explanation, problem: Problem | None, missed: bool) -> None:
+    """Logs a decision, once for each problem; `missed`: whether XLA runs though it was not measured to be faster."""
+    if (problem, choice) in _logged or is_collecting():
+        return
+    _logged.add((problem, choice))
+    # Log a warning if XLA runs on a GPU for which there are fused kernels, unless XLA was measured to be faster: users
+    # of this library expect the fused kernel.
+    warns = missed and choice.target.platform == "gpu" and (choice.target.is_hopper or choice.target.is_blackwell)
+    logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)

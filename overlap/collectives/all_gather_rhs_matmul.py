@@ -101,10 +101,11 @@ def prepare(
 ) -> tuple[AllGatherRhs, Call]:
     """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh, more=", gather_dimension=…")
-    dimension = arguments.index(
-        "gather_dimension", gather_dimension, (0, 1), "0 (`rhs` is [k / D, n] per shard) or 1 ([k, n / D])"
-    )
     transposed = arguments.flag("transpose_rhs", transpose_rhs)
+    first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
+    dimension = arguments.index(
+        "gather_dimension", gather_dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})"
+    )
     operation = AllGatherRhs(group, "k" if (dimension == 0) != transposed else "n")
     return operation, normalize(operation, lhs, rhs, transpose_rhs=transposed, **keywords)
 
@@ -140,21 +141,22 @@ def all_gather_rhs_matmul(
     Args:
       lhs: [..., m, k] per shard; globally, for example, [..., D · m, k], with the rows sharded over the D devices of
         `axis_name`. Leading dimensions are more rows. float16 or bfloat16 in the fused kernel.
-      rhs: one shard of the [k, n] weights, in the same dtype. With gather_dimension=1 it is [k, n_shard] per shard,
-        globally [k, D · n_shard]; with gather_dimension=0 it is [k_shard, n] per shard, globally [D · k_shard, n].
+      rhs: one shard of the [k, n] weights (with `transpose_rhs` of the [n, k] weights), in the same dtype. With
+        gather_dimension=1 it is [k, n_shard] per shard, globally [k, D · n_shard]; with gather_dimension=0 it is
+        [k_shard, n] per shard, globally [D · k_shard, n].
         With XLA's implementation it may have leading dimensions: those of `lhs`, or any if `lhs` has none.
       axis_name: the mesh axis to gather along, or a tuple of axes. The devices of a tuple of axes are counted row-major
         in the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
         any order.
-      gather_dimension: the sharded dimension of `rhs`, as it lies in memory: 0 (k) or 1 (n). If `rhs` has more than two
-        dimensions, it counts among the last two.
+      gather_dimension: the sharded dimension of `rhs`, as it lies in memory: 0 or 1, which are k and n, and with
+        `transpose_rhs` n and k. If `rhs` has more than two dimensions, it counts among the last two.
       addend: [..., m, n] or [m, n], added before the activation. Only XLA's implementation takes `addend`, `bias`,
         `activation`, `lhs_scale`, `rhs_scale` and `transpose_rhs`.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, as for `overlap.matmul`.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`:
-        [n_shard] (gather_dimension=1, gathered with the columns) or [n]. Or both `lhs_scale` and `rhs_scale` are scales
+        [n_shard] where n is gathered (with the columns), else [n]. Or both `lhs_scale` and `rhs_scale` are scales
         of blocks, as in `matmul`: they have the shards' shapes with k / 32 in place of k, and those of `rhs` are
         gathered with it.
       transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. No copy is made. The fused kernel then takes a single
@@ -168,8 +170,8 @@ def all_gather_rhs_matmul(
         choice is logged once, by the logger "overlap".
 
     Returns:
-      [..., m, n] per shard, where n = D · n_shard with gather_dimension=1; the rows are sharded as those of `lhs`.
-      Deterministic: repeated calls give the same bits. With gather_dimension=0 each device begins its sums with its own
+      [..., m, n] per shard, where n = D · n_shard if n is gathered; the rows are sharded as those of `lhs`.
+      Deterministic: repeated calls give the same bits. If k is gathered, each device begins its sums with its own
       shard, so equal rows on two devices may differ in the last bit.
 
     Raises:

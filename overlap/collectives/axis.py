@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from overlap import _settings
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
+from overlap.primitives.peers import outside_shard_map
 
 
 def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") -> PeerGroup:
@@ -25,9 +25,9 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") 
       ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
         tuple, or names an axis twice.
     """
-    if not (jax.sharding.get_abstract_mesh() if mesh is None else mesh).axis_names:
+    if outside := outside_shard_map(mesh):
         raise ValueError(
-            f"`{op}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call, e.g. "
+            f"`{op}` must be called inside `jax.shard_map`, and {outside}: wrap the call, e.g. "
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "
             "`overlap.explain` takes mesh=…"
         )
@@ -56,12 +56,8 @@ def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
     Raises:
       NotImplementedError: the GPUs cannot address each other's memory; or, in a job of several processes, no address
         space is left to map peers' memory.
-      RuntimeError: the environment variable OVERLAP_WAIT_TIMEOUT_S is wrong.
     """
-    if group.size == 1:
-        return
-    _settings.wait_timeout_s()  # Read it now, so that a wrong value raises here and not while the kernel is traced.
-    if target.platform != "gpu":
+    if group.size == 1 or target.platform != "gpu":
         return
     windows.require_room()
     if isinstance(mesh, jax.sharding.Mesh):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         # `sharded_matmul` is in EXPLAINED only once its module was imported.
         names = [*(f"overlap.{known.__name__}" for known in _DECIDE), "overlap.sharded_matmul"]
         raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
-    arguments.bound(op, args, kwargs, more=("mesh",))
+    arguments.bound(f"overlap.{op.__name__}", inspect.signature(op), args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))
     # While `overlap.autotune` collects problems, calls choose the kernel; this is about the usual choice.
     with session(None) if is_collecting() else contextlib.nullcontext():

@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from overlap.frame.signatures import AnyMesh
@@ -180,19 +182,53 @@ def require_values(**given: Any) -> None:
             )
 
 
-def bound(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, more: tuple[str, ...]) -> None:
-    """Checks that a call of `op` has all arguments that `op` needs, and none that it does not know.
+def memory(value: Any) -> str:
+    """The memory that an array lies in: "device", "host", or jax's name for another kind, which only an array knows."""
+    if jax.typeof(value).memory_space == jax.memory.Space.Host:
+        return "host"
+    kind = None if isinstance(value, Tracer) else getattr(getattr(value, "sharding", None), "memory_kind", None)
+    return kind or "device"
+
+
+def one_memory(named: Iterable[tuple[str, Any]]) -> str:
+    """The memory that all of these arrays lie in. Each comes after its name.
+
+    Raises:
+      ValueError: they are in different memories. XLA does not multiply such arrays either.
+    """
+    (first, found), *others = [(name, memory(x)) for name, x in named]
+    for name, other in others:
+        if other != found:
+            host = name if found == "device" else first
+            raise ValueError(
+                f"`{first}` and `{name}` must be in the same memory, got {found} and {other}: move one of them first, "
+                f"e.g. jax.device_put({host}, jax.memory.Space.Device)"
+            )
+    return found
+
+
+def why_symbolic(what: str, sizes: Iterable[Any]) -> str:
+    """Says why no kernel can be built if one of the sizes is a symbol of `jax.export`; empty if all are numbers."""
+    if not any(map(jax.export.is_symbolic_dim, sizes)):
+        return ""
+    return f"the fused kernel is built for sizes that are numbers, got {what}: export a program for each size"
+
+
+def bound(
+    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], more: tuple[str, ...] = ()
+) -> None:
+    """Checks that a call has all arguments that the called function needs, and none that it does not know.
 
     Args:
-      op: a public operation.
+      name: the name of the function or class, for messages.
+      signature: its parameters.
       args: the arguments by position.
       kwargs: the arguments by keyword.
-      more: keywords that are allowed in addition to those of `op`.
+      more: keywords that are allowed in addition to those of `signature`.
 
     Raises:
       TypeError: an argument is missing, unknown or given twice. The message names public functions and arguments.
     """
-    signature, name = inspect.signature(op), f"overlap.{op.__name__}"
     known = [*signature.parameters, *more]
     for keyword in kwargs:
         if keyword not in known:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.choice.choose import is_collecting
-from overlap.frame import by_xla
+from overlap.frame import arguments, by_xla
 from overlap.frame.operands import LaunchPlan, Leaf, Operands, Results, in_f32, sizes
 from overlap.kernels import launch
 
@@ -33,7 +33,8 @@ def batched(
     Returns:
       The results, all with the mapped dimension in front.
     """
-    if cannot := plan.operation.why_not_batched(is_batched, axis_size, plan):
+    symbolic = arguments.why_symbolic(f"`jax.vmap` over {axis_size} elements", [axis_size])
+    if cannot := symbolic or plan.operation.why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         return _by_xla(operands, is_batched, axis_size, plan)

@@ -67,13 +67,13 @@ class _Operand:
         if dtype == SCALE_DTYPE:
             return True
         shape = tuple(getattr(scale, "shape", ()))
-        if dtype == jnp.float8_e4m3fn and self.k >= 2 * _NVFP4_BLOCK and shape == self._scale_shape(_NVFP4_BLOCK):
+        if dtype == jnp.float8_e4m3fn and shape == self._scale_shape(_NVFP4_BLOCK) and self.k >= 2 * _NVFP4_BLOCK:
             raise ValueError(
                 f"`{self.scale_name}` of dtype {dtype} and shape {shape} scales blocks of {_NVFP4_BLOCK} elements "
                 f"along k={self.k} (nvfp4), and only blocks of {BLOCK} with scales of dtype {SCALE_DTYPE.name} are "
                 f"taken yet: multiply `{self.name}` by it in bfloat16 before the call"
             )
-        if self.k < 2 * BLOCK or shape != self.scale_shape:
+        if shape != self.scale_shape or self.k < 2 * BLOCK:  # (k may be a symbol, which cannot be compared.)
             return False
         raise ValueError(
             f"`{self.scale_name}` of shape {shape} scales blocks of {BLOCK} elements along k={self.k} and must have "

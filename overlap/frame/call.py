@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from overlap import _settings
 from overlap.choice import dispatch
 from overlap.frame import arguments, by_xla, sharded
 from overlap.frame.batch import batched
@@ -69,9 +70,21 @@ def decide(
         _check(operation, call, config, target, mesh)
 
     check_choice(config, implementation)
+    _settings.require_valid()
+    target = dispatch.target(mesh)
+    if reason := _why_not_fused(call.operands):
+        return dispatch.leave_to_xla(operation.name, implementation, target, reason)
     problem = operation.problem(call.operands, call.layouts, call.out_dtype)
-    circumstances, target = operation.circumstances(call, mesh), dispatch.target(mesh)
+    circumstances = operation.circumstances(call, mesh)
     return dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
+
+
+def _why_not_fused(operands: Operands) -> str:
+    """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be."""
+    if (memory := arguments.one_memory(operands.named)) != "device":
+        return f"the fused kernel reads device memory, got operands in {memory} memory: jax.device_put them first"
+    shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in operands.named]
+    return next(filter(None, (arguments.why_symbolic(*shape) for shape in shapes)), "")
 
 
 def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from overlap.choice.choose import choose_config
@@ -34,6 +35,17 @@ F32 = jnp.dtype(jnp.float32)
 # One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
 # has put in the array's place, such as a bool, a dtype or a tangent.
 type Leaf = Any
+# What callers call the fields of `Operands`, where the names differ.
+_GIVEN_AS = {
+    "rhs_list": "rhs",
+    "row_scale": "lhs_scale",
+    "column_scales": "rhs_scale",
+    "biases": "bias",
+    "addends": "addend",
+    "scalars": "activation",
+    "lhs_block_scale": "lhs_scale",
+    "rhs_block_scales": "rhs_scale",
+}
 # A result for each right operand, and the gathered left operand if the caller asked for it.
 Results = tuple[tuple[jax.Array, ...], jax.Array | None]
 
@@ -65,6 +77,12 @@ class Operands:
     scalars: tuple[Leaf, ...] = ()
     lhs_block_scale: Leaf = None
     rhs_block_scales: tuple[Leaf, ...] | None = None
+
+    @property
+    def named(self) -> list[tuple[str, Leaf]]:
+        """Each array that is given, after the name of the argument that it comes from."""
+        with_fields = [(keystr(path[:1], simple=True), x) for path, x in tree_leaves_with_path(self)]
+        return [(_GIVEN_AS.get(field, field), x) for field, x in with_fields]
 
     @property
     def matrices(self) -> Operands:

@@ -21,17 +21,6 @@ from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.kernels.varying import varying
 from overlap.primitives import marks
 
-# What callers call the fields of `Operands`, where the names differ.
-_GIVEN_AS = {
-    "rhs_list": "rhs",
-    "row_scale": "lhs_scale",
-    "column_scales": "rhs_scale",
-    "biases": "bias",
-    "addends": "addend",
-    "scalars": "activation",
-    "lhs_block_scale": "lhs_scale",
-    "rhs_block_scales": "rhs_scale",
-}
 _operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
 
@@ -86,11 +75,10 @@ def _run(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
 def _require_same_devices(operands: Operands) -> None:
     """Raises ValueError if two operands were put on different devices, since jax's own message names none."""
     first: tuple[str, set[Any]] | None = None
-    for path, x in jax.tree_util.tree_leaves_with_path(operands):
+    for name, x in operands.named:
         if not getattr(x, "committed", False):
             continue
-        field, devices = jax.tree_util.keystr(path[:1], simple=True), x.sharding.device_set
-        name = _GIVEN_AS.get(field, field)
+        devices = x.sharding.device_set
         first = first or (name, devices)
         if devices != first[1]:
             raise ValueError(

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
-from flax import nnx
 
 from overlap.layers.checks import check_array, check_sizes
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from overlap.layers.parallel import LinearOptions, Options, Parallel
+from overlap.layers.parallel import Layer, LinearOptions, Options, Parallel, divides
 
 _HEADS = "shard along fewer devices"
 
 
-class QKVProjection(nnx.Module):
+class QKVProjection(Layer):
     """Query, key and value of attention, by one gather and one call. The heads are sharded along `axis`.
 
     `query`, `key` and `value` are `ColumnParallelLinear`s: query of [in_features, num_heads · head_dim], key and value
@@ -148,4 +147,4 @@ class OutputProjection(RowParallelLinear):
 def _check_heads(layer: str, options: Mapping[str, Any], what: str, heads: int, further: str = "") -> None:
     """Raises ValueError if the devices do not divide the heads; `further`: another remedy to name in the message."""
     parallel = Parallel(name=layer, **{key: options[key] for key in Options.__annotations__ if key in options})
-    parallel.divides(what, heads, parallel.axis, _HEADS + further)
+    divides(parallel, what, heads, parallel.axis, _HEADS + further)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from overlap.layers.checks import check_dtypes, check_features, check_residual, check_sizes
-from overlap.layers.parallel import Options, Parallel
+from overlap.layers.parallel import Options, Parallel, between, divides, inside, metadata
 
 _KERNEL_INIT, _BIAS_INIT = initializers.lecun_normal(), initializers.zeros_init()
 _FEATURES = "pad the features, or shard along fewer devices"
@@ -42,9 +42,9 @@ class _ParallelLinear(Parallel, nnx.Linear):
         Parallel.__init__(self, name=name, **options)
         check_sizes(self.title, in_features=in_features, out_features=out_features)
         check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
-        rows, columns = spec = self.kernel_spec()
-        self.divides("in_features", in_features, rows, _FEATURES)
-        self.divides("out_features", out_features, columns, _FEATURES)
+        rows, columns = spec = self.kernel_spec
+        divides(self, "in_features", in_features, rows, _FEATURES)
+        divides(self, "out_features", out_features, columns, _FEATURES)
         nnx.Linear.__init__(
             self,
             in_features,
@@ -56,14 +56,16 @@ class _ParallelLinear(Parallel, nnx.Linear):
             kernel_init=kernel_init,
             bias_init=bias_init,
             rngs=rngs,
-            kernel_metadata=self.metadata(spec),
-            bias_metadata=self.metadata(self.bias_spec()),
+            kernel_metadata=metadata(self, spec),
+            bias_metadata=metadata(self, self.bias_spec),
         )
 
+    @property
     def kernel_spec(self) -> P:
         """The partition of the kernel."""
         raise NotImplementedError
 
+    @property
     def bias_spec(self) -> P:
         """The partition of the bias."""
         raise NotImplementedError
@@ -92,9 +94,11 @@ class ColumnParallelLinear(_ParallelLinear):
         1; a dtype is not floating-point.
     """
 
+    @property
     def kernel_spec(self) -> P:
         return P(self.fsdp_axis, self.axis)
 
+    @property
     def bias_spec(self) -> P:
         return P(self.axis)
 
@@ -127,9 +131,11 @@ class RowParallelLinear(_ParallelLinear):
     `in_features`, and those along `fsdp_axis` must divide `out_features`.
     """
 
+    @property
     def kernel_spec(self) -> P:
         return P(self.axis, self.fsdp_axis)
 
+    @property
     def bias_spec(self) -> P:
         return P(None)
 
@@ -156,7 +162,7 @@ class RowParallelLinear(_ParallelLinear):
         with jax.named_scope(self.name):
             check_features(self.title, inputs, "in_features", self.in_features)
             check_residual(self.title, residual, (*inputs.shape[:-1], self.out_features))
-            lhs, out = self.inside(inputs.shape), self.between(inputs.shape)
+            lhs, out = inside(self, inputs.shape), between(self, inputs.shape)
             return _products(inputs, [self], lhs, out, residual)[0]
 
 
@@ -164,7 +170,7 @@ def column_parallel(inputs: jax.Array, layers: Sequence[ColumnParallelLinear]) -
     """The results of several layers on the same inputs, which are gathered once. The first layer's options are used."""
     first = layers[0]
     check_features(first.part_of or first.name, inputs, "in_features", first.in_features)
-    return _products(inputs, layers, first.between(inputs.shape), first.inside(inputs.shape))
+    return _products(inputs, layers, between(first, inputs.shape), inside(first, inputs.shape))
 
 
 def _products(
@@ -175,22 +181,31 @@ def _products(
     kernels = [layer.kernel[...] for layer in layers]
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)
+    title = first.title if count == 1 else first.part_of
+    if first.implementation == "fused" and promoted[0].dtype.itemsize > 2:
+        raise NotImplementedError(
+            f"{title}: the fused kernel multiplies 16-bit and 8-bit operands, got {promoted[0].dtype}: build the layer "
+            'with dtype=jnp.bfloat16, to which it then casts, or use implementation="xla"'
+        )
     # A residual of another dtype (such as float32 beside a product in bf16) is added after the product, so that the sum
     # has the dtype that x + layer(inputs) would have.
     is_alike = residual is not None and residual.dtype == (first.preferred_element_type or promoted[0].dtype)
-    outs = overlap.sharded_matmul(
-        promoted[0],
-        list(promoted[1 : count + 1]),
-        lhs_sharding=lhs,
-        rhs_sharding=first.kernel_spec(),
-        out_sharding=out,
-        mesh=first.mesh,
-        bias=None if first.bias is None else list(promoted[count + 1 :]),
-        addend=[residual] if is_alike else None,
-        preferred_element_type=first.preferred_element_type,
-        keep_gathered=first.keep_gathered,
-        implementation=first.implementation,
-    )
+    try:
+        outs = overlap.sharded_matmul(
+            promoted[0],
+            list(promoted[1 : count + 1]),
+            lhs_sharding=lhs,
+            rhs_sharding=first.kernel_spec,
+            out_sharding=out,
+            mesh=first.mesh,
+            bias=None if first.bias is None else list(promoted[count + 1 :]),
+            addend=[residual] if is_alike else None,
+            preferred_element_type=first.preferred_element_type,
+            keep_gathered=first.keep_gathered,
+            implementation=first.implementation,
+        )
+    except (ValueError, NotImplementedError) as wrong:
+        raise type(wrong)(f"{title}: {wrong}") from wrong
     if residual is not None and not is_alike:
         outs = [outs[0] + residual]
     return [checkpoint_name(y, layer.name) for y, layer in zip(outs, layers, strict=True)]

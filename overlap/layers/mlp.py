@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import Unpack
 
 import jax
-from flax import nnx
 
 from overlap.layers.checks import check_activation, check_features, check_residual, check_sizes
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
-from overlap.layers.parallel import LinearOptions
+from overlap.layers.parallel import Layer, LinearOptions
 
 
-class GatedMLP(nnx.Module):
+def _silu(x: jax.Array) -> jax.Array:
+    """jax.nn.silu. That function itself cannot be pickled, nor could a layer that has it as an attribute."""
+    return jax.nn.silu(x)
+
+
+class GatedMLP(Layer):
     """down(activation(gate(x)) · up(x)), as in Llama and Qwen.
 
     `gate` and `up` are `ColumnParallelLinear`s of [in_features, hidden_features], and share one gather. `down` is a
@@ -24,7 +28,7 @@ class GatedMLP(nnx.Module):
       in_features: features of the input.
       hidden_features: features between gate and down, a multiple of the devices along `axis`.
       out_features: features of the result; by default `in_features`.
-      activation: an elementwise function.
+      activation: an elementwise function, by default jax.nn.silu.
       use_bias: whether each product has a bias.
       name: what profiles and the HLO's metadata call this layer.
       **options: as for `ColumnParallelLinear`.
@@ -40,7 +44,7 @@ class GatedMLP(nnx.Module):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        activation: Callable[[jax.Array], jax.Array] = _silu,
         use_bias: bool = False,
         name: str = "GatedMLP",
         **options: Unpack[LinearOptions],

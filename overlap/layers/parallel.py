@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_type_hints
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+
+from overlap.frame import arguments
 
 Axis = str | tuple[str, ...]
 
@@ -39,8 +43,40 @@ class LinearOptions(Options, total=False):
     rngs: Required[nnx.Rngs]
 
 
-class Parallel(nnx.Module):
-    """The base class of all layers: it knows how activations and weights are sharded.
+class Layer(nnx.Module):
+    """The base class of this package's modules. Wrong arguments raise an error that names the class that was called.
+
+    Without it, Python would name whichever class or private base refuses an argument that was passed on to it.
+    """
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if not cls.__module__.startswith("overlap.layers."):  # A user's class takes its own arguments.
+            return
+        init = inspect.unwrap(cls.__init__)
+
+        @functools.wraps(init)
+        def checked(self: Layer, *args: Any, **given: Any) -> None:
+            arguments.bound(cls.__name__, _signature(init), args, given)
+            init(self, *args, **given)
+
+        cls.__init__ = checked
+
+
+@functools.cache
+def _signature(init: Callable[..., None]) -> inspect.Signature:
+    """The signature of a layer's `__init__`, without `self`, and with each of `**options` as a parameter."""
+    _, *parameters = inspect.signature(init, eval_str=True).parameters.values()
+    if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        (options,) = get_args(parameters.pop().annotation)
+        for name, kind in get_type_hints(options, include_extras=True).items():
+            default = inspect.Parameter.empty if get_origin(kind) is Required else None
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    return inspect.Signature(parameters)
+
+
+class Parallel(Layer):
+    """The base class of all layers with parameters: it knows how activations and weights are sharded.
 
     Activations are [..., rows, features]; the first dimension is the batch, if there are three or more.
 
@@ -110,63 +146,70 @@ class Parallel(nnx.Module):
         """The name of this layer in error messages: `name`, with `part_of` in front."""
         return f"{self.part_of}.{self.name}" if self.part_of else self.name
 
-    def mesh_in_use(self) -> Mesh | AbstractMesh:
-        """The layer's mesh, or that of `jax.set_mesh`.
 
-        Raises:
-          ValueError: there is none.
-        """
-        mesh = jax.sharding.get_abstract_mesh() if self.mesh is None else self.mesh
-        if mesh.empty:
-            raise ValueError(
-                f"{self.title} must know the mesh: build and call it inside `with jax.set_mesh(mesh):`, or give mesh="
-            )
-        return mesh
+def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
+    """The layer's mesh, or that of `jax.set_mesh`.
 
-    def divides(self, what: str, size: int, axis: Axis | None, way_out: str) -> None:
-        """Raises ValueError if the devices along `axis` do not divide a size.
+    Raises:
+      ValueError: there is none.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if layer.mesh is None else layer.mesh
+    if mesh.empty:
+        raise ValueError(
+            f"{layer.title} must know the mesh (`with mesh:` is not read): build and call it inside "
+            "`with jax.set_mesh(mesh):`, or give mesh="
+        )
+    return mesh
 
-        `what` and `way_out` are for the message.
-        """
-        sizes = dict(self.mesh_in_use().shape)
-        devices = math.prod(sizes[one] for one in names_in(axis))
-        if size % devices:
-            raise ValueError(
-                f"{self.title}: {what}={size} must be a multiple of the {devices} devices along mesh axis {axis!r}: "
-                f"{way_out}"
-            )
 
-    def metadata(self, spec: P) -> dict[str, Any]:
-        """The metadata of an nnx.Param that is to have this partition."""
-        return {"out_sharding": spec} | ({} if self.mesh is None else {"mesh": self.mesh})
+def divides(layer: Parallel, what: str, size: int, axis: Axis | None, way_out: str) -> None:
+    """Raises ValueError if the devices along `axis` do not divide a size.
 
-    def between(self, shape: Sequence[int]) -> P:
-        """The partition of activations of this shape between layers.
+    `what` and `way_out` are for the message.
+    """
+    sizes = dict(mesh_in_use(layer).shape)
+    devices = math.prod(sizes[one] for one in names_in(axis))
+    if size % devices:
+        raise ValueError(
+            f"{layer.title}: {what}={size} must be a multiple of the {devices} devices along mesh axis {axis!r}: "
+            f"{way_out}"
+        )
 
-        Raises:
-          ValueError: the shape has no rows, or the devices do not divide the rows or the batch.
-        """
-        rows = self.axis if self.sequence_parallel else None
-        spec = self._batched(shape, rows, None)
-        way_out = "pad them, or use sequence_parallel=False, which keeps all rows on every device"
-        self.divides("rows (the dimension before the last)", shape[-2], rows, way_out)
-        return spec
 
-    def inside(self, shape: Sequence[int]) -> P:
-        """The partition of activations of this shape inside a layer: the results of a column-parallel product."""
-        return self._batched(shape, None, self.axis)
+def metadata(layer: Parallel, spec: P) -> dict[str, Any]:
+    """The metadata of an nnx.Param that is to have this partition."""
+    return {"out_sharding": spec} | ({} if layer.mesh is None else {"mesh": layer.mesh})
 
-    def _batched(self, shape: Sequence[int], *last: Axis | None) -> P:
-        if len(shape) < 2:
-            raise ValueError(
-                f"{self.title}: activations must be [..., rows, features], got shape {tuple(shape)}: give a single row "
-                "as x[None]"
-            )
-        if len(shape) > 2:
-            way_out = "pad the batch, or use a mesh with fewer devices along that axis"
-            self.divides("batch (the first dimension)", shape[0], self.batch_axis, way_out)
-        first = (self.batch_axis, *[None] * (len(shape) - 3)) if len(shape) > 2 else ()
-        return P(*first, *last)
+
+def between(layer: Parallel, shape: Sequence[int]) -> P:
+    """The partition of activations of this shape between layers.
+
+    Raises:
+      ValueError: the shape has no rows, or the devices do not divide the rows or the batch.
+    """
+    rows = layer.axis if layer.sequence_parallel else None
+    spec = _batched(layer, shape, rows, None)
+    way_out = "pad them, or use sequence_parallel=False, which keeps all rows on every device"
+    divides(layer, "rows (the dimension before the last)", shape[-2], rows, way_out)
+    return spec
+
+
+def inside(layer: Parallel, shape: Sequence[int]) -> P:
+    """The partition of activations of this shape inside a layer: the results of a column-parallel product."""
+    return _batched(layer, shape, None, layer.axis)
+
+
+def _batched(layer: Parallel, shape: Sequence[int], *last: Axis | None) -> P:
+    if len(shape) < 2:
+        raise ValueError(
+            f"{layer.title}: activations must be [..., rows, features], got shape {tuple(shape)}: give a single row "
+            "as x[None]"
+        )
+    if len(shape) > 2:
+        way_out = "pad the batch, or use a mesh with fewer devices along that axis"
+        divides(layer, "batch (the first dimension)", shape[0], layer.batch_axis, way_out)
+    first = (layer.batch_axis, *[None] * (len(shape) - 3)) if len(shape) > 2 else ()
+    return P(*first, *last)
 
 
 def names_in(axis: Axis | None) -> tuple[str, ...]:
@@ -187,7 +230,7 @@ def _check(layer: Parallel) -> None:
             f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
             "those two do not name"
         )
-    sizes = dict(layer.mesh_in_use().shape)
+    sizes = dict(mesh_in_use(layer).shape)
     for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
         if not set(names_in(value)) <= set(sizes):
             raise ValueError(

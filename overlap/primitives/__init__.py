@@ -37,7 +37,7 @@ SMs until another device proceeds. So the work for which a peer waits is done by
 it from a counter (`draw`, `each_drawn`).
 """
 
-from overlap import _compat
+from overlap import _compat, _settings
 from overlap.primitives.atomics import draw, each_drawn
 from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.copies import Chunking, copy_chunks, tma_load, tma_store, wait_stores_landed, wait_stores_read
@@ -85,10 +85,12 @@ def prepare() -> None:
     a CPU do not need it.
 
     Raises:
-      RuntimeError: the changes were not checked with the installed jax.
+      RuntimeError: the changes were not checked with the installed jax; or an environment variable of this library has
+        a wrong value.
 
     Example:
       >>> from overlap import primitives
       >>> primitives.prepare()
     """
+    _settings.require_valid()
     _compat.apply(IN_CLIQUES, _compat.WARP_LOOPS)

@@ -58,13 +58,13 @@ class PeerGroup:
         axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not axes:
             raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
-        is_enclosing = mesh is None
+        is_enclosing, outside = mesh is None, outside_shard_map(mesh)
         mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         names = tuple(mesh.axis_names)
-        if not names:
+        if outside:
             raise ValueError(
-                f"`{caller}` must be called inside `jax.shard_map`, and there is no mesh here: wrap the call that runs "
-                "the kernel in jax.shard_map(…, mesh=mesh, in_specs=…, out_specs=…), or give `mesh`"
+                f"`{caller}` must be called inside `jax.shard_map`, and {outside}: wrap the call that runs the kernel "
+                "in jax.shard_map(…, mesh=mesh, in_specs=…, out_specs=…), or give `mesh`"
             )
         for axis in axes:
             if axis not in names:
@@ -180,6 +180,16 @@ class PeerGroup:
         )
         require_index("PeerGroup.remote_ref", "position", position, "a position in the group", self.size)
         return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))
+
+
+def outside_shard_map(mesh: Any = None) -> str:
+    """Says, for messages, that this code is not inside `jax.shard_map`; empty if it is, or if a mesh is given."""
+    enclosing = jax.sharding.get_abstract_mesh()
+    if enclosing.manual_axes if mesh is None else mesh.axis_names:
+        return ""
+    if enclosing.axis_names:
+        return "no axis of the mesh is manual here (`jax.set_mesh` alone makes none manual)"
+    return "there is no mesh here (`with mesh:` is not read)"
 
 
 def require_group(caller: str, group: Any) -> None:

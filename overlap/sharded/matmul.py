@@ -135,6 +135,7 @@ def _prepare(
     by_name = {_named(name, whole): x for name, x in operands.items()}
     sharded.require_summed(by_name)
     checks.require_on_mesh(by_name, used)
+    arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
     applied, scalars = None, ()
     if activation is not None:

@@ -33,8 +33,9 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
     found = [(what, x) for what, x in found if x is not None and x.axis_names]
     if not found:
         raise ValueError(
-            "`sharded_matmul` needs a mesh, and neither the operands nor the context have one: pass mesh=…, call it "
-            "under jax.set_mesh(mesh), or put the operands on a mesh; on one device use overlap.matmul"
+            "`sharded_matmul` needs a mesh, and neither the operands nor the context have one (`with mesh:` is not "
+            "read): pass mesh=…, call it under jax.set_mesh(mesh), or put the operands on a mesh; on one device use "
+            "overlap.matmul"
         )
     what, first = found[0]
     for other, x in found[1:]:
