@@ -192,7 +192,7 @@ class Handshake:
         pl.when(self.cta == 0)(self._raise)
         first = atomics.draw(self.counter, self.items)
         pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
-        return atomics.each_drawn(self.counter, first, self.looks, self.items, look)[0]
+        return atomics.each_drawn(self.counter, first, self.looks, look)[0]
 
     def await_peers(self) -> None:
         """Waits until all peers whose memory this device needs have begun. Call it in one warp.
