@@ -76,6 +76,13 @@ def test_two_rings_of_a_host_are_one_clique(two_hosts):
     assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
 
 
+def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
+    two_hosts(0)
+    mesh = layout("x", data=2, a=1, x=4).mesh()
+    assert dict(Clique.of(mesh, frozenset(("a", "x"))).mesh.shape) == {"a": 1, "x": 4}
+    assert dict(Clique.of(mesh, frozenset("x")).mesh.shape) == {"x": 4}
+
+
 def test_one_host_is_as_it_was():
     mesh = layout("x", (2, 0, 3, 1), x=4).mesh()
     own = Clique.of(mesh, frozenset("x"))
