@@ -28,6 +28,8 @@ from overlap.primitives import (
     each_drawn,
     fence_async_proxy,
     semaphore_signal,
+    semaphore_signal_peer,
+    semaphore_wait_peer,
     shared_semaphores,
 )
 from overlap.primitives.waits import wait_for_word
@@ -38,11 +40,15 @@ DEVICES, CTAS, SHARD = 3, 2, (1, 64)
 X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 
 
-def gather(x_gmem, out_gmem, x_smem, loaded):
-    """Gathers rows, [1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row."""
+def gather(x_gmem, out_gmem, x_smem, loaded, *, only):
+    """Gathers rows, [1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row.
+
+    `only`: the distance of the one peer whose row is copied; None: all rows are.
+    """
     (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
     group = PeerGroup("x", (("x", DEVICES),))
-    handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
+    transfers = DEVICES - 1 if only is None else 1
+    handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers, only)
 
     def copy(source, owner):
         plgpu.copy_gmem_to_smem(source, x_smem, loaded)
@@ -58,7 +64,7 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
             handshake.await_peers()
 
             def pull(item):
-                peer = group.peer(item - handshake.looks + 1)
+                peer = group.peer(item - handshake.looks + (only or 1))
                 copy(group.remote_ref(x_gmem, peer), peer)
 
             _, carried = each_drawn(handshake.counter, number, handshake.items, pull)
@@ -72,9 +78,10 @@ def operand(mesh):
     return jax.device_put(X, jax.NamedSharding(mesh, P("x")))
 
 
-def run(seeds):
+def run(seeds, only=None):
+    body = functools.partial(gather, only=only)
     kernel = plgpu.kernel(
-        gather, out_type=jax.ShapeDtypeStruct((DEVICES, 64), jnp.float32), grid=(CTAS,), grid_names=("cta",),
+        body, out_type=jax.ShapeDtypeStruct((DEVICES, 64), jnp.float32), grid=(CTAS,), grid_names=("cta",),
         scratch_types=[plgpu.SMEM(SHARD, jnp.float32), plgpu.Barrier()],
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
     )  # fmt: skip
@@ -82,7 +89,10 @@ def run(seeds):
     mapped = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     for seed in range(seeds):
         with emulate(completion=("eager", "late", "random")[seed % 3], seed=seed, laps=3):
-            np.testing.assert_array_equal(mapped(operand(mesh)), np.tile(X, (DEVICES, 1)))
+            rows = np.asarray(mapped(operand(mesh))).reshape(DEVICES, DEVICES, 64)
+        for me in range(DEVICES):
+            there = range(DEVICES) if only is None else [me, (me + only) % DEVICES]
+            np.testing.assert_array_equal(rows[me, there], X[there])
 
 
 # (text to find, replacement)
@@ -172,6 +182,31 @@ def change(monkeypatch, found, replacement):
 
 def test_clean():
     run(8)
+
+
+@pytest.mark.parametrize("only", [1, 2])
+def test_one_peer_is_enough(only):
+    """Another peer, or the same one, looks for this device."""
+    run(6, only)
+
+
+def test_a_wait_for_a_peer_ends_at_a_greater_value():
+    def body(out):
+        (flags,), group = shared_semaphores((1,)), PeerGroup("x", (("x", 2),))
+
+        @plgpu.warp_map
+        def _signal(warp):
+            @pl.when(warp == 0)
+            def _():
+                semaphore_signal_peer(flags.at[0], group, group.peer(1), 2)
+                semaphore_wait_peer(flags.at[0], 1, group, group.peer(1))
+
+        out[0] = jnp.int32(1)
+
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))
+    mapped = jax.shard_map(kernel, mesh=make_mesh(x=2), in_specs=(), out_specs=P("x"), check_vma=False)
+    with emulate():
+        np.testing.assert_array_equal(jax.jit(mapped)(), 1)
 
 
 @pytest.mark.parametrize("which", REPORTED)

@@ -88,6 +88,8 @@ def test_one_host_is_as_it_was():
     own = Clique.of(mesh, frozenset("x"))
     assert own.positions == (0, 1, 2, 3) and own.device_ids == (2, 0, 3, 1) and not own.is_mirrored
     assert Clique.of(mesh, frozenset()) is None
+    # jax keeps what it has made for a mesh: these two have the same ids, of other devices.
+    assert own.mesh != Clique.of(layout("x", x=4).mesh(), frozenset("x")).mesh
 
 
 def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
