@@ -62,7 +62,7 @@ def gather(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
         @pl.when(warp == 0)
         def _communicate():
             first = prim.draw(counter.at[0], chunks)
-            prim.each_drawn(counter.at[0], first, chunks, chunks, send)
+            prim.each_drawn(counter.at[0], first, chunks, send)
             await_chunks(chunks, group, arrived)
             prim.converge_warp()
 
@@ -81,7 +81,7 @@ def gather_with_handshake(group, chunks, x_gmem, out_gmem, chunk_smem, loaded):
         def _communicate():
             item = handshake.begin()
             handshake.await_peers()
-            _, sent = prim.each_drawn(handshake.counter, item, handshake.items, handshake.items, send)
+            _, sent = prim.each_drawn(handshake.counter, item, handshake.items, send)
             await_chunks(chunks, group, arrived)
             handshake.leave(sent)
             prim.converge_warp()

@@ -66,7 +66,7 @@ def exchange_and_sum(group, weights, x_gmem, out_gmem, halo_gmem, in_smem, out_s
         @pl.when(warp == 0)
         def _by_one_warp():
             send = lambda part: send_edge(part, group, x_gmem, halo_gmem, edge_smem, edge_loaded, arrived)  # noqa: E731
-            prim.each_drawn(counter.at[0], prim.draw(counter.at[0], 2), 2, 2, send)
+            prim.each_drawn(counter.at[0], prim.draw(counter.at[0], 2), 2, send)
             prim.converge_warp()
 
     # The first and the last tile need the halo. They come last: the halo is sent while the other tiles are computed.

@@ -205,7 +205,9 @@ def wait_for_the_other_neighbour(patch):
     """Exchanges two peers where they differ: the one that looks for this device, and the one this device looks for."""
     wait = Handshake._wait
     patch.setattr(
-        Handshake, "_wait", lambda self, flag, role, distance: wait(self, flag, role, self.group.size - distance)
+        Handshake,
+        "_wait",
+        lambda self, flag, role, distances: wait(self, flag, role, [self.group.size - d for d in distances]),
     )
 
 

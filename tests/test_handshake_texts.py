@@ -5,6 +5,7 @@ than the handshakes: each device gathers all rows.
 """
 
 import functools
+import itertools
 import re
 
 import jax
@@ -17,19 +18,37 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import EmulationError, emulate
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, each_drawn, fence_async_proxy, shared_semaphores
+from overlap import _settings
+from overlap.emulation import EmulationError, ProtocolError, emulate, registers
+from overlap.primitives import (
+    HANDSHAKE_FLAGS,
+    Handshake,
+    PeerGroup,
+    board,
+    each_drawn,
+    fence_async_proxy,
+    semaphore_signal,
+    semaphore_signal_peer,
+    semaphore_wait_peer,
+    shared_semaphores,
+)
+from overlap.primitives.waits import wait_for_word
+from tests.emulation.inline_cases import inline, on_words
 from tests.oracle import make_mesh
 
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
 X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 
 
-def gather(x_gmem, out_gmem, x_smem, loaded):
-    """Gathers rows, [1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row."""
+def gather(x_gmem, out_gmem, x_smem, loaded, *, only):
+    """Gathers rows, [1, 64] -> [3, 64]: the CTA that draws a peer's number copies that peer's row.
+
+    `only`: the distance of the one peer whose row is copied; None: all rows are.
+    """
     (flags,) = shared_semaphores(HANDSHAKE_FLAGS)
     group = PeerGroup("x", (("x", DEVICES),))
-    handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers=DEVICES - 1)
+    transfers = DEVICES - 1 if only is None else 1
+    handshake = Handshake(flags, group, lax.axis_index("cta"), "test", transfers, only)
 
     def copy(source, owner):
         plgpu.copy_gmem_to_smem(source, x_smem, loaded)
@@ -45,10 +64,10 @@ def gather(x_gmem, out_gmem, x_smem, loaded):
             handshake.await_peers()
 
             def pull(item):
-                peer = group.peer(item - handshake.looks + 1)
+                peer = group.peer(item - handshake.looks + (only or 1))
                 copy(group.remote_ref(x_gmem, peer), peer)
 
-            _, carried = each_drawn(handshake.counter, number, handshake.items, handshake.items, pull)
+            _, carried = each_drawn(handshake.counter, number, handshake.items, pull)
             pl.when(lax.axis_index("cta") == 0)(lambda: copy(x_gmem, group.me()))
             fence_async_proxy()
             handshake.leave(carried)
@@ -59,9 +78,10 @@ def operand(mesh):
     return jax.device_put(X, jax.NamedSharding(mesh, P("x")))
 
 
-def run(seeds):
+def run(seeds, only=None):
+    body = functools.partial(gather, only=only)
     kernel = plgpu.kernel(
-        gather, out_type=jax.ShapeDtypeStruct((DEVICES, 64), jnp.float32), grid=(CTAS,), grid_names=("cta",),
+        body, out_type=jax.ShapeDtypeStruct((DEVICES, 64), jnp.float32), grid=(CTAS,), grid_names=("cta",),
         scratch_types=[plgpu.SMEM(SHARD, jnp.float32), plgpu.Barrier()],
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
     )  # fmt: skip
@@ -69,7 +89,10 @@ def run(seeds):
     mapped = jax.jit(jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))
     for seed in range(seeds):
         with emulate(completion=("eager", "late", "random")[seed % 3], seed=seed, laps=3):
-            np.testing.assert_array_equal(mapped(operand(mesh)), np.tile(X, (DEVICES, 1)))
+            rows = np.asarray(mapped(operand(mesh))).reshape(DEVICES, DEVICES, 64)
+        for me in range(DEVICES):
+            there = range(DEVICES) if only is None else [me, (me + only) % DEVICES]
+            np.testing.assert_array_equal(rows[me, there], X[there])
 
 
 # (text to find, replacement)
@@ -161,6 +184,31 @@ def test_clean():
     run(8)
 
 
+@pytest.mark.parametrize("only", [1, 2])
+def test_one_peer_is_enough(only):
+    """Another peer, or the same one, looks for this device."""
+    run(6, only)
+
+
+def test_a_wait_for_a_peer_ends_at_a_greater_value():
+    def body(out):
+        (flags,), group = shared_semaphores((1,)), PeerGroup("x", (("x", 2),))
+
+        @plgpu.warp_map
+        def _signal(warp):
+            @pl.when(warp == 0)
+            def _():
+                semaphore_signal_peer(flags.at[0], group, group.peer(1), 2)
+                semaphore_wait_peer(flags.at[0], 1, group, group.peer(1))
+
+        out[0] = jnp.int32(1)
+
+    kernel = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((1,), jnp.int32))
+    mapped = jax.shard_map(kernel, mesh=make_mesh(x=2), in_specs=(), out_specs=P("x"), check_vma=False)
+    with emulate():
+        np.testing.assert_array_equal(jax.jit(mapped)(), 1)
+
+
 @pytest.mark.parametrize("which", REPORTED)
 def test_a_wrong_text_is_reported(which, monkeypatch):
     changes = change(monkeypatch, *REPORTED[which])
@@ -174,3 +222,101 @@ def test_a_harmless_text(which, monkeypatch):
     changes = change(monkeypatch, *HARMLESS[which])
     run(2)
     assert any(changes), "the handshakes have no such text any more"
+
+
+# --- A wait that takes long -------------------------------------------------------------------------------------------
+
+LIMIT_S = 50
+FIELDS = [board.OPERATION, board.POSITION, board.PEER, board.ROLE, board.EXPECTED, board.GOT, board.WAITED]
+
+
+def read_record(state, out, words):
+    """Reads both records until one is in this state, then its fields, as the host does.
+
+    The fields are read by plain loads: a race, unless the kernel releases them before it writes the state.
+    """
+    one, two = board.RECORD_BYTES, 3 * board.RECORD_BYTES
+    fields = (f"ld.global.b32 field, [at+{4 * f}]; st.global.b32 [$0+{4 * i}], field;" for i, f in enumerate(FIELDS))
+    text = f"""{{ .reg .pred other; .reg .b32 a, b, field; .reg .b64 at;
+        LOOK: ld.relaxed.sys.global.b32 a, [$1+{one}]; ld.relaxed.sys.global.b32 b, [$1+{two}];
+        max.u32 field, a, b; setp.ne.u32 other, field, {state}; @other bra LOOK; fence.acquire.sys;
+        setp.eq.u32 other, a, 0; selp.b32 a, {two}, {one}, other; mad.wide.u32 at, a, 1, $1; {"".join(fields)}
+        mov.u32 field, %clock; }}"""
+    inline(text, out, words.at[0])
+
+
+def wait_long(patch, state):
+    """Waits for a word that is raised once the host has seen a record in this state; after `GIVEN_UP`, never.
+
+    The records lie behind the word, in the same array. A look takes a second.
+
+    Returns:
+      The fields of the record that the host has read in this state, or the fault that has ended the kernel; whether the
+      host has seen a record in this state.
+    """
+    group, seconds, seen = PeerGroup("x", (("x", 2),)), itertools.count(10**6), []
+
+    def clock(thread):
+        seen.extend([True] * (thread.cta.index == 1))  # The host asks for the time when it has read a record.
+        return next(seconds) * 10**9
+
+    def act(words, out):
+        @plgpu.warp_map
+        def _roles(warp):
+            is_host = lax.axis_index("cta") == 1
+            wait = lambda: wait_for_word(words.at[0], 3, group, 1, operation=7, role=board.FLAG)  # noqa: E731
+            pl.when((warp == 0) & ~is_host)(wait)
+
+            @pl.when((warp == 0) & is_host)
+            def _host():
+                read_record(state, out.at[0], words)
+                if state != board.GIVEN_UP:
+                    semaphore_signal(words.at[0], 3)
+                    read_record(board.OVER, out.at[1], words)
+
+    patch.setattr(board, "address", lambda: "$0")
+    patch.setattr(board, "MOST_DEVICES", 2)
+    patch.setattr(_settings, "wait_timeout_s", lambda: LIMIT_S)
+    patch.setattr(registers, "CLOCK", clock)
+    patch.setattr(PeerGroup, "me", lambda self: 0)
+    try:
+        return on_words(act, 4 * board.RECORD_BYTES // 4, ctas=2, results=(2, len(FIELDS)), step_limit=20_000), seen
+    except ProtocolError as fault:
+        if state != board.GIVEN_UP:
+            raise
+        return str(fault), seen
+
+
+def check_long_waits(patch):
+    (*waiting, ticks), (*over, _) = wait_long(patch, board.STILL_WAITING)[0]
+    assert waiting == [7, 0, 1, board.FLAG, 3, 0] and over == [*waiting[:-1], 3]
+    assert board.REPORT_AFTER_S <= ticks * board.TICK_S < board.REPORT_AFTER_S + 3
+    fault, seen = wait_long(patch, board.GIVEN_UP)
+    assert "the kernel trapped" in fault and seen
+
+
+def test_a_long_wait_is_reported_and_ends(monkeypatch):
+    check_long_waits(monkeypatch)
+
+
+LONG = {
+    "a record without a release": (r"fence\.acq_rel\.sys;(\s*@lane_0 st\S* \[record\+0\])", r"\1"),
+    "a state before the fields": (
+        r"(@lane_0 st[^;]*record\+4\][^;]*;)([^A-Z]*)(@lane_0 st\S* \[record\+0\], \d;)", r"\3\2\1"
+    ),
+    "a report at once": (r"@early bra LOOK;", ""),
+    "a report at each look": (r"mov\.b32 until, \d+;(\s*bra LOOK;)", r"\1"),
+    "time since the clock began": (r"@early mov\.b32 since, clock;", ""),
+    "no end": (r"@early bra GIVE_UP;", ""),
+    "no time to read": (r"@early bra LINGER;", ""),
+    "no trap": (r"trap;", "bra LOOK;"),
+    "over, unsaid": (r"(\[record\+0\], )0;", r"\g<1>1;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", LONG)
+def test_a_wrong_text_of_a_long_wait_shows(which, monkeypatch):
+    changes = change(monkeypatch, *LONG[which])
+    with pytest.raises((EmulationError, AssertionError)):
+        check_long_waits(monkeypatch)
+    assert any(changes), "the wait has no such text any more"

@@ -37,9 +37,14 @@ ENTRY = r"st\.global\.b64 \[\$0\+(\d+)\], \$1;"
 # ($1). `ne`: any difference counts, in all 64 bits. The trap makes the program fail instead of corrupting a peer's
 # memory.
 REQUIRES = r"{ \.reg \.pred differ; setp\.ne\.b64 differ, \$0, \$1; @differ trap; }"
+# The emulator runs a warp as one thread. Here the lanes of a real warp meet: behind a wait for a peer, since the lanes
+# look at different times and what the first one does next may take the value away (`look_until`); and at the end of a
+# warp's role, since the warps meet at an aligned barrier (`converge_warp`).
+MEET = "bar.warp.sync 0xffffffff;"
+AFTER_A_WAIT = rf"THERE:\s+fence\.acquire\.sys;\s+fence\.proxy\.async\.global;\s+{MEET}"
 
 
-def texts_of(processes, **keywords):
+def texts_of(processes, gpu="NVIDIA H200", **keywords):
     """Lowers a program for four GPUs (in one process, or one process per GPU), and returns all its PTX texts."""
     found = []
     emit = mgpu_utils.inline_ptx
@@ -49,7 +54,7 @@ def texts_of(processes, **keywords):
         return emit(text, *operands, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+        patch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", gpu, 132))
         patch.setattr(
             core, "_is_known_multihost_mesh", lambda mesh: processes > 1 and mesh is not None and mesh.size > 1
         )
@@ -93,3 +98,15 @@ def test_a_warp_arrives_at_the_barriers_of_a_cluster():
         "{ .reg .b32 there; @$0 mapa.shared::cluster.u32 there, $1, $2; "
         "@$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
     ) in found
+
+
+def test_the_lanes_of_a_warp_meet(texts):
+    for found in (texts, texts_of(1, "NVIDIA B200")):
+        waits = [text for text in found if "THERE:" in text]
+        assert waits and all(re.search(AFTER_A_WAIT, text) for text in waits)
+        assert found.count(MEET) == 1, "once for all roles of the transfer warpgroup"
+
+
+def test_the_beacon_is_lowered_where_others_may_look(texts):
+    """A device of another launch may look at it meanwhile, and does not mind which value it sees."""
+    assert any("st.relaxed.sys.global.b32 [$0], 1;" in text for text in texts)

@@ -122,7 +122,7 @@ WRONG = [
     (lambda flag, group: group.device_id(None), TypeError, "`position` of `PeerGroup.device_id`.*None"),
     (lambda flag, group: group.peer(3), ValueError, "`distance` of `PeerGroup.peer`.*in 0 … 2, got 3"),
     (lambda flag, group: LAYER.draw(flag, group.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
-    (lambda flag, group: LAYER.each_drawn(flag, 0, 4, 3, print), ValueError, "`last`.*at least 4, got 3.*not end"),
+    (lambda flag, group: LAYER.each_drawn(flag, 0, -1, print), ValueError, "`end` of `each_drawn`.*at least 0, got -1"),
     (lambda flag, group: LAYER.draw(flag, 1 << 31), ValueError, "`end` of `draw`.*less than 2³¹, got 2147483648"),
     (lambda flag, group: LAYER.draw(3, 2), TypeError, "`counter` of `draw` must be one semaphore.*got 3 (int)"),
     (lambda flag, group: LAYER.Handshake(flag, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got shape ()"),
@@ -156,7 +156,7 @@ WRONG = [
     ("call", "words"),
     [
         (lambda flags, group: prim.draw(flags, 2), "`counter` of `draw` must be one semaphore, got shape (4,)"),
-        (lambda flags, group: prim.each_drawn(flags, 0, 2, 2, print), "`counter` of `draw` must be one semaphore"),
+        (lambda flags, group: prim.each_drawn(flags, 0, 2, print), "`counter` of `draw` must be one semaphore"),
         (lambda flags, group: prim.semaphore_wait_peer(flags, 1, group, 1), "`flag` of `semaphore_wait_peer` must be"),
     ],
 )
@@ -321,7 +321,7 @@ def waits_and_draws(out):
     def act(number):
         prim.semaphore_wait_peer(flags.at[0], 1, prim.PeerGroup.of("x"), 0)  # the wait
 
-    in_one_warp(lambda: prim.each_drawn(counter.at[0], prim.draw(counter.at[0], 1), 1, 1, act))
+    in_one_warp(lambda: prim.each_drawn(counter.at[0], prim.draw(counter.at[0], 1), 1, act))
 
 
 def test_a_report_names_the_line_in_the_users_kernel():

@@ -16,8 +16,11 @@ from overlap.primitives.integers import remainder
 from overlap.primitives.waits import wait_for_word
 from tests.protocol_cases import of_weights
 from tests.rhs_cases import ALONG, SMALL
+from tests.test_blackwell_found import slip
 from tests.test_protocol import signal_when_only_read
 
+PARTS_OF_ROWS = SMALL.replace(chunk_bytes=192)
+IN_PAIRS = SMALL.replace(tile_n=64, cluster=2, cluster_along="n")
 NOTHING = lambda *_, **__: None  # noqa: E731
 
 
@@ -141,10 +144,21 @@ def test_a_part_of_a_tile_that_waits_for_no_block_is_reported(monkeypatch):
     assert kernel.report(seeds=10, cores=5, completion="late", scheduler="pct")
 
 
-def test_a_tile_that_waits_for_one_of_two_blocks_is_reported(monkeypatch):
-    monkeypatch.setattr(GatherRhsSchedule, "straddles", False)
-    kernel = of_weights("k", SMALL.replace(chunk_bytes=192), 2, m=128, shard=(64, 288))
-    assert kernel.report(seeds=10, cores=3, completion="late", scheduler="pct")
+FLAG, COUNT = "schedule.flag(step, row, column)", "schedule.flag_target(row, column)"
+BLOCKS = {  # The shape of a shard, the configuration, and what becomes of some text in `_wait_for_block`.
+    "the first row block's flag": ((64 * K_STEPS_PER_FLAG + 64, 128), SMALL, (FLAG, FLAG.replace("row", "0 * row"))),
+    "the first column block's flag": ((64, 288), PARTS_OF_ROWS, (FLAG, FLAG.replace("column", "0 * column"))),
+    "the first column block's count": ((64, 288), PARTS_OF_ROWS, (COUNT, COUNT.replace("column", "0 * column"))),
+    "one of two column blocks": ((64, 288), PARTS_OF_ROWS, ("wait(last_column)", "wait(column)")),
+    "columns that there are not": ((64, 136), IN_PAIRS, ("column < schedule.chunking.shard_cols", "True")),
+}
+
+
+@pytest.mark.parametrize(("shard", "config", "changes"), BLOCKS.values(), ids=BLOCKS)
+def test_a_wait_for_another_block_is_reported(shard, config, changes, monkeypatch):
+    slip(gathered_rhs._Body, "_wait_for_block", dict([changes]))(monkeypatch)
+    kernel = of_weights("k", config, 2, m=128, shard=shard)
+    assert kernel.report(seeds=10, cores=4, completion="late", scheduler="pct")
 
 
 def test_another_shard_of_the_left_operand_shows_in_the_numbers(monkeypatch):

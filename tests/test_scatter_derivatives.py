@@ -108,10 +108,11 @@ def test_derivatives_with_leading_dimensions_of_transposed_operands():
     assert_close(*of_both(layer, operands(layer, EVERY, lead=(2,)), TRANSFORMED["vjp"], True))
 
 
-def test_gradients_of_a_result_of_16_bits():
-    layer = Layer("n", dtype=BF16)
-    ours, theirs = of_both(layer, operands(layer, dtype=BF16), TRANSFORMED["vjp"], True)
-    assert all(gradient.dtype == BF16 for gradient in ours.values())
+@pytest.mark.parametrize(("along", "extras"), [("n", ()), ("m", ("rhs_scale",))])
+def test_gradients_of_a_result_of_16_bits(along, extras):
+    layer = Layer(along, dtype=BF16)
+    ours, theirs = of_both(layer, operands(layer, extras, dtype=BF16), TRANSFORMED["vjp"], True)
+    assert all(gradient.dtype == BF16 for name, gradient in ours.items() if name not in extras)
     assert_close(ours, theirs, 2e-2)
 
 

@@ -13,7 +13,7 @@ from overlap.collectives import scattered
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.grid import GRID_AXIS
-from overlap.kernels.tma import drawn
+from overlap.kernels.tma import drawn, exchange
 from tests import handshake_cases
 from tests import scatter_defects as defects
 from tests.oracle import make_mesh, on_mesh
@@ -130,6 +130,16 @@ def test_each_defect_is_reported(defect, monkeypatch):
     report = kernel.report(seeds=6, **settings) or kernel.report(seeds=6, resident=1, **settings)
     assert report, f"{defect.__name__} was not reported in 12 runs"
     assert "device" in str(report) and "CTA" in str(report) and ".py:" in str(report)
+
+
+@pytest.mark.parametrize("stages_of_terms", ["of no tile", "of every tile"])
+def test_stages_of_terms_that_are_miscounted_are_reported(stages_of_terms, monkeypatch):
+    """All roles count alike. There are more stages than k steps in a tile: some have not been used, others have."""
+    of_a_tile = lambda loop, buffers, tile: exchange.box_count(buffers) * loop.hooks.exchange.terms  # noqa: E731
+    monkeypatch.setattr(
+        exchange, "term_stages", lambda *args: 0 if stages_of_terms == "of no tile" else of_a_tile(*args)
+    )
+    assert of_sums("m", SUMS.replace(stages=8), 2).report(seeds=3, cores=1, scheduler="pct", step_limit=STEPS)
 
 
 def test_one_place_for_all_batch_elements_is_reported(monkeypatch):

@@ -1,8 +1,11 @@
 """Random sequences of fused launches on shared memory: no launch is mistaken for another (see `tests.sequences`)."""
 
+import itertools
+import types
+
 import pytest
 
-from overlap.primitives import handshake
+from overlap.primitives import PeerGroup, handshake
 from tests import sequences
 from tests.sequences import Call, Layout, Trial, layout
 
@@ -83,3 +86,22 @@ def test_with_one_key_launches_of_other_members_are_mixed_up(pair, detect, one_k
 @pytest.mark.parametrize("pair", PAIRS)
 def test_with_keys_of_their_own_none_is(pair, detect):
     assert list(faults_of(pair, "pull", detect=detect)) == []
+
+
+def key(axes="x", shape=(("x", 4), ("y", 4)), ids=tuple(range(16)), only=None):
+    return tuple(handshake._key(types.SimpleNamespace(device_ids=ids), PeerGroup(axes, shape), only))
+
+
+def test_a_key_says_who_talks_to_whom():
+    other = {"axes": "y", "shape": (("x", 4), ("y", 2)), "ids": tuple(range(1, 17)), "only": 3}
+    keys = [
+        key(**{name: other[name] for name in names}) for n in range(5) for names in itertools.combinations(other, n)
+    ]
+    assert len(set(keys)) == len(keys) == 16
+    assert key(only=1) != key(only=3)
+
+
+def test_no_key_begins_with_the_word_of_a_lowered_beacon(monkeypatch):
+    zeros = types.SimpleNamespace(digest=lambda: bytes(32))
+    monkeypatch.setattr(handshake, "hashlib", types.SimpleNamespace(sha256=lambda text: zeros))
+    assert key()[0] > handshake._LOWERED

@@ -76,11 +76,20 @@ def test_two_rings_of_a_host_are_one_clique(two_hosts):
     assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
 
 
+def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
+    two_hosts(0)
+    mesh = layout("x", data=2, a=1, x=4).mesh()
+    assert dict(Clique.of(mesh, frozenset(("a", "x"))).mesh.shape) == {"a": 1, "x": 4}
+    assert dict(Clique.of(mesh, frozenset("x")).mesh.shape) == {"x": 4}
+
+
 def test_one_host_is_as_it_was():
     mesh = layout("x", (2, 0, 3, 1), x=4).mesh()
     own = Clique.of(mesh, frozenset("x"))
     assert own.positions == (0, 1, 2, 3) and own.device_ids == (2, 0, 3, 1) and not own.is_mirrored
     assert Clique.of(mesh, frozenset()) is None
+    # jax keeps what it has made for a mesh: these two have the same ids, of other devices.
+    assert own.mesh != Clique.of(layout("x", x=4).mesh(), frozenset("x")).mesh
 
 
 def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):

@@ -117,9 +117,7 @@ class Communicator:
         if self.pull_scales is not None:
             pull_scales, looks = self.pull_scales, handshake.looks
             first += self.scale_transfers
-            number, carried = each_drawn(
-                handshake.counter, number, first, handshake.items, lambda number: pull_scales(number - looks)
-            )
+            number, carried = each_drawn(handshake.counter, number, first, lambda number: pull_scales(number - looks))
         carried += self._copy(self.peers, number, first, handshake.counter)
         if self.results is not None:
             # Results have a counter of their own. Each warp begins to copy results when no chunk of `peers` is left.

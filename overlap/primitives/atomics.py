@@ -134,7 +134,7 @@ def set_bit_at_peer(word: SemaphoreRef, group: PeerGroup, position: Index, bit: 
 
 
 def each_drawn(
-    counter: SemaphoreRef, number: Index, end: int, last: int, do: Callable[[Any], None]
+    counter: SemaphoreRef, number: Index, end: int, do: Callable[[Any], None]
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `do(number)` and draws the next number, until the number is not below `end`.
 
@@ -144,9 +144,8 @@ def each_drawn(
     Args:
       counter: the counter, as in `draw`.
       number: the first number that this warp has drawn.
-      end: the first number for which `do` is not called.
-      last: the `end` for `draw`: numbers from here on stand for no work; a Python int of at least `end`. It is greater
-        than `end` if the numbers from `end` on stand for other work, which the caller does after this call.
+      end: the first number for which `do` is not called; a Python int. The numbers from `end` on may stand for other
+        work, which the caller does after this call.
       do: is traced once, with an int32 scalar.
 
     Returns:
@@ -154,20 +153,19 @@ def each_drawn(
       of its calls of `do`.
 
     Raises:
-      TypeError: `end` or `last` is not a Python int, or `number` is not an integer scalar.
-      ValueError: `last` is less than `end`, so that the loop would never end.
+      TypeError: `end` is not a Python int, or `number` is not an integer scalar.
+      ValueError: `end` is negative.
 
     Example:
-      `each_drawn(counter, draw(counter, chunks), chunks, chunks, send_chunk)`
+      `each_drawn(counter, draw(counter, chunks), chunks, send_chunk)`
     """
     require_index("each_drawn", "number", number, "the number drawn first")
     require_constant("each_drawn", "end", end, 0, "give the first number for which `do` is not called")
-    require_constant("each_drawn", "last", last, end, f"it may not be less than `end`, {end}: the loop would not end")
 
     def body(state: Any) -> Any:
         number, count = state
         do(number)
-        return draw(counter, last, number), count + 1
+        return draw(counter, end, number), count + 1
 
     return loop_while(lambda state: state[0] < end, body, (number, jnp.int32(0)))
 

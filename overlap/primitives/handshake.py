@@ -45,8 +45,10 @@ finds nothing left to do. One CTA on each device suffices for all devices to fin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -192,7 +194,7 @@ class Handshake:
         pl.when(self.cta == 0)(self._raise)
         first = atomics.draw(self.counter, self.items)
         pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
-        return atomics.each_drawn(self.counter, first, self.looks, self.items, look)[0]
+        return atomics.each_drawn(self.counter, first, self.looks, look)[0]
 
     def await_peers(self) -> None:
         """Waits until all peers whose memory this device needs have begun. Call it in one warp.
@@ -281,29 +283,31 @@ class Handshake:
 
     def _speak(self) -> None:
         """Lowers the beacon, tells the peers that this device is done, and waits until they are done."""
-        group = self.group
-        readers, owners = (1, 1) if self.only is None else (group.size - self.only, self.only)
-        self._wait(_SEEN, board.SEEN, readers)
-        atomics.inline(self._lower_code, [self.flags.at[0]])
-        for_all = self.only is None
+        group, flags = self.group, self.flags
+        self._wait(_SEEN, board.SEEN, () if self.only is None else (group.size - self.only,))
+        atomics.inline(self._lower_code, [flags.at[0]])
 
-        @pl.loop(1, group.size) if for_all else _once(readers)
-        def _tell(distance: Any) -> None:
-            atomics.set_bit_at_peer(self.flags.at[_DONE], group, group.peer(distance), group.me())
+        def tell(distance: Any) -> None:
+            atomics.set_bit_at_peer(flags.at[_DONE], group, group.peer(distance), group.me())
 
-        self._wait(_DONE, board.DONE, owners)
-
-    def _wait(self, flag: int, role: int, distance: int) -> None:
-        """Waits for the bits of all peers or, with `only`, for the bit of the peer at `distance`."""
-        group = self.group
         if self.only is None:
-            me = group.me()
-            expected, peer = jnp.int32((1 << group.size) - 1) ^ (jnp.int32(1) << me), me
+            pl.loop(1, group.size)(tell)
+            self._wait(_DONE, board.DONE, ())
         else:
-            peer = group.peer(distance)
-            expected = jnp.int32(1) << peer
+            # The peer that this device looks for must lower its beacon, and the peer that looks for this device must be
+            # done with this device's memory. In a group of two they are the same.
+            both = sorted({self.only, group.size - self.only})
+            for distance in both:
+                tell(distance)
+            self._wait(_DONE, board.DONE, both)
+
+    def _wait(self, flag: int, role: int, distances: Sequence[int]) -> None:
+        """Waits for the bits of the peers at these distances; if none are given, for the bits of all peers."""
+        group, me = self.group, self.group.me()
+        places = [group.peer(distance) for distance in distances]
+        bits = [jnp.int32(1) << jnp.asarray(place, jnp.int32) for place in places]
+        expected = (
+            functools.reduce(operator.or_, bits) if bits else jnp.int32((1 << group.size) - 1) ^ (jnp.int32(1) << me)
+        )
+        peer = places[0] if len(places) == 1 else me
         wait_for_word(self.flags.at[flag], expected, group, peer, operation=self._number, role=role)
-
-
-def _once(value: int) -> Callable[[Callable[[Any], None]], None]:
-    return lambda act: act(value)

@@ -35,13 +35,16 @@ def inline(text, *refs, elect=False, dtype=None):
 
 
 def on_words(act, count=4, *, ctas=1, results=1, **settings):
-    """Runs `act(words, out)` in a kernel on one device. All CTAs share `words`. Returns `out`: int32 results."""
+    """Runs `act(words, out)` in a kernel on one device. All CTAs share `words`. Returns `out`: int32 results.
+
+    `results` is their number, or their shape.
+    """
 
     def body(out):
         act(pl.get_global(plgpu.SemaphoreType.REGULAR((count,))), out)
 
     kernel = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((results,), jnp.int32), grid=(ctas,), grid_names=("cta",)
+        body, out_type=jax.ShapeDtypeStruct(np.zeros(results).shape, jnp.int32), grid=(ctas,), grid_names=("cta",)
     )  # fmt: skip
     with emulate(**settings):
         return np.asarray(jax.jit(kernel)()).tolist()

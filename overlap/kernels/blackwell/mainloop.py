@@ -164,11 +164,8 @@ def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: I
 
 
 def _wait_until_drained(pieces: Index, buffers: Buffers) -> None:
-    """Keeps the first CTA of a pair alive until both CTAs have arrived at its barriers for the last accumulators."""
-
-    @pl.loop(pieces, pieces + ACCUMULATORS)
-    def _ordinal(ordinal: jax.Array) -> None:
-        _await_drained(buffers, ordinal)
+    """Keeps the first CTA of a pair alive until both CTAs have arrived at its barriers for the last time."""
+    _await_drained(buffers, pieces - 1 + ACCUMULATORS)
 
 
 def _load_as_values(block_gmem: GmemRef) -> jax.Array:

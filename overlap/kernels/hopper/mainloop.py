@@ -312,9 +312,10 @@ class Hopper:
             elif loop.counter is None:
                 for_each_piece(_compute, warpgroup)
             else:
-                filled = drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
+                drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
                 if _tells_later(loop):
-                    pl.when(filled > 0)(lambda: exchange.tell_stored(buffers))
+                    # In a CTA that has drawn no tile, nobody waits for this.
+                    exchange.tell_stored(buffers)
             # The CTA must not end, and so free its shared memory, before its stores have read it.
             wait_stores_read()
 

@@ -58,12 +58,8 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     post(number, ordinal)
 
 
-def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> Index:
-    """Runs the loop of any other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA.
-
-    Returns:
-      How many stages the producer has filled for all these tiles together.
-    """
+def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> None:
+    """Runs the loop of any other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA."""
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
 
@@ -81,4 +77,4 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
         plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])
         return read(ordinal + 1), ordinal + 1, filled
 
-    return loop_while(lambda state: state[0] < tiles, turn, (read(jnp.int32(0)), jnp.int32(0), jnp.int32(0)))[2]
+    loop_while(lambda state: state[0] < tiles, turn, (read(jnp.int32(0)), jnp.int32(0), jnp.int32(0)))
