@@ -10,6 +10,7 @@ Steps are exact, or harmless, whether the compiler fuses a product and a sum or 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def _erf(x: jax.Array) -> jax.Array:  # GPU 1.2, IEEE 1.4 ulp
     return jnp.where(a < 0.9, near, _with_sign_of(x, 1 - jnp.exp(-log_erfc)))
 
 
-# erfc(a) · e^(a²) up to a = 1.1875, by powers of a - 0.5; beyond, less 0.5625 / a, by powers of 1 / a - 0.5.
+# erfc(a) · e^(a²) up to a = 1.1875, by powers of a - 0.5; beyond, less 0.5 / a, by powers of 1 / a - 0.5.
 _ERFCX_NEAR = (
     0.6156903505325317, -0.51268876, 0.35934582, -0.22201538, 0.12417284, -0.06389673, 0.030666815, -0.014267553,
     0.0064009335, -0.0018761043,
@@ -228,17 +229,16 @@ def formula(name: str, params: dict[str, Any], types: list[jax.ShapeDtypeStruct]
 
     def in_f32(*operands: jax.Array) -> jax.Array:
         result = _FORMULAS[name](*(x.astype(jnp.float32) for x in operands))
-        return result if result.dtype == bool else result.astype(dtype)
+        return result if result.dtype == jnp.bool else result.astype(dtype)
 
-    function: Callable[..., jax.Array]
+    # Mosaic GPU has `not` for integers alone, and converts a number to a boolean by its last bit.
+    is_boolean, function = dtype == jnp.bool, None
     if name in _FORMULAS and params.get("accuracy") is None and jnp.issubdtype(dtype, jnp.floating):
         function = in_f32
-    elif name == "not" and dtype == bool:  # Mosaic GPU has it for integers alone,
-        function = lambda x: x ^ True  # noqa: E731
-    elif name == "convert_element_type" and params["new_dtype"] == bool != dtype:  # and looks at the last bit here.
-        function = lambda x: x != 0  # noqa: E731
+    elif name == "not" and is_boolean:
+        function = functools.partial(lax.bitwise_xor, True)
+    elif name == "convert_element_type" and params["new_dtype"] == jnp.bool and not is_boolean:
+        function = functools.partial(jnp.not_equal, 0)
     elif name == "integer_pow" and params["y"] < 0:
         function = lambda x: 1 / lax.integer_pow(x, -params["y"])  # noqa: E731
-    else:
-        return None
-    return jax.make_jaxpr(function)(*types)
+    return None if function is None else jax.make_jaxpr(function)(*types)

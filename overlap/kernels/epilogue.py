@@ -21,8 +21,8 @@ from overlap.kernels.hooks import Epilogue
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
-# An activation is computed for so many columns at a time. With 64, the intermediate values of a long program, such as the
-# exact GELU's, spill on Blackwell.
+# An activation is computed for so many columns at a time. For 64, the intermediate values of a long program, such as
+# that of the exact GELU, spill on Blackwell.
 _WIDTH = 32
 _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
