@@ -122,9 +122,11 @@ def _cosh(x: jax.Array) -> jax.Array:  # GPU 1.5, IEEE 1.5 ulp
 def _tan(x: jax.Array) -> jax.Array:  # GPU 1.7, IEEE 1.4 ulp up to 12867, above it NaN
     n = lax.round(x * (1 / _HALF_PI[0]), lax.RoundingMethod.TO_NEAREST_EVEN)
     first, second, third, fourth = _HALF_PI_PARTS
-    before = (x - n * first) - n * second
-    r = before - n * third
-    low = ((before - r) - n * third) - n * fourth
+    exact = (x - n * first) - n * second
+    coarse = exact - n * third
+    lost = ((exact - coarse) - n * third) - n * fourth
+    r = coarse + lost
+    low = lost - (r - coarse)
     z = r * r
     cubic = _polynomial(z, 0.3333335, 0.13332672, 0.054059442, 0.021282814, 0.010837515, 8.419691e-05, 0.0043801516)
     rest = r * (z * cubic) + (low + low * z)
@@ -198,7 +200,7 @@ def _atanh(x: jax.Array) -> jax.Array:  # GPU 1.9, IEEE 1.2 ulp
     inverse = 1 / below
     ratio = above * inverse
     ratio = ratio + inverse * ((above - ratio * below) + (a - (above - 1)))
-    far = 0.5 * jnp.log(jnp.where(below == 0, _INF, ratio))
+    far = 0.5 * jnp.log(jnp.where(below > 0, ratio, jnp.where(below == 0, _INF, jnp.nan)))
     near = x + x * (z * _polynomial(z, 0.3333373, 0.19978186, 0.14669552, 0.08241538, 0.18177898))
     return jnp.where(a < 0.5, near, _with_sign_of(x, far))
 
