@@ -24,6 +24,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Primitive
 
+from overlap.frame.formulas import formula
+
 # Primitives that call a jaxpr.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 # Primitives that return their operand, and those that only rearrange or select its elements.
@@ -33,7 +35,7 @@ _SHAPES = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose",
 _BROADCASTING = {
     "add", "sub", "mul", "div", "rem", "pow", "max", "min", "and", "or", "xor", "eq", "ne", "lt", "le", "gt", "ge",
 }  # fmt: skip
-# Primitives that Mosaic GPU lowers for a block in registers, with the same results as XLA's.
+# Primitives that Mosaic GPU lowers for a block in registers, with the same results as XLA's. Others have a `formula`.
 _IN_KERNEL = _BROADCASTING - {"pow", "rem"} | {
     "abs", "clamp", "convert_element_type", "cos", "exp", "exp2", "integer_pow", "log", "log2", "logistic", "neg",
     "round", "rsqrt", "select_n", "sin", "sqrt", "square", "tanh",
@@ -125,8 +127,8 @@ class Program:
         """Why a kernel cannot take this program; None if it can."""
         if self.why_not_unrolled is not None:
             return self.why_not_unrolled
-        if len(self.ops) > MAX_OPS:
-            return f"it has {len(self.ops)} operations, and {MAX_OPS} is the most"
+        if (count := sum(op.primitive is not None for op in self.ops)) > MAX_OPS:
+            return f"it has {count} operations, and {MAX_OPS} is the most"
         for dtype in (*self.scalars, *(op.dtype for op in self.ops)):
             if dtype not in _KERNEL_DTYPES:
                 return f"it computes in {dtype}"
@@ -294,19 +296,13 @@ class _Walk:
 
     def _elementwise(self, equation: Any, operands: list[_Value], varying: bool, dtype: str) -> _Value:
         name, params = equation.primitive.name, dict(equation.params)
-        # Mosaic GPU converts a number to bool by its last bit, and has `not` for integers alone. So compare with zero,
-        # and use `xor`.
-        if name == "convert_element_type" and dtype == "bool" and operands[0].dtype != "bool":
-            return self.add(lax.ne_p, {}, [operands[0], _constant(np.zeros((), operands[0].dtype))], varying, dtype)
-        if name == "not" and dtype == "bool":
-            return self.add(lax.xor_p, {}, [operands[0], _constant(np.ones((), bool))], varying, dtype)
+        types = [jax.ShapeDtypeStruct(self.shape if x.varying else (), x.dtype) for x in operands]
+        if (rewritten := formula(name, params, types)) is not None:
+            return self._inner(rewritten, operands)[0]
         if name == "convert_element_type":
             if operands[0].dtype == dtype:
                 return operands[0]
             params |= {"new_dtype": jnp.dtype(dtype), "weak_type": False, "sharding": None}
-        if name == "integer_pow" and params["y"] < 0:
-            power = self.add(equation.primitive, params | {"y": -params["y"]}, operands, varying, dtype)
-            return self.add(lax.div_p, {}, [_constant(np.ones((), dtype)), power], varying, dtype)
         if name == "select_n":
             return self._select(operands[0], operands[1:], varying, dtype)
         return self.add(equation.primitive, params, operands, varying, dtype)

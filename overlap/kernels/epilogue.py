@@ -14,12 +14,16 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap.kernels.hooks import Epilogue
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
+# An activation is computed for so many columns at a time. For 64, the intermediate values of a long program, such as
+# that of the exact GELU, spill on Blackwell.
+_WIDTH = 32
 _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 
@@ -101,7 +105,12 @@ def epilogue(
             values = values + addend
         if program is None:
             return values
-        return program(values, _unpacked(vectors.scalars, program.scalars)).astype(jnp.float32)
+        scalars, width = _unpacked(vectors.scalars, program.scalars), shape[1]
+        parts = [
+            program(lax.slice(values, (0, first), (shape[0], min(first + _WIDTH, width))), scalars).astype(jnp.float32)
+            for first in range(0, width, _WIDTH)
+        ]
+        return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
     return apply
 

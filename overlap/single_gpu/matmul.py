@@ -247,8 +247,9 @@ def matmul(
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
         pure function, since a call runs it several times, to check it and to trace it. A function that is not provably
         elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
-        `jax.vmap` work through them. Loops of a known length are unrolled. With a function that the
-        kernel cannot compute (e.g. `erf`, as in the exact gelu, or `y**1.5`) XLA runs the whole operation.
+        `jax.vmap` work through them. Loops of a known length are unrolled. The kernel's `erf`, `log1p` and the
+        like are within 2 ulp of the true values; its `tan` is NaN above 12867. With a function that the kernel cannot
+        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.
