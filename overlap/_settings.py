@@ -22,7 +22,8 @@ def require_valid() -> None:
 
     So a wrong value is noticed in the first call, also where the variable changes nothing, e.g. in the emulator.
     """
-    wait_timeout_s(), emulated_gpu(), unchecked_jax()
+    for read in (wait_timeout_s, emulated_gpu, unchecked_jax):
+        read()
 
 
 @functools.cache

@@ -141,13 +141,14 @@ def model() -> dict[str, Any]:
     """Returns one instance of each layer."""
     with jax.set_mesh(make_mesh()):
         options: Any = {"rngs": nnx.Rngs(0), **AXES}
+        mlp = layers.GatedMLP(32, 64, **options)
         return {
-            "mlp": layers.GatedMLP(32, 64, **options),
+            "mlp": mlp,
+            "fused": nnx.with_attributes(mlp, implementation="fused", raise_if_not_found=False),
             "row": layers.RowParallelLinear(64, 32, **options),
             "qkv": layers.QKVProjection(32, 8, 4, 8, **options),
             "out": layers.OutputProjection(8, 8, 32, **options),
             "norm": layers.RMSNorm(32, **options),
-            "fused": layers.GatedMLP(32, 64, implementation="fused", name="ffn", **options),
             "narrow": layers.RowParallelLinear(64, 4, implementation="fused", dtype=jnp.bfloat16, **options),
         }
 
@@ -190,7 +191,7 @@ CALLED: dict[str, tuple[str, tuple[Any, ...], type[Exception], str]] = {
         "fused",
         (X,),
         NotImplementedError,
-        r"^ffn: the fused kernel multiplies 16-bit and 8-bit operands, got float32: .* dtype=jnp\.bfloat16",
+        r"^GatedMLP: the fused kernel multiplies 16-bit and 8-bit operands, got float32: .* dtype=jnp\.bfloat16",
     ),
     "a width that the kernel cannot serve": (
         "narrow",

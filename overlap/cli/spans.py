@@ -106,7 +106,7 @@ def _tensor_core_tiles(events: Iterable[Event]) -> Iterator[tuple[tuple[Event, E
 
 def _travel(event: Event, peer: int) -> Iterator[Span]:
     """Yields the two spans of a copy between a device and its peer: one on the sender, one on the receiver."""
-    is_push = event.target.endswith(f"of device {peer} (gmem)")
+    is_push = f" of device {peer} (gmem" in event.target
     sender, receiver = (event.device, peer) if is_push else (peer, event.device)
     yield Span(receiver, event.cta, "receives", sender, event.start, event.end)
     yield Span(sender, event.cta, "sends", receiver, event.start, event.end)

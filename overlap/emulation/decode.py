@@ -15,6 +15,7 @@ from . import (  # noqa: F401
     data,
     inline,
     multimem,
+    parameters,
     scopes,
     signals,
     tcgen05,
@@ -55,6 +56,7 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tupl
     program.aliases = dict(eqn_params["input_output_aliases"])
     decoder = Decoder(program)
     program.parameters = [decoder.new() for _ in jaxpr.invars]
+    program.parameter_names = parameters.of_kernel(jaxpr)
     program.input_is_ref = [hasattr(v.aval, "inner_aval") for v in jaxpr.invars[: len(in_avals)]]
     decoder.inline(jaxpr, program.parameters)
     # `jax.vmap` adds an axis to the grid, whose name is a plain object.

@@ -243,6 +243,9 @@ class Machine:
                 out.append(out[aliases[o]])
             else:
                 out.append(Buffer(f"output {o}", "gmem", poison(aval.shape, aval.dtype), device))
+        for buffer, name in zip(out, self.program.parameter_names):
+            if isinstance(buffer, Buffer):
+                buffer.parameter = name  # (Of an input that is an output too: the output's.)
         return out
 
     # ---- running -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ class Buffer:
         self.read_only = read_only
         self.written = written  # whether the buffer has defined contents from the start
         self.is_operand = False
+        self.parameter = ""  # what the kernel calls an operand or a result
         self.serial = next(_serials)
         self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))
@@ -162,7 +163,8 @@ class View:
 
     def __str__(self) -> str:
         where = f" of device {self.buffer.device}" if self.buffer.space == "gmem" else ""
-        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space})"
+        called = f", {self.buffer.parameter}" if self.buffer.parameter else ""
+        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space}{called})"
 
 
 class Geometry:

@@ -44,7 +44,7 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def _frames(eqn: Any) -> list[str]:
+def lines_of(eqn: Any) -> list[str]:
     """Returns the lines in which an equation was traced, jax's own left out, innermost first."""
     if eqn is None:
         return []
@@ -69,7 +69,7 @@ class Instruction:
     @property
     def source(self) -> str:
         if self._source is None:
-            frames = _frames(self.eqn)
+            frames = lines_of(self.eqn)
             # The kernel's own line, not the line in a primitive that the kernel calls; then the primitive's name.
             own = next((i for i, frame in enumerate(frames) if not frame.startswith(_PRIMITIVES)), 0)
             primitive = _function_of(frames[own - 1]) if own else ""
@@ -92,6 +92,7 @@ class Program:
         instructions: for each instruction, its origin in the source.
         template: the initial environment: constants, and None for entries without a value.
         parameters: the entries of the kernel's parameters.
+        parameter_names: their names in the kernel's source, "" where unknown.
         aliases: input -> the output that uses the same memory.
         grid: the sizes of the grid's axes, then those of the cluster's axes.
         axis_names, axis_sizes: the names and sizes of the axes of the grid, of the cluster and of the threads.
@@ -106,6 +107,7 @@ class Program:
         self.template: list[Any] = []
         self.paths: list[RefPath] = []
         self.parameters: list[int] = []
+        self.parameter_names: list[str] = []
         self.input_is_ref: list[bool] = []
         self.out_avals: tuple[Any, ...] = ()
         self.aliases: dict[int, int] = {}

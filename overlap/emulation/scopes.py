@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import tensor_memory
+from . import parameters, tensor_memory
 from .clusters import Cta, cluster_arrivals
 from .errors import ProtocolError
 from .machine import Machine, Thread
@@ -144,11 +144,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     axes = axes if isinstance(axes, tuple) else (axes,)
     collective = bool(axes) and d.program.num_threads is not None
     avals = [v.aval for v in inner.invars]
-    debug = getattr(inner, "debug_info", None)
-    names = list(getattr(debug, "arg_names", None) or ())
-    names = [n if n else f"scratch {i}" for i, n in enumerate(names)]
-    if len(names) != len(avals):
-        names = [f"scratch {i}" for i in range(len(avals))]
+    names = parameters.of_scope(inner)
     entries = [d.new() for _ in avals]
     visit_entry = d.new()
     key = d.here

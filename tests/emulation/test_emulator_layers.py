@@ -24,6 +24,7 @@ LAYERS = {
     # Operations that complete later than they are issued, and the memory that a reference stands for.
     "engines": ("engines", "references"),
     "programs": ("program", "tensor_queue", "counted_writes"),
+    "names": ("parameters",),
     # One launch of one program: its threads.
     "launch": ("machine",),
     "tensor core": ("tensor_core", "deadlock", "registers"),
