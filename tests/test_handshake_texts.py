@@ -231,16 +231,17 @@ FIELDS = [board.OPERATION, board.POSITION, board.PEER, board.ROLE, board.EXPECTE
 
 
 def read_record(state, out, words):
-    """Reads both records until one is in this state, then its fields, as the host does.
+    """Looks at both records until this is the greater state, then reads the fields of the one that has been written.
 
-    The fields are read by plain loads: a race, unless the kernel releases them before it writes the state.
+    As the host does. The fields are read by plain loads: a race, unless they are released before the state is written.
     """
     one, two = board.RECORD_BYTES, 3 * board.RECORD_BYTES
     fields = (f"ld.global.b32 field, [at+{4 * f}]; st.global.b32 [$0+{4 * i}], field;" for i, f in enumerate(FIELDS))
     text = f"""{{ .reg .pred other; .reg .b32 a, b, field; .reg .b64 at;
         LOOK: ld.relaxed.sys.global.b32 a, [$1+{one}]; ld.relaxed.sys.global.b32 b, [$1+{two}];
         max.u32 field, a, b; setp.ne.u32 other, field, {state}; @other bra LOOK; fence.acquire.sys;
-        setp.eq.u32 other, a, 0; selp.b32 a, {two}, {one}, other; mad.wide.u32 at, a, 1, $1; {"".join(fields)}
+        ld.relaxed.sys.global.b32 a, [$1+{one + 4 * board.OPERATION}]; setp.eq.u32 other, a, 0;
+        selp.b32 a, {two}, {one}, other; mad.wide.u32 at, a, 1, $1; {"".join(fields)}
         mov.u32 field, %clock; }}"""
     inline(text, out, words.at[0])
 
