@@ -98,8 +98,8 @@ def launched(config, shape, cores):
     return lambda: (blackwell_cases.launched(config, shape, cores), cores)
 
 
-def exchanged(along, block=(136, 264)):
-    return lambda: (blackwell_cases.on_blackwell(protocol_cases.of_sums(along, SUMS, 3, block=block)), 2)
+def exchanged(along, block=(136, 264), config=SUMS):
+    return lambda: (blackwell_cases.on_blackwell(protocol_cases.of_sums(along, config, 3, block=block)), 2)
 
 
 PROGRAMS = {
@@ -111,6 +111,7 @@ PROGRAMS = {
     "cut pair": launched(PAIR.replace(stream_k=3), (1000, 128, 640), 6),
     "scatter": exchanged("m"),
     "ring": exchanged("ring m", (16, 136)),
+    "ring, one load": exchanged("ring m", (16, 64), SUMS.replace(tile_n=64)),
 }
 MMA, TOLD, TERMS = "    plgpu.tcgen05_mma(", "tell_stored(buffers, piece.", blackwell._Terms
 COMMIT = "    plgpu.tcgen05_commit_arrive(buffers.accumulated.at[_turn(piece.ordinal)], collective_axis=pair)\n"
@@ -134,6 +135,7 @@ INJECTED = {
     "a store less": ("one", "TMA store, read", slip(store, "store", {"_buffers - 1)": "_buffers)"}, finish)),
     "mail too early": ("scatter", "missed phase", slip(drawn, "for_each", {WORK: "", NEXT: WORK + NEXT})),
     "turns by tile": ("pairs", "deadlock", take_turns_by_the_tile),
+    "load too many": ("ring, one load", "", slip(TERMS, "begin", {"min(TERM_BUFFERS, self.loads)": "TERM_BUFFERS"})),
     "own tiles alone": ("ring", "deadlock", await_parts_of_own_tiles_alone),
     "wait in the first": ("pair", "accumulators", do_not_wait_in_the_second_cta),
     "leave too early": ("pair", "freed too early", lambda patch: patch.setattr(blackwell, "wait_stores_read", NOTHING)),

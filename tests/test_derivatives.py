@@ -106,6 +106,18 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(shared, how):
     close(d, exact, 4e-3)
 
 
+def test_cotangents_of_what_a_batch_shares_beside_the_operands():
+    lhs, rhs, shared = normal(2, 2, M, K), normal(3, K, N), (normal(4, N), normal(5, M, N), normal(6, M, 1, dtype=F32))
+
+    def loss(bias, addend, scale):
+        y = overlap.matmul(lhs, rhs, bias=bias, addend=addend, lhs_scale=scale, implementation="fused")
+        return jnp.square(y.astype(F32)).sum()
+
+    with emulate(cores=2):
+        found = jax.eval_shape(jax.grad(loss, (0, 1, 2)), *shared)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in shared]
+
+
 def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
     from overlap.single_gpu import matmul
 

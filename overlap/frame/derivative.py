@@ -144,7 +144,7 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
             sums.direct = _add(sums.direct, direct)
         d_rhs = None
         if wants[0] is not None:
-            if not (is_kept or d_kept is not None or whole.is_scaled):
+            if not (is_kept or d_kept is not None):
                 d_rhs = operation.rhs_cotangent(operands.lhs, g, wants[0], plan)
             if d_rhs is None:
                 d_rhs = _rhs_cotangent(plan, whole.lhs, rhs, g, wants[0])

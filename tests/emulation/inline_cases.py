@@ -34,7 +34,7 @@ def inline(text, *refs, elect=False, dtype=None):
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs), return_type=returns)(run)(*refs)
 
 
-def on_words(act, count=4, *, ctas=1, results=1, **settings):
+def on_words(act, count=4, *, ctas=1, results: int | tuple[int, ...] = 1, **settings):
     """Runs `act(words, out)` in a kernel on one device. All CTAs share `words`. Returns `out`: int32 results.
 
     `results` is their number, or their shape.
