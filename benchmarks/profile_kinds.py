@@ -65,7 +65,7 @@ def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
       turns: how many turns the profiled program has.
     """
     gpus = [gpu for path in pathlib.Path(folder).rglob("*.xplane.pb") for gpu in kernels(path)]
-    total: collections.Counter[str] = collections.Counter()
+    total: collections.defaultdict[str, float] = collections.defaultdict(float)
     for gpu in gpus:
         for kernel in gpu:
             total[kind_of(kernel.name)] += kernel.us

@@ -20,7 +20,6 @@ import gzip
 import json
 import pathlib
 import shutil
-import statistics
 import sys
 import tempfile
 import traceback
@@ -31,12 +30,12 @@ import jax
 import numpy as np
 
 from benchmarks import command, environment, timeline_picture
-from benchmarks.profile_kinds import kernels, kind_of
+from benchmarks.profile_kinds import Kernel, kernels, kind_of
 from overlap import Config, emulation
+from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.cli import ending, trace_files
 from overlap.cli.arguments import WrongArguments, new_file_with_folders, new_folder, old_file, old_folder
-from overlap.cli.picture import write_whole
 from overlap.cli.trace_arguments import shape
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
@@ -48,6 +47,8 @@ _OP, _DEVICES, _MARKS_OF_A_ROLE = "all_gather_lhs_matmul", 2, 2048
 _BURSTS, _CALLS = 5, 4
 # The number of times at which the small file says what the fused kernel does.
 _POINTS = 200
+# The kinds of the kernel that a call begins with.
+_FIRST_KERNEL = {"xla": ("gather", "communication"), "fused": ("fused",)}
 
 
 def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_run: bool) -> None:
@@ -63,7 +64,7 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
         trace_files.write_trace(made.timelines, raw / "marks.json.gz")
         print(f"marks: the result has the same bits as without marks: {made.same_bits}")
 
-    def profile(method: str) -> None:
+    def profile(method: Implementation) -> None:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return OPERATIONS[problem.op].call(problem, lhs, rhs, config if method == "fused" else None, method)
 
@@ -85,32 +86,35 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
 
 
 def condense(raw: pathlib.Path) -> dict[str, Any]:
-    """Returns what the picture needs of the traces in `raw`. What a trace does not have stays empty."""
+    """Returns what the picture needs of the traces in `raw`. A trace that is missing leaves an empty list."""
     content = json.loads((raw / "facts.json").read_text())
-    content |= {"xla": [], "fused_us": [], "fused": []}
-    for method in ("xla", "fused"):
-        path = raw / f"{method}.xplane.pb"
-        for gpu in kernels(path) if path.exists() else ():
-            first_kind = "gather" if method == "xla" else "fused"
-            begins = [index for index, kernel in enumerate(gpu) if kind_of(kernel.name) == first_kind]
-            calls = [gpu[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-            print(f"{path.name}: {len(gpu)} kernels, {len(calls)} calls: {sorted({kernel.name for kernel in gpu})}")
-            if not calls:
-                continue
-            whole = [call[-1].start_us + call[-1].us - call[0].start_us for call in calls]
-            lasts = range(_CALLS - 1, len(calls), _CALLS)
-            chosen = calls[sorted(lasts, key=whole.__getitem__)[len(lasts) // 2]]
-            print("  µs of the last call of each burst:", *(f"{whole[index]:.1f}" for index in lasts))
-            if method == "fused":
-                content["fused_us"].append(round(chosen[0].us, 2))
-                continue
-            content["xla"].append(
-                [[name, round(start - chosen[0].start_us, 2), round(us, 2)] for name, start, us in chosen]
-            )
-    if (path := raw / "marks.json.gz").exists():
-        content["fused"] = _marks(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"])
-        print("µs of the fused kernel, with marks:", *(gpu["us"] for gpu in content["fused"]))
+    calls = {method: _calls(raw / f"{method}.xplane.pb", kinds) for method, kinds in _FIRST_KERNEL.items()}
+    content["xla"] = [
+        [[name, round(start_us - call[0].start_us, 2), round(us, 2)] for name, start_us, us in call]
+        for call in calls["xla"]
+    ]
+    content["fused_us"] = [round(call[0].us, 2) for call in calls["fused"]]
+    path = raw / "marks.json.gz"
+    content["fused"] = _marks(json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]) if path.exists() else []
+    print("marks.json.gz: µs of the kernel on each GPU:", *(gpu["us"] for gpu in content["fused"]))
     return content
+
+
+def _calls(profile: pathlib.Path, kinds: Sequence[str]) -> list[list[Kernel]]:
+    """Returns for each GPU the kernels of one call: the median, by time, of the bursts' last calls."""
+    chosen = []
+    for gpu in kernels(profile) if profile.exists() else ():
+        begins = [index for index, kernel in enumerate(gpu) if kind_of(kernel.name) in kinds]
+        calls = [gpu[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
+        print(f"{profile.name}: {len(gpu)} kernels, {len(calls)} calls: {sorted({kernel.name for kernel in gpu})}")
+        lasts = sorted(calls[_CALLS - 1 :: _CALLS] or calls, key=_us)
+        print("  µs of the last calls of the bursts:", *(f"{_us(call):.1f}" for call in lasts))
+        chosen += lasts[len(lasts) // 2 :][:1]
+    return chosen
+
+
+def _us(call: Sequence[Kernel]) -> float:
+    return max(kernel.start_us + kernel.us for kernel in call) - call[0].start_us
 
 
 def _marks(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,26 +158,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawer.add_argument("file", type=old_file, help="the small file; the pictures get its name, -light.svg, -dark.svg")
     given = parser.parse_args(argv)
     if given.verb == "draw":
-        content = json.loads(given.file.read_text())
+        content: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            content = json.loads(given.file.read_text())
         if not (content.get("xla") and content.get("fused")):
-            raise WrongArguments(f"draw: {given.file} lacks a trace of XLA or of the fused kernel: record it on GPUs")
+            raise WrongArguments(f"{given.file} lacks the traces of XLA and of the fused kernel: record it on two GPUs")
         for theme in timeline_picture.THEMES:
             path = given.file.with_name(f"{given.file.stem}-{theme}.svg")
             path.write_text(timeline_picture.svg(content, theme))
             print(f"wrote {path}")
         return 0
     if given.verb == "record":
-        code = command.code_facts(given.commit, dry_run=given.dry_run)
         if given.dry_run:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", _DEVICES)
         else:
             command.need_gpus()
         if len(jax.devices()) < _DEVICES:
-            raise WrongArguments(f"record: needs {_DEVICES} GPUs, and this machine has {len(jax.devices())}")
+            raise WrongArguments(f"record needs {_DEVICES} GPUs, and this machine has {len(jax.devices())}")
+        facts = environment.describe("one process", _DEVICES, command.code_facts(given.commit, dry_run=given.dry_run))
         m, n, k = (256, 256, 256) if given.dry_run else given.shape
-        problem = Problem(_OP, m, n, k, "bfloat16", "bfloat16", devices=_DEVICES)
-        record(problem, given.raw, environment.describe("one process", _DEVICES, code), dry_run=given.dry_run)
+        record(Problem(_OP, m, n, k, "bfloat16", "bfloat16", devices=_DEVICES), given.raw, facts, dry_run=given.dry_run)
+    if not (given.raw / "facts.json").exists():
+        raise WrongArguments(f"`--raw` must be a folder that `record` wrote, got {given.raw}")
     content = condense(given.raw)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(content, separators=(",", ":")) + "\n")

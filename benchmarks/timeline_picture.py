@@ -24,25 +24,23 @@ THEMES = {
     "light": Theme("#1f2328", "#59636e", "#e4e8ed", "#1a7f37", "#8250df", "#ffffff"),
     "dark": Theme("#f0f6fc", "#9198a1", "#2a313c", "#3fb950", "#b184f5", "#0d1117"),
 }
-_WIDTH, _HEIGHT, _LEFT, _RIGHT = 700, 352, 130, 686
+_WIDTH, _HEIGHT, _LEFT, _RIGHT = 700, 352, 150, 690
 # The upper edges of the lanes; the heading of a side stands above its lanes.
 _XLA, _FUSED, _LANE, _GAP = 36, 176, 42, 6
 _AXIS = _FUSED + 2 * _LANE + _GAP + 14
-# The gain is written beside the fused kernel if there is at least this much room.
-_ROOM_FOR_GAIN = 100
+# Words in a bar, and the gain beside the fused kernel, need this much room.
+_ROOM = 100
 
 
 def svg(content: dict[str, Any], theme: str) -> str:
     """Returns the picture of GPU 0: two lanes for XLA, and below them two lanes for the fused kernel."""
-    colors = THEMES[theme]
     xla_us = max(start + us for _, start, us in content["xla"][0])
     fused_us = max(content["fused"][0]["us"], *content["fused_us"][:1], 0)
-    parts = [*_lines(content, colors, xla_us, fused_us)]
     about = f"Timeline of one GPU. XLA: {xla_us:.0f} µs, the fused kernel: {fused_us:.0f} µs."
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
         'role="img" font-family="-apple-system, Segoe UI, Helvetica, Arial, sans-serif">\n'
-        f"<title>{about}</title>\n" + "\n".join(parts) + "\n</svg>\n"
+        f"<title>{about}</title>\n" + "\n".join(_lines(content, THEMES[theme], xla_us, fused_us)) + "\n</svg>\n"
     )
 
 
@@ -51,32 +49,35 @@ def _lines(content: dict[str, Any], colors: Theme, xla_us: float, fused_us: floa
     lanes = ("tensor cores", colors.tensor_cores), ("NVLink", colors.nvlink)
     for top, heading, end_us in (
         (_XLA, "XLA: gather, then multiply", xla_us),
-        (_FUSED, "overlap: both in one kernel", fused_us),
+        (_FUSED, "overlap: one kernel", fused_us),
     ):
-        yield _text(_LEFT, top - 12, heading, colors.text, size=22, bold=True)
-        yield _text(_LEFT + end_us * per_us, top - 12, f"{end_us:.0f} µs", colors.text, size=22, anchor="end", bold=True)
+        yield _text(4, top - 12, heading, colors.text, size=22, bold=True)
+        yield _text(
+            _LEFT + end_us * per_us, top - 12, f"{end_us:.0f} µs", colors.text, size=22, anchor="end", bold=True
+        )
         for index, (lane, _) in enumerate(lanes):
             y = top + index * (_LANE + _GAP)
             yield _text(_LEFT - 10, y + 28, lane, colors.text, anchor="end")
             yield _rect(_LEFT, _LEFT + end_us * per_us, y, colors.lane)
-    multiplies_us = xla_us
+    idle_us = xla_us
     for name, start, us in content["xla"][0]:
         kind = kind_of(name)
-        if kind in ("products", "gather", "communication"):
-            product = kind == "products"
-            y, words = (_XLA, "cuBLAS") if product else (_XLA + _LANE + _GAP, "NCCL")
-            left, right = _LEFT + start * per_us, _LEFT + (start + us) * per_us
-            yield _rect(left, right, y, lanes[0 if product else 1][1])
-            multiplies_us = min(multiplies_us, start) if product else multiplies_us
-            if right - left > _ROOM_FOR_GAIN:
-                yield _text((left + right) / 2, y + 28, words, colors.on_bar, anchor="middle")
-    yield _text(_LEFT + multiplies_us * per_us / 2, _XLA + 28, "idle", colors.quiet, anchor="middle")
+        if kind not in ("products", "gather", "communication"):
+            continue
+        index = 0 if kind == "products" else 1
+        y, left, right = _XLA + index * (_LANE + _GAP), _LEFT + start * per_us, _LEFT + (start + us) * per_us
+        yield _rect(left, right, y, lanes[index][1])
+        if right - left >= _ROOM:
+            yield _text((left + right) / 2, y + 28, ("cuBLAS", "NCCL")[index], colors.on_bar, anchor="middle")
+        if kind == "products":
+            idle_us = min(idle_us, start)
+    if idle_us * per_us >= _ROOM:
+        yield _text(_LEFT + idle_us * per_us / 2, _XLA + 28, "idle", colors.quiet, anchor="middle")
     marks = content["fused"][0]
-    for index, (name, words) in enumerate((("multiply", "multiply"), ("copy", "copy"))):
-        y = _FUSED + index * (_LANE + _GAP)
-        yield _area(marks[name], marks["us"] * per_us, y, lanes[index][1])
+    for index, work in enumerate(("multiply", "copy")):
+        yield _area(marks[work], marks["us"] * per_us, _FUSED + index * (_LANE + _GAP), lanes[index][1])
     gain_x = _LEFT + fused_us * per_us + 16
-    if _RIGHT - gain_x >= _ROOM_FOR_GAIN:
+    if _RIGHT - gain_x >= _ROOM:
         yield _text(gain_x, _FUSED + 46, f"{xla_us / fused_us:.1f}×", colors.tensor_cores, size=44, bold=True)
         yield _text(gain_x, _FUSED + 76, "as fast", colors.text)
     yield from _axis(max(xla_us, fused_us), per_us, colors)
@@ -85,7 +86,7 @@ def _lines(content: dict[str, Any], colors: Theme, xla_us: float, fused_us: floa
     words = f"{gpus} × {device.removeprefix('NVIDIA ')}, bf16, {gpus * m} × {n} × {k}; one GPU is shown"
     if not content["measured"]:
         words = "NOT MEASURED: from the emulator, or made up for a test"
-    yield _text(_LEFT, _HEIGHT - 8, words, colors.quiet, size=17)
+    yield _text(4, _HEIGHT - 8, words, colors.quiet, size=17)
 
 
 def _axis(end_us: float, per_us: float, colors: Theme) -> Iterator[str]:
@@ -97,7 +98,9 @@ def _axis(end_us: float, per_us: float, colors: Theme) -> Iterator[str]:
         yield _text(_LEFT + us * per_us, _AXIS + 24, label, colors.quiet, size=17, anchor="middle")
 
 
-def _text(x: float, y: float, words: str, color: str, *, size: int = 20, anchor: str = "start", bold: bool = False) -> str:
+def _text(
+    x: float, y: float, words: str, color: str, *, size: int = 20, anchor: str = "start", bold: bool = False
+) -> str:
     weight = ' font-weight="700"' if bold else ""
     place = f'x="{x:.1f}" y="{y}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{weight}'
     return f"<text {place}>{html.escape(words)}</text>"
