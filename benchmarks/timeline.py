@@ -74,7 +74,7 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
             with jax.profiler.trace(folder):
                 for _ in range(_BURSTS):
                     jax.block_until_ready([program(*operands) for _ in range(_CALLS)])
-            (written,) = pathlib.Path(folder).rglob("*.xplane.pb")
+            written = next(pathlib.Path(folder).rglob("*.xplane.pb"))
             shutil.copyfile(written, raw / f"{method}.xplane.pb")
 
     with emulation.emulate(cores=4, scheduler="round_robin") if dry_run else contextlib.nullcontext():
@@ -102,11 +102,12 @@ def condense(raw: pathlib.Path) -> dict[str, Any]:
 
 def _calls(profile: pathlib.Path, kinds: Sequence[str]) -> list[list[Kernel]]:
     """Returns for each GPU the kernels of one call: the median, by time, of the bursts' last calls."""
-    chosen = []
-    for gpu in kernels(profile) if profile.exists() else ():
+    chosen, gpus = [], kernels(profile) if profile.exists() else []
+    print(f"{profile.name}: {len(gpus)} GPUs" if profile.exists() else f"{profile.name} is missing")
+    for gpu in gpus:
         begins = [index for index, kernel in enumerate(gpu) if kind_of(kernel.name) in kinds]
         calls = [gpu[begin:end] for begin, end in zip(begins, [*begins[1:], None], strict=True)]
-        print(f"{profile.name}: {len(gpu)} kernels, {len(calls)} calls: {sorted({kernel.name for kernel in gpu})}")
+        print(f"  {len(gpu)} kernels, {len(calls)} calls: {sorted({kernel.name for kernel in gpu})}")
         lasts = sorted(calls[_CALLS - 1 :: _CALLS] or calls, key=_us)
         print("  µs of the last calls of the bursts:", *(f"{_us(call):.1f}" for call in lasts))
         chosen += lasts[len(lasts) // 2 :][:1]

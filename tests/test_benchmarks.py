@@ -10,7 +10,6 @@ import math
 import pathlib
 import subprocess
 import sys
-import xml.etree.ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import command, methods, plot, report, timeline, timeline_picture
+from benchmarks import command, methods, plot, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.loop_copies import copies_in_loops
 from benchmarks.problems import TableProblem
-from overlap.cli import trace_files
-from overlap.primitives.marks import Work
 from overlap.tuning.operations import AXIS, gather, unfused
 from overlap.tuning.programs import draw_operands, loop_program
-from overlap.tuning.timeline import Span, Timeline
 from tests import assembly
 
 pytestmark = pytest.mark.one_jax
@@ -338,70 +334,6 @@ def test_the_plot_draws_what_was_timed(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SystemExit, match="of these methods"):
         plot.main(["--methods", "fused:stages=9", *files, "--out", str(tmp_path / "none.png")])
     assert not (tmp_path / "none.png").exists()
-
-
-FIGURES = REPOSITORY / "docs" / "figures"
-
-
-def recorded(raw: pathlib.Path) -> None:
-    """Writes traces of two GPUs, in which XLA takes 300 µs and the fused kernel 200 µs."""
-    names = "ncclDevKernel_AllGather_RING_LL", "nvjet_sm90_tst", "overlap_all_gather_lhs_matmul"
-    listed = "".join(
-        f'event_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }}' for key, name in enumerate(names)
-    )
-
-    def write(method: str, *kernels: tuple[int, int, int]) -> None:
-        # A kernel: (name, start, duration). Each is on a stream of its own. There are two bursts.
-        lines = "".join(
-            f'lines {{ id: {1 + key} name: "Stream #{key}" ' + "".join(
-                f"events {{ metadata_id: {key} offset_ps: {(1000 * call + start) * 10**6} duration_ps: {us * 10**6} }}"
-                for call in range(8)
-            ) + "}"
-            for key, start, us in kernels
-        )  # fmt: skip
-        planes = "".join(f'planes {{ name: "/device:GPU:{gpu}" {lines} {listed} }}' for gpu in range(2))
-        data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(planes)
-        (raw / f"{method}.xplane.pb").write_bytes(data)
-
-    write("xla", (0, 0, 100), (1, 110, 190))
-    write("fused", (2, 0, 198))
-    spans = [
-        Span(gpu, cta, role, work, 0, 0, float(start), float(end))
-        for gpu in range(2)
-        for cta in range(2)
-        for role, work, start, end in (
-            ("compute 0", Work.MULTIPLY, 0, 100), ("compute 1", Work.MULTIPLY, 50, 200 - 100 * cta),
-            ("communicator", Work.COPY, 100, 150),
-        )
-    ]  # fmt: skip
-    trace_files.write_trace([Timeline("kernel", 2, "µs", spans, 0, 0.0)], raw / "marks.json.gz")
-    facts = {"devices": "2 of 2 x NVIDIA H200 (one process)"}
-    (raw / "facts.json").write_text(json.dumps({"measured": False, "sizes": [1024, 512, 256], "facts": facts}))
-
-
-def test_a_timeline_of_two_traces(tmp_path: pathlib.Path) -> None:
-    recorded(tmp_path)
-    file = tmp_path / "timeline.json"
-    assert timeline.main(["condense", "--raw", str(tmp_path), "--out", str(file)]) == 0
-    content = json.loads(file.read_text())
-    call = [["ncclDevKernel_AllGather_RING_LL", 0.0, 100.0], ["nvjet_sm90_tst", 110.0, 190.0]]
-    assert content["xla"] == [call] * 2 and content["fused_us"] == [198.0] * 2
-    for gpu in content["fused"]:
-        assert gpu["us"] == 200.0 and gpu["multiply"] == [100] * 100 + [50] * 100
-        assert gpu["copy"] == [0] * 100 + [100] * 50 + [0] * 50
-    assert timeline.main(["draw", str(file)]) == 0
-    for theme in ("light", "dark"):
-        picture = (tmp_path / f"timeline-{theme}.svg").read_text()
-        assert all(f">{words}<" in picture for words in ("300 µs", "200 µs", "1.5×", "idle", "NCCL", "cuBLAS"))
-        assert "NOT MEASURED" in picture and xml.etree.ElementTree.fromstring(picture) is not None
-
-
-@pytest.mark.skipif(not (FIGURES / "timeline.json").exists(), reason="docs/figures/timeline.json is not recorded yet")
-def test_the_timeline_of_the_readme_is_drawn_from_its_traces() -> None:
-    content = json.loads((FIGURES / "timeline.json").read_text())
-    assert content["measured"] and (FIGURES / "timeline.json").stat().st_size < 60_000
-    for theme in timeline_picture.THEMES:
-        assert (FIGURES / f"timeline-{theme}.svg").read_text() == timeline_picture.svg(content, theme)
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
