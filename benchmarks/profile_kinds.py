@@ -1,10 +1,11 @@
-"""Adds up a GPU's time by kind of kernel, from a profile of jax."""
+"""Reads the kernels of a GPU from a profile of jax, and adds up their time by kind of kernel."""
 
 from __future__ import annotations
 
 import collections
 import pathlib
 import re
+from typing import NamedTuple
 
 import jax
 
@@ -20,9 +21,36 @@ KINDS = (
 REST = "rest"
 
 
+class Kernel(NamedTuple):
+    """A kernel that has run: its name, when it began, and how long it ran, in microseconds."""
+
+    name: str
+    start_us: float
+    us: float
+
+
 def kind_of(kernel: str) -> str:
     """Returns the kind of the kernel whose name is `kernel`."""
     return next((kind for kind, pattern in KINDS if re.search(pattern, kernel, re.IGNORECASE)), REST)
+
+
+def kernels(profile: pathlib.Path) -> list[list[Kernel]]:
+    """Returns the kernels of each GPU in the order in which they began. `profile`: an `.xplane.pb` file."""
+    planes = {plane.name: plane for plane in jax.profiler.ProfileData.from_file(str(profile)).planes}
+    # Only the lines of streams have the kernels. The other lines show the same times by operation, scope or module.
+    return [
+        sorted(
+            (
+                Kernel(event.name, event.start_ns * 1e-3, event.duration_ns * 1e-3)
+                for line in planes[name].lines
+                if line.name.startswith("Stream")
+                for event in line.events
+            ),
+            key=lambda kernel: kernel.start_us,
+        )
+        for name in sorted(planes)
+        if name.startswith("/device:GPU")
+    ]
 
 
 def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
@@ -36,17 +64,9 @@ def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
       folder: where `jax.profiler.trace` has written its files.
       turns: how many turns the profiled program has.
     """
-    total: collections.Counter[str] = collections.Counter()
-    gpus = 0
-    for path in pathlib.Path(folder).rglob("*.xplane.pb"):
-        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
-            gpus += 1
-            for line in plane.lines:
-                # Only the lines of streams have the kernels. The other lines show the same times by operation, scope
-                # or module.
-                if line.name.startswith("Stream"):
-                    for event in line.events:
-                        total[kind_of(event.name)] += event.duration_ns * 1e-3
-    return {kind: us / turns / max(gpus, 1) for kind, us in total.items()}
+    gpus = [gpu for path in pathlib.Path(folder).rglob("*.xplane.pb") for gpu in kernels(path)]
+    total: collections.defaultdict[str, float] = collections.defaultdict(float)
+    for gpu in gpus:
+        for kernel in gpu:
+            total[kind_of(kernel.name)] += kernel.us
+    return {kind: us / turns / max(len(gpus), 1) for kind, us in total.items()}

@@ -24,6 +24,7 @@ from benchmarks import (
     model_tasks,
     plot,
     report,
+    timeline,
 )
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.one_jax
 PROGRAMS = {
     "": table_of_name, "before_after": before_after, "block": block, "configurations": configurations,
     "crossover": crossover, "fit_model": fit_model, "forecast": forecast, "known_models": known_models,
-    "ladder": ladder, "matmul": matmul, "model_tasks": model_tasks, "plot": plot,
+    "ladder": ladder, "matmul": matmul, "model_tasks": model_tasks, "plot": plot, "timeline": timeline,
 }  # fmt: skip
 NUMBERS = ("0", "-1", "nan", "inf", "text", "1.5")
 SECONDS = ("-1", "nan", "inf", "text")
@@ -121,6 +122,8 @@ def test_a_table_refuses_by_name_what_makes_no_sense(here, capsys, line, named):
         ("plot missing --out new.png", "cannot read 'missing'"),
         ("plot file --out new.txt", "`--out` must end in .png or .svg"),
         ("plot file --out new.png", "none of the files holds a time"),
+        ("timeline condense --raw . --out new", "`--raw` must be a folder that `record` wrote, got ."),
+        ("timeline draw file", "file lacks the traces of XLA and of the fused kernel"),
     ],
 )  # fmt: skip
 def test_a_tool_refuses_by_name_what_makes_no_sense(here, capsys, line, named):
