@@ -25,7 +25,8 @@ def backward(
     """Runs `operation` on the cotangent `g` and an operand of the forward pass.
 
     The choice between the fused kernel and XLA is made as for any other call. If the caller asked for the fused kernel
-    in the forward pass, the fused kernel is used here wherever it can serve the call.
+    in the forward pass, the fused kernel is used here wherever it can serve the call. If XLA is chosen, the caller does
+    the same in parts, of which it shares the gathers and sums between several right operands.
 
     Args:
       operation: the operation to run.
@@ -36,7 +37,7 @@ def backward(
       layouts: which of the two operands lie transposed in memory.
 
     Returns:
-      The result, or None if the operation cannot serve the call.
+      The result, or None if XLA is chosen, or the operation cannot serve the call.
     """
     if jnp.dtype(g.dtype) not in FLOAT16:
         return None
@@ -50,6 +51,8 @@ def backward(
     )
     try:
         implementation = "fused" if plan.must_fuse else None
+        if call.decide(operation, transposed, None, implementation).implementation == "xla":
+            return None
         return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
     except NotImplementedError:
         return None

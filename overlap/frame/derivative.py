@@ -105,7 +105,6 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     else:
         whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
         whole = dataclasses.replace(whole, lhs=gathered)
-    several = len(d_outs) > 1 or d_kept is not None
     sums = _Sums()
     rest = {name: [] for name in ("rhs_list", "column_scales", "biases", "addends")}
     for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
@@ -136,11 +135,10 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
         unchanged = plan.activation is None or operation.reduces
         g = d_part if unchanged and not whole.is_scaled else d_z * row * column
         if wanted.lhs is not None:
-            dtype = F32 if several else wanted.lhs
             if direct is None and d_kept is None:
-                direct = operation.lhs_cotangent(g, rhs, dtype, plan)
+                direct = operation.lhs_cotangent(g, rhs, wanted.lhs, plan)
             if direct is None:
-                sums.lhs = _add(sums.lhs, _lhs_cotangent(plan, whole.lhs, rhs, g, dtype))
+                sums.lhs = _add(sums.lhs, _lhs_cotangent(plan, whole.lhs, rhs, g, wanted.lhs))
             sums.direct = _add(sums.direct, direct)
         d_rhs = None
         if wants[0] is not None:
