@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -36,30 +37,26 @@ def watch(rank: int) -> Callable[[int], None]:
       rank: of this process.
 
     Returns:
-      A function `note_failure(status)`. Call it just before this process ends with a status other than 0.
+      A function of the exit status. Call it just before this process ends with a status other than 0.
     """
     store, ending = _compat.job_store(), threading.Event()
     if store is None:
         return lambda status: None
 
-    def note_end() -> None:
-        ending.set()
-        store.key_value_set(f"{_FOLDER}{rank}", "0")
-
-    def note_failure(status: int) -> None:
+    def note(folder: str, status: int) -> None:
         if ending.is_set():
             return
         ending.set()
-        with contextlib.suppress(Exception):  # The store may be gone: the job is ending.
-            store.key_value_set(f"{_FAILED}{rank}", str(status))
-            if rank == 0:
+        with contextlib.suppress(Exception):  # The store may be gone: jax.distributed.shutdown, or the job is ending.
+            store.key_value_set(f"{folder}{rank}", str(status))
+            if status and rank == 0:
                 # The store ends with process 0: leave the others time to read it.
                 time.sleep(_LOOK_EVERY_S + 0.5)
 
     # Exit handlers run in reverse order. So this one runs before jax's own, which waits for the other processes.
-    atexit.register(note_end)
+    atexit.register(note, _FOLDER, 0)
     threading.Thread(target=_look, args=(store, rank, ending), name="overlap-ended", daemon=True).start()
-    return note_failure
+    return functools.partial(note, _FAILED)
 
 
 def _look(store: Any, rank: int, ending: threading.Event) -> None:

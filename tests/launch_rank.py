@@ -6,10 +6,12 @@ The first argument says what goes wrong, or what the job does instead of a produ
     sleeps                            process 1 raises while the other process sleeps
     absent, stuck                     process 1 does not come to the meeting of the processes
     hosts                             each process counts as a host of its own
-    meet, wait                        the processes meet (wait: then wait until the file in the second argument exists)
+    meet, wait, workers               the processes meet (wait: then wait until the file in the second argument exists;
+                                      workers: process 1 then starts a process that imports this module)
 """
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -73,7 +75,7 @@ class Heard(logging.Handler):
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
     heard, coordinator = Heard(), Coordinator()
-    if mode in ("meet", "wait"):
+    if mode in ("meet", "wait", "workers"):
         logging.getLogger("overlap").setLevel(logging.INFO)
         logging.getLogger("overlap").addHandler(coordinator)
     if mode == "leave":
@@ -88,11 +90,18 @@ def main() -> None:
             raise SystemExit(0)
         overlap.initialize(timeout_s=2)
     overlap.initialize()
-    if mode in ("meet", "wait"):
+    if __name__ != "__main__":
+        assert not jax.distributed.is_initialized()
+        return print("a worker is no process of the job", flush=True)
+    if mode in ("meet", "wait", "workers"):
         who = f"process {jax.process_index()} of {jax.process_count()}"
         print(f"{who}, {jax.device_count()} devices, {coordinator.address}", flush=True)
         while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
             time.sleep(0.05)
+        if mode == "workers" and jax.process_index() == 1:
+            worker = multiprocessing.get_context("spawn").Process(target=print)
+            worker.start()
+            worker.join()
         # Communicate once more at the end, to show that the job still works.
         _compat.job_store().wait_at_barrier("tests", 30_000)
         return print(f"process {jax.process_index()} is done", flush=True)

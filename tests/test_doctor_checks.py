@@ -127,6 +127,20 @@ def test_doctor_says_how_to_mend_a_jax_that_cannot_be_imported(monkeypatch, inst
     assert checks.emulator([fact], machine) == Fact("emulator", NOTE, "not tried: see jax")
 
 
+@pytest.mark.parametrize(
+    ("variable", "status"),
+    [("http_proxy", "note"), ("https_proxy", "note"), ("grpc_proxy", "note"), ("HTTP_PROXY", "OK"), ("no_proxy", "OK")],
+)
+def test_doctor_names_the_proxies_that_grpc_asks(monkeypatch, variable, status):
+    """Their values may have passwords."""
+    for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, "http://me:secret@proxy:3128")
+    found = checks.proxies([], _machine())
+    assert (found.status, variable in found.found, "no_proxy" in found.advice) == (status, *[status == "note"] * 2)
+    assert "secret" not in found.found + found.advice
+
+
 def test_doctor_names_flags_that_break_fused_kernels(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
     found = checks.flags([], _machine())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -72,6 +74,14 @@ interrupted("two", two_devices, 2048, contextlib.nullcontext())
 interrupted("two in a context", two_devices, 2048, emulation.emulate(seed=3))
 interrupted("loop", loop, 128, contextlib.nullcontext())
 interrupted("loop in a context", loop, 128, emulation.emulate())
+# The last interrupt ends the program, while one launch runs and others wait.
+call, large = jax.jit(two_devices), jnp.ones((1024, 1024), jnp.bfloat16)
+began.clear()
+for _ in range(4):  # jax itself waits for the first call of a function only.
+    call(large, large)
+began.wait()
+print(time.time(), flush=True)
+os.kill(os.getpid(), signal.SIGINT)
 """
 
 
@@ -84,7 +94,8 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
     process = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
-    said = [line.rsplit(maxsplit=3) for line in process.stdout.splitlines()]
+    end = time.time()
+    *said, last = [line.rsplit(maxsplit=3) for line in process.stdout.splitlines()]
     assert [line[0] for line in said] == [
         "one", "one in a context", "two", "two in a context", "loop", "loop in a context"
     ], process.stdout + process.stderr  # fmt: skip
@@ -92,3 +103,5 @@ def test_an_interrupt_ends_the_run_and_the_next_one_works(repository):
         assert (error, right) == ("KeyboardInterrupt", "True"), name
         # Without interrupt: 10 to 60 s, and more beside other work, which slows the end as well.
         assert float(seconds) < 9, f"{name}: the next result came after {seconds} s"
+    assert process.returncode == -signal.SIGINT, process.stderr
+    assert end - float(last[0]) < 9

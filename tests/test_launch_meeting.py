@@ -278,12 +278,12 @@ def test_ranks_in_words(ranks, text):
 
 
 def test_torchrun(repository):
-    """torch's own store occupies MASTER_PORT."""
+    """torch's own store occupies MASTER_PORT, the proxy reaches nobody, and process 1 starts a worker."""
     with socket.create_server(("127.0.0.1", 0)) as store:
         variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "TORCHELASTIC_RUN_ID": "none",
                      "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1]), "WORLD_SIZE": "2",
-                     "LOCAL_WORLD_SIZE": "2"}  # fmt: skip
-        command = [sys.executable, repository / "tests" / "launch_rank.py", "meet"]
+                     "LOCAL_WORLD_SIZE": "2", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # fmt: skip
+        command = [sys.executable, repository / "tests" / "launch_rank.py", "workers"]
         processes = [
             subprocess.Popen(command, env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)
@@ -292,4 +292,5 @@ def test_torchrun(repository):
     for rank, (process, output) in enumerate(zip(processes, outputs)):
         assert process.returncode == 0, output
         assert f"process {rank} of 2, 2 devices" in output
+        assert ("a worker is no process of the job" in output) == (rank == 1)
         assert f"process {rank} is done" in output

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 import overlap
+from overlap import _departures
 from overlap.distributed import aborting, by_mpi, cards, launchers
 
 pytestmark = pytest.mark.one_jax
@@ -58,6 +59,40 @@ TORCHRUN = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 def test_launcher(environ, expected):
     place = launchers.find_place(environ)
     assert (place and (place.launcher, place.mpi, place.size, place.rank)) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "of_another_job"),
+    [
+        (OPEN_MPI, {"PMIX_NAMESPACE": "prterun-a-8@1"}),
+        (MPICH, {"PMI_RANK": "0"}),
+        (SRUN, {"SLURM_STEP_ID": "3"}),
+        (TORCHRUN, {"MASTER_PORT": "29501"}),
+        (TORCHRUN, {"RANK": "3"}),  # A process that starts the others itself, with a rank for each.
+    ],
+)
+def test_a_child_of_a_process_of_a_job_is_none(environ, of_another_job, monkeypatch):
+    """Such as a worker of a data loader, which imports the main module. A child may start another job, though."""
+    environ = dict(environ)
+    launchers.note_joined(environ)
+    assert launchers.find_place(environ) is not None
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert launchers.find_place(environ) is None
+    assert launchers.find_place(environ | of_another_job) is not None
+
+
+def test_a_child_under_mpich_is_told_from_a_job_that_it_starts(monkeypatch):
+    """`spawn` closes the socket whose number PMI_FD is, `fork` does not; the other job's socket is another proxy's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        environ = MPICH | {"PMI_FD": str(ours.fileno())}
+        launchers.note_joined(environ)
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+        assert launchers.find_place(environ) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(launchers, "_creator_of", lambda descriptor: 7)
+            assert launchers.find_place(environ).key == "MPICH 7"
+    assert launchers.find_place(environ) is None
 
 
 def test_where_the_processes_meet():
@@ -227,15 +262,17 @@ def test_by_mpi_a_given_port_is_free_again_for_the_coordinator(monkeypatch):
 # --- A process that fails ---------------------------------------------------------------------------------------------
 
 _ENDS = """
-import _thread, importlib.util, os, sys, time
+import _thread, atexit, importlib.util, os, sys, time
 spec = importlib.util.spec_from_file_location("aborting", sys.argv[1])
 aborting = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(aborting)
+atexit.register(lambda: print("jax's exit handler"))
 aborting.abort_job_on_failure(lambda status: os._exit(40 + status))
 aborting.abort_at_exit(1, lambda status: os._exit(40 + status))
 def leave():
     sys.exit(3)
 """
+_WAIT = "\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
 
 
 @pytest.mark.parametrize(
@@ -249,6 +286,10 @@ def leave():
         # An exception that is caught, or that ends another thread, does not end this process.
         ("try:\n    leave()\nexcept SystemExit:\n    pass", 0),
         ("_thread.start_new_thread(leave, ())\ntime.sleep(0.2)", 0),
+        # Nor does the end of a child, which runs no exit handlers of jax.
+        ("os.fork() or leave()" + _WAIT, 3),
+        ("os.fork() or 1 / 0" + _WAIT, 1),
+        ("os.fork() or sys.exit()" + _WAIT, 0),
     ],
 )
 def test_which_ends_of_a_process_end_the_job(ending, status):
@@ -256,6 +297,7 @@ def test_which_ends_of_a_process_end_the_job(ending, status):
     command = [sys.executable, "-I", "-S", "-c", _ENDS + ending, aborting.__file__]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert process.returncode == status, process.stderr
+    assert ("jax's exit handler" in process.stdout) == (status == 0 and "fork" not in ending)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -281,6 +323,26 @@ _departures._LOOK_EVERY_S = 0.01
 sys.stdout.write("half a line")
 _departures._look(Store(), 0, threading.Event())
 """
+
+
+def test_an_end_after_the_store_is_gone_is_quiet(monkeypatch):
+    """After `jax.distributed.shutdown`, by a call or by an exit handler, nobody can be told of an end or a failure."""
+
+    class Gone:
+        def key_value_set(self, key, value):
+            told.append((key, value))
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
+
+    told, handlers = [], []
+    monkeypatch.setattr(_departures._compat, "job_store", Gone)
+    monkeypatch.setattr(_departures.atexit, "register", lambda *call: handlers.append(call))
+    for fails in (False, True):
+        note_failure = _departures.watch(1)
+        function, *arguments = handlers.pop()
+        if fails:
+            note_failure(3)
+        function(*arguments)
+    assert told == [("overlap/ended/1", "0"), ("overlap/failed/1", "3")]
 
 
 def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output():

@@ -136,6 +136,15 @@ def mpi(facts: Sequence[Fact], machine: Machine) -> Fact:
     return Fact("MPI", OK, f"mpi4py with {answer}; {mpirun}")
 
 
+def proxies(facts: Sequence[Fact], machine: Machine) -> Fact:
+    """Whether the environment names a proxy that gRPC would ask for jax's coordinator."""
+    given = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)]
+    if not given:
+        return Fact("proxies", OK, "none that gRPC would ask")
+    advice = "with jax.distributed.initialize add the coordinator's host to no_proxy; overlap.initialize needs nothing"
+    return Fact("proxies", NOTE, ", ".join(given), advice)
+
+
 def binding(facts: Sequence[Fact], machine: Machine) -> Fact:
     """Whether this process may run on more than one core."""
     allowed, cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1

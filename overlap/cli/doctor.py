@@ -32,6 +32,7 @@ CHECKS: Mapping[str, Check] = {
     "allocator": gpu_checks.allocator,
     "MPI": checks.mpi,
     "process per GPU": gpu_checks.one_process_per_gpu,
+    "proxies": checks.proxies,
     "CPU cores": checks.binding,
     "XLA flags": checks.flags,
     "wait limit": checks.wait_limit,

@@ -80,12 +80,18 @@ def install(rank: int, abort: Abort) -> Ending:
 
 
 def abort_job_on_failure(abort: Abort) -> None:
-    """Makes an uncaught exception or a non-zero SystemExit of this process end the whole job."""
-    previous_hook = sys.excepthook
+    """Makes an uncaught exception or a non-zero SystemExit of this process end the whole job.
+
+    A child made by `os.fork` inherits the hooks. It is no process of the job, so its failure ends the child alone.
+    """
+    previous_hook, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
+        global _exit_status
         previous_hook(kind, value, trace)
-        _flush_and(abort, 1)
+        if os.getpid() == process:
+            _flush_and(abort, 1)
+        _exit_status = 1
 
     sys.excepthook = hook
     _note_exit_status()
@@ -97,7 +103,7 @@ def abort_at_exit(rank: int, abort: Abort) -> None:
     Call this function again after `jax.distributed.initialize`. Exit handlers run in reverse order, and jax's handler
     waits for the other processes, so this handler must run before jax's. The first handler that runs ends the process.
     """
-    atexit.register(_at_exit, rank, abort)
+    atexit.register(_at_exit, os.getpid(), rank, abort)
 
 
 def _note_exit_status() -> None:
@@ -120,7 +126,10 @@ def _note_exit_status() -> None:
     monitoring.set_events(tool, monitoring.events.PY_UNWIND)
 
 
-def _at_exit(rank: int, abort: Abort) -> None:
+def _at_exit(process: int, rank: int, abort: Abort) -> None:
+    if os.getpid() != process:
+        # jax's exit handler would wait for ever in a forked child, for threads that only the parent has.
+        _flush_and(os._exit, _exit_status)
     if _exit_status:
         print(f"overlap: process {rank} exits with status {_exit_status}: ending the job", file=sys.stderr)
         _flush_and(abort, _exit_status)

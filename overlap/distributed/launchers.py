@@ -8,11 +8,20 @@ import os
 import re
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from overlap.distributed import ports
 
 _logger = logging.getLogger("overlap")
+
+# Set by each process that joins a job, for its children, which inherit the launcher's variables as well.
+_JOINED = "OVERLAP_JOINED"
+# No two processes that launchers have started have the same values of all these variables.
+_OF_ONE_PROCESS = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "RANK",
+    "PMIX_NAMESPACE", "OMPI_COMM_WORLD_RANK", "PMI_SIZE", "PMI_RANK",
+    "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_RESTART_COUNT",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +58,14 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
       environ: the environment variables.
 
     Returns:
-      The place; None for a single process.
+      The place; None for a single process, and for a child of a process of a job: it is no process of the job.
 
     Raises:
       RuntimeError: if the variables contradict each other, or some are missing.
     """
+    if _are_of_a_parent(environ):
+        _logger.debug("a child of a process of a job, which has joined that job itself")
+        return None
     by_srun = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
     # One launcher may start another (srun torchrun, or mpirun in a Slurm allocation): the innermost one counts.
     if "TORCHELASTIC_RUN_ID" in environ:
@@ -75,6 +87,27 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             f"of them are left over from another job. Start the program with {place.launcher}, or unset them."
         )
     return place
+
+
+def note_joined(environ: MutableMapping[str, str]) -> None:
+    """Notes that the place in the environment variables is taken by this process, whatever children it starts."""
+    environ[_JOINED] = f"{os.getpid()} {_hydra(environ)} {_variables(environ)}"
+
+
+def _are_of_a_parent(environ: Mapping[str, str]) -> bool:
+    """Whether another process has joined the job with the same launcher's variables: a parent of this process."""
+    pid, hydra, variables = [*environ.get(_JOINED, "").split(" ", 2), "", ""][:3]
+    # MPICH has no name for a job, only its socket. A process that `spawn` has started has not inherited the socket.
+    return variables == _variables(environ) and pid != str(os.getpid()) and _hydra(environ) in (hydra, "None")
+
+
+def _variables(environ: Mapping[str, str]) -> str:
+    return " ".join(environ.get(name, "-") for name in _OF_ONE_PROCESS)
+
+
+def _hydra(environ: Mapping[str, str]) -> str:
+    descriptor = environ.get("PMI_FD", "")
+    return str(_creator_of(int(descriptor)) if descriptor.isdecimal() else None)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place | None:

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -41,7 +41,8 @@ def initialize(
 ) -> None:
     """Connects the processes of a job started by mpirun, srun or torchrun; does nothing in a single process.
 
-    Call it once at the start of the program, before anything uses devices. A second call does nothing.
+    Call it once at the start of the program, before anything uses devices. A second call does nothing, nor does a call
+    in a child of a process that has called it, such as a worker of a data loader, which imports the main module.
 
     - With GPUs, the process with local rank r gets GPU r of its host.
     - With GPUs and `check_nccl`, it sets NCCL_WIN_STRIDE, unless that is set already, so that NCCL has room for the
@@ -49,7 +50,8 @@ def initialize(
       they mention this flag.
     - If a process raises or exits with a non-zero status, the whole job is aborted, so that the other processes do not
       wait for it. (srun needs --kill-on-bad-exit for that.)
-    - Only jobs of mpirun on several hosts use MPI. The processes of all other jobs meet over TCP.
+    - Only jobs of mpirun on several hosts use MPI. The processes of all other jobs meet over TCP. They connect to jax's
+      coordinator directly, whatever http_proxy, https_proxy, grpc_proxy and no_proxy say.
 
     Args:
       coordinator_port: TCP port of jax's coordinator on the host of process 0. The processes meet there as well. By
@@ -79,7 +81,7 @@ def initialize(
         return
     place = launchers.find_place(os.environ)
     if place is None:
-        _logger.debug("initialize: a single process, nothing to do")
+        _logger.debug("initialize: not a process of a job, nothing to do")
         return
     if _compat.backends_are_initialized():
         raise RuntimeError(
@@ -88,6 +90,7 @@ def initialize(
             "jnp.array, jax.jit of anything)."
         )
     until = time.monotonic() + timeout_s
+    launchers.note_joined(os.environ)
     # Install this before the processes meet: if this process fails there, the others may be waiting already, and MPICH
     # would not end them.
     ending = aborting.install(place.rank, functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
@@ -137,20 +140,35 @@ def _join(
         # jax's preemption service catches SIGTERM. MPICH's mpirun passes SIGTERM to the processes and then waits for
         # them to end: the service must not catch it. Other launchers send SIGKILL after it.
         jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        coordinator,
-        job.size,
-        job.rank,
-        local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=max(_LEFT_FOR_JAX_S, math.ceil(until - time.monotonic())),
-        # Nobody outside this host can connect to a job of one host.
-        coordinator_bind_address=coordinator if coordinator.startswith(f"{ports.THIS_HOST}:") else None,
-    )
+    with _without_proxies():
+        jax.distributed.initialize(
+            coordinator,
+            job.size,
+            job.rank,
+            local_device_ids,
+            cluster_detection_method="deactivate",
+            initialization_timeout=max(_LEFT_FOR_JAX_S, math.ceil(until - time.monotonic())),
+            # Nobody outside this host can connect to a job of one host.
+            coordinator_bind_address=coordinator if coordinator.startswith(f"{ports.THIS_HOST}:") else None,
+        )
     # Exit handlers run in reverse order. These two must run before jax's, which waits for the other processes, so they
     # are registered after it.
     ending.tell = _departures.watch(job.rank)
     aborting.abort_at_exit(job.rank, ending)
+
+
+@contextlib.contextmanager
+def _without_proxies() -> Iterator[None]:
+    """Hides the variables of proxies, such as http_proxy, while jax connects to its coordinator.
+
+    gRPC reads them then, and would ask the proxy even for an address of this host, unless no_proxy has that address.
+    No proxy is needed: the processes have just met without one.
+    """
+    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.lower().endswith("_proxy")}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _check_timeout(timeout_s: object) -> None:

@@ -32,7 +32,8 @@ _RETRY_S = 0.001
 
 _interrupts = 0  # interrupts so far
 _stop: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("_stop", default=None)
-_pending = False  # whether a KeyboardInterrupt waits for the main thread to leave its callback
+# Whether a KeyboardInterrupt waits for the main thread to leave its callback, or has ended the program.
+_pending = False
 
 
 def count() -> int:
@@ -97,6 +98,12 @@ def defer() -> None:
     note()
     _pending = True
     threading.Thread(target=_interrupt_again, name="overlap-emulation-interrupt", daemon=True).start()
+
+
+def end() -> None:
+    """After the program has ended: if there was an interrupt, stops all launches, also those that have not begun."""
+    global _pending
+    _pending = _interrupts > 0
 
 
 def _interrupt_again() -> None:

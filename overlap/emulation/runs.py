@@ -157,17 +157,8 @@ def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
     return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)
 
 
-def _run_fence() -> None:
-    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
-    jax.block_until_ready(function(argument))
-
-
 def drain() -> None:
     """Waits for all computations under way on the CPU devices of this process."""
-    # The runtime runs computations that span devices one after the other. So a computation on all devices (the fence)
-    # ends after all others. `jax.effects_barrier` is not enough: it does not wait for a jitted function's calls after
-    # the first one, which leave no token. It also raises after a fault outside any context (see `lowering`): once on
-    # jax 0.12, at every call on 0.11.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.effects_barrier()
     # The fence runs in another thread, which has neither the caller's mesh nor the caller's other contexts.
@@ -177,6 +168,26 @@ def drain() -> None:
     for array in jax.live_arrays("cpu"):
         with contextlib.suppress(RuntimeError):  # The array is deleted (donated), or is the result of a fault.
             array.block_until_ready()
+
+
+def _run_fence() -> None:
+    # The runtime runs computations that span devices one after the other. So a computation on all devices (the fence)
+    # ends after all others. `jax.effects_barrier` is not enough: it does not wait for a jitted function's calls after
+    # the first one, which leave no token. It also raises after a fault outside any context (see `lowering`): once on
+    # jax 0.12, at every call on 0.11.
+    function, argument = _fence(tuple(jax.local_devices(backend="cpu")))
+    jax.block_until_ready(function(argument))
+
+
+def run_fence_at_exit() -> None:
+    """Waits for the end of the program, and then for its launches. Runs in a thread that is started beforehand.
+
+    jax waits only for calls that leave a token. Python ends the process by SIGABRT if a callback still runs when the
+    interpreter is gone. It starts no thread any more when exit handlers run.
+    """
+    threading.main_thread().join()
+    interrupt.end()
+    _run_fence()
 
 
 def current_run() -> tuple[Run, bool]:
