@@ -270,8 +270,6 @@ class _Body:
 
     def _boxes(self, ref: GmemRef, step: Index, tile: Tile) -> Boxes:
         """Returns where the boxes of a tile of `step` lie in memory of shape `ReduceScatterSchedule.sent_shape`."""
-        # For an own tile no part is stored, but the kernel contains the code that would store it.
-        step = jnp.minimum(step, self.schedule.last_step - 1)
         return Boxes(ref.at[step], self._index_of(tile) * self.schedule.boxes[0])
 
     def _flag(self, which: int, step: Index, tile: Tile) -> SemaphoreRef:
@@ -295,7 +293,7 @@ class _Body:
 
     @property
     def _handshake(self) -> Handshake:
-        return Handshake(self.refs.flags[3], self.group, cta(self.kernel.config), self.name, self.schedule.sent_chunks)
+        return Handshake(self.refs.flags[3], self.group, cta(self.kernel.config), self.name)
 
     def _await_terms(self, tile: Tile) -> None:
         """Waits until all terms of a tile have arrived."""
