@@ -11,8 +11,8 @@ The methods:
     xla      the same block in plain JAX, whose backward pass is XLA's too
 
 Each method is a loop inside one program, in which every turn depends on the turn before. In each round the methods run
-in another random order. Times are medians over the rounds, in microseconds. A ratio is XLA's time / the method's time in
-the same round: the median over the rounds.
+in another random order. Times are medians over the rounds, in microseconds. A ratio is XLA's time / the method's time
+in the same round: the median over the rounds.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def parser(
         type=new_folder,
         default=None,
         metavar="DIR",
-        help="folder of tables (benchmarks/results, or any other for a study). After each problem, the run replaces the "
-        "problem's rows in the table of this operation, device, number of devices and layout",
+        help="folder of tables: benchmarks/results, or another one for a study. After each problem, the run replaces "
+        "the problem's rows in the table of this operation, device, number of devices and layout",
     )
     result.add_argument(
         "--commit",
@@ -180,8 +180,8 @@ def _check_table(arguments: argparse.Namespace) -> None:
     if missing := sorted(needed - timed):
         raise WrongArguments(
             f"the current table compares {' and '.join(sorted(needed))}, and this run would not time "
-            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or name another folder "
-            "in `--out`"
+            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or name another "
+            "folder in `--out`"
         )
 
 
@@ -254,7 +254,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     if leader:
         print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", flush=True)
-    tables, written, all_ok, longest_s = list[report.Table](), set[pathlib.Path](), True, 0.0
+    measured, written, all_ok, longest_s = 0, set[pathlib.Path](), True, 0.0
     with Watch(arguments.timeout_s, lambda: sorted(written)) as watch:
 
         def say(text: str) -> None:
@@ -270,7 +270,7 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
                 break
             methods = methods_of(problem.library, names, variants, arguments.example_configs)
             table = _measure(problem, methods, mesh, settings, roof, say)
-            tables.append(table)
+            measured += 1
             longest_s = max(longest_s, time.monotonic() - began)
             if leader:
                 report.show(table)
@@ -279,10 +279,9 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
             # Only JAX's example may fail without changing the exit status.
             all_ok &= all(result.ok or not result.served or result.method == "jax_example" for result in table.results)
     if leader:
-        report.show_means(tables)
         files = f"wrote {', '.join(map(str, written))}" if written else "nothing was written, since there is no `--out`"
         verdict = "" if all_ok else ", NOT all of them right"
-        print(f"{len(tables)} of {len(todo)} problems measured{verdict}; {files}")
+        print(f"{measured} of {len(todo)} problems measured{verdict}; {files}")
     return 0 if all_ok else 1
 
 

@@ -31,8 +31,8 @@ from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_fil
 FOLDER = pathlib.Path(__file__).resolve().parent
 _SIZES = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
 _KEY = ("gpu", *_SIZES)
-# `result`: the file from which a row comes, relative to benchmarks/ and without suffixes. That file names the commit, the
-# date and the command.
+# `result`: the file from which a row comes, relative to benchmarks/ and without suffixes. That file names the commit,
+# the date and the command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 
 

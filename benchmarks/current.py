@@ -20,7 +20,6 @@ from overlap.choice.tables import replace
 FOLDER = pathlib.Path(__file__).resolve().parent / "results"
 Row = dict[str, str]
 _DEVICES = re.compile(r"(\d+) of \d+ x (.+) \((?:one process|(\d+) processes)\)")
-_PROBLEM = ("shape", "dtype", "layout")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +42,9 @@ class Table:
         return _described(self.rows[0])[1]
 
     @property
-    def layout(self) -> str:
-        """`one_process`, `process_each`, or `N_processes` if N processes share the devices."""
-        return layout_of(self.devices, _described(self.rows[0])[2])
+    def process_each(self) -> bool:
+        """Whether each GPU has a process of its own."""
+        return self.name.endswith("process_each")
 
     def problems(self) -> list[list[Row]]:
         """The rows of the table, grouped by problem."""
@@ -55,18 +54,12 @@ class Table:
         return list(result.values())
 
 
-def layout_of(devices: int, processes: int) -> str:
-    """Returns the layout of processes and GPUs as the names of files have it, such as `one_process`."""
-    if processes == 1:
-        return "one_process"
-    return "process_each" if processes == devices else f"{processes}_processes"
-
-
 def name_of(row: Mapping[str, str]) -> str:
     """Returns the stem of the file to which a row belongs."""
     devices, kind, processes = _described(row)
     device = re.sub(r"\W+", "_", kind.lower().removeprefix("nvidia ")).strip("_")
-    return f"{row['op']}-{device}-{devices}-{layout_of(devices, processes)}"
+    several = "process_each" if processes == devices else f"{processes}_processes"
+    return f"{row['op']}-{device}-{devices}-{'one_process' if processes == 1 else several}"
 
 
 def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
@@ -78,12 +71,7 @@ def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
 
 def problem_of(row: Mapping[str, str]) -> tuple[str, ...]:
     """Returns the shape, dtype and operand layout of a row. Rows of old files lack the layout: it is "nn"."""
-    return tuple(row.get(name) or "nn" for name in _PROBLEM)
-
-
-def run_of(row: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the date and the commit of a row. Two rows come from the same run if and only if both are equal."""
-    return row["env_date"], row["env_commit"]
+    return row["shape"], row["dtype"], row.get("layout") or "nn"
 
 
 def method(rows: Iterable[Row], name: str) -> Row | None:
@@ -111,32 +99,22 @@ def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     All rows of a problem come from one run, since times of different runs must not be compared. If the new run has no
     time for a problem, the old rows of the problem stay.
     """
-    timed = {problem_of(row) for row in new if row["loop_us"]}
     known = {problem_of(row) for row in old}
-    taken = timed | ({problem_of(row) for row in new} - known)
+    taken = {problem_of(row) for row in new if row["loop_us"] or problem_of(row) not in known}
     rows = [row for row in old if problem_of(row) not in taken] + [row for row in new if problem_of(row) in taken]
-    return sorted(rows, key=_order)
-
-
-def _order(row: Row) -> tuple[object, ...]:
-    shape, dtype, layout = problem_of(row)
-    return (dtype, *map(int, shape.split("x")), layout)
+    return sorted(rows, key=lambda row: (row["dtype"], *map(int, row["shape"].split("x")), problem_of(row)))
 
 
 def add(folder: pathlib.Path, rows: Sequence[Row]) -> pathlib.Path:
     """Adds rows of one run, all of one table, to the table's file in a folder. Returns the path of the file."""
     path = folder / f"{name_of(rows[0])}.csv"
-    folder.mkdir(parents=True, exist_ok=True)
-    replace(path, text_of(merged(read(path) if path.exists() else [], rows)))
-    return path
-
-
-def text_of(rows: Sequence[Row]) -> str:
-    """Writes the rows as CSV text. A column that only some runs have is empty in the rows of the other runs."""
-    measured = dict.fromkeys(name for row in rows for name in row if not name.startswith("env_"))
-    environment = dict.fromkeys(name for row in rows for name in row if name.startswith("env_"))
+    rows = merged(read(path) if path.exists() else [], rows)
+    columns = sorted(dict.fromkeys(name for row in rows for name in row), key=lambda name: name.startswith("env_"))
     text = io.StringIO()
-    writer = csv.DictWriter(text, [*measured, *environment], restval="", lineterminator="\n")
+    # A column that only some runs have is empty in the rows of the other runs.
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return text.getvalue()
+    folder.mkdir(parents=True, exist_ok=True)
+    replace(path, text.getvalue())
+    return path

@@ -50,7 +50,9 @@ def _label_rows(axes: Axes) -> None:
 
 
 def _scatter(
-    tables: Sequence[Table], point: Callable[[Table, Row, Row], tuple[float, float] | None], label: Callable[[Axes], None]
+    tables: Sequence[Table],
+    point: Callable[[Table, Row, Row], tuple[float, float] | None],
+    label: Callable[[Axes], None],
 ) -> str:
     """Draws XLA / fused of all collectives. `point` places a problem, `label` sets the axis of x."""
     import matplotlib as mpl

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence

@@ -88,7 +88,9 @@ class Run:
             for method, us in times.items()
         ]
         ratios = ["–" if row["xla_over_this"] is None else f"{row['xla_over_this']:.3f}" for row in rows]
-        shown = [[row["method"], f"{row['loop_us']:.0f}", of, row["note"]] for row, of in zip(rows, ratios, strict=True)]
+        shown = [
+            [row["method"], f"{row['loop_us']:.0f}", of, row["note"]] for row, of in zip(rows, ratios, strict=True)
+        ]
         report.print_table(f"{self.name} {shape} {case}", ("method", "µs", "xla/this", "note"), shown)
         if self.out is not None:
             print(f"wrote {report.add(self.out, rows, self.facts)}", flush=True)

@@ -7,8 +7,6 @@ rounds.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import current
-from benchmarks.harness import NOT_SERVED, Result
+from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
 
 COLUMNS = (
@@ -38,8 +36,7 @@ class Table:
       results: the result of each method.
       loop_overhead_us: microseconds of an iteration of the loop without a product.
       clocks: clock, power and temperature of the GPUs after the last round.
-      xla, roof, bf16: the names of the methods whose times are the numerators of the ratios. On one GPU, XLA's product
-        is the roof.
+      roof: the method whose time is the numerator of "roof/this". On one GPU this is XLA's product.
       peak_tflops: dense TFLOP/s of the data sheet, or None.
     """
 
@@ -47,15 +44,14 @@ class Table:
     results: Sequence[Result]
     loop_overhead_us: float | None = None
     clocks: str = ""
-    xla: str = "xla"
     roof: str = "roof"
-    bf16: str = "fused_bf16"
     peak_tflops: float | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each method, with the keys `COLUMNS`. Values that were not measured are None."""
         by_name = {result.method: result for result in self.results}
-        others = {name: by_name.get(getattr(self, name)) for name in ("xla", "roof", "bf16")}
+        names = {"xla": "xla", "roof": self.roof, "bf16": "fused_bf16"}
+        others = {name: by_name.get(method) for name, method in names.items()}
         return [self._row(result, others) for result in self.results]
 
     def _row(self, result: Result, others: Mapping[str, Result | None]) -> dict[str, Any]:
@@ -96,77 +92,46 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float]) -> float | N
     return float(np.median([above / below for above, below in pairs])) if pairs else None
 
 
-def cells(row: Mapping[str, Any], facts: Mapping[str, str]) -> current.Row:
-    """Returns a row as text, with the facts about its run as columns `env_NAME`."""
+def add(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> pathlib.Path:
+    """Adds the rows of one problem, and the facts about the run as columns `env_NAME`, to a table. Returns its path."""
 
     def cell(value: Any) -> str:
         return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
-    return {name: cell(value) for name, value in row.items()} | {f"env_{name}": text for name, text in facts.items()}
-
-
-def add(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, str]) -> pathlib.Path:
-    """Adds the rows of one problem to its table in `folder`. Returns the path of the table's file."""
-    return current.add(folder, [cells(row, facts) for row in rows])
+    of_run = {f"env_{name}": text for name, text in facts.items()}
+    return current.add(folder, [{name: cell(value) for name, value in row.items()} | of_run for row in rows])
 
 
 # --- For people -------------------------------------------------------------------------------------------------------
 
-# Column, heading, digits after the point.
 _SHOWN = (
-    ("loop_us", "loop µs", ".1f"),
-    ("loop_us_p10", "p10", ".1f"),
-    ("loop_us_p90", "p90", ".1f"),
-    ("wall_us", "wall µs", ".1f"),
-    ("kernel_us", "kernel µs", ".1f"),
-    ("tflops_per_device", "TFLOP/s", ".0f"),
-    ("percent_of_peak", "% peak", ".1f"),
-    ("received_gb_per_s_per_device", "NVLink GB/s", ".0f"),
-    ("xla_over_this", "xla/this", ".3f"),
-    ("roof_over_this", "roof/this", ".3f"),
-    ("xla_over_this_wall", "wall xla/this", ".3f"),
-    ("error", "error", ".2e"),
-    ("first_call_s", "first call s", ".2f"),
-)
-_REMARKS = {"note": "{}", "kernel_names": "kernels {}", "loop_copies": "its loop copies {}"}
+    ("loop_us", "loop µs", ".1f"), ("loop_us_p10", "p10", ".1f"), ("loop_us_p90", "p90", ".1f"),
+    ("wall_us", "wall µs", ".1f"), ("kernel_us", "kernel µs", ".1f"), ("tflops_per_device", "TFLOP/s", ".0f"),
+    ("percent_of_peak", "% peak", ".1f"), ("received_gb_per_s_per_device", "NVLink GB/s", ".0f"),
+    ("xla_over_this", "xla/this", ".3f"), ("roof_over_this", "roof/this", ".3f"),
+    ("xla_over_this_wall", "wall xla/this", ".3f"), ("error", "error", ".2e"), ("first_call_s", "first call s", ".2f"),
+)  # fmt: skip
 
 
 def show(table: Table) -> None:
     """Prints one problem's table; below it why a method has no times, and remarks such as the chosen configuration."""
-    rows, overhead = table.rows(), table.loop_overhead_us
-    loop = "" if overhead is None else f", loop overhead {overhead:.1f} µs"
+    rows = table.rows()
+    loop = "" if table.loop_overhead_us is None else f", loop overhead {table.loop_overhead_us:.1f} µs"
     title = f"{table.problem.op}, {table.problem.devices} devices, (m, n, k) per shard {table.problem}{loop}"
     texts = [["–" if row[name] is None else f"{row[name]:{form}}" for name, _, form in _SHOWN] for row in rows]
     columns = ["method", *(heading for _, heading, _ in _SHOWN)]
     print_table(title, columns, [[row["method"], *text] for row, text in zip(rows, texts, strict=True)])
     for row in rows:
-        said = [text.format(row[name]) for name, text in _REMARKS.items() if row[name]]
-        for remark in ([] if row["status"] == "ok" else [row["status"]]) + said:
-            print(f"  {row['method']}: {remark}", flush=True)
-
-
-def show_means(tables: Sequence[Table]) -> None:
-    """Prints, for each method, the geometric mean and the minimum of roof / this, and the problems that failed."""
-    rows = [row for table in tables for row in table.rows()]
-    key = lambda row: (row["method"], row["dtype"])  # noqa: E731
-    for (method, dtype), group in itertools.groupby(sorted(rows, key=key), key=key):
-        found = {f"{row['shape']} {row['layout']}": row["roof_over_this"] for row in group if row["roof_over_this"]}
-        if len(found) > 1:
-            mean, least = math.exp(math.fsum(map(math.log, found.values())) / len(found)), min(found, key=found.__getitem__)
-            print(f"{method}, {dtype}: roof/this {mean:.3f} in the mean of {len(found)}, least {found[least]:.3f} ({least})")
-    for row in rows:
-        if row["status"] != "ok" and not row["status"].startswith(NOT_SERVED):
-            print(f"{row['method']} failed: {row['shape']} {row['dtype']} {row['layout']}: {row['status']}", flush=True)
+        for name in ("status", "note", "kernel_names", "loop_copies"):
+            if row[name] not in (None, "", "ok"):
+                print(f"  {row['method']}, {name}: {row[name]}", flush=True)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: with rich if it is installed, else as plain text."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        print(title, " | ".join(headings), *(" | ".join(row) for row in rows), sep="\n")
-        return
+    """Prints a table."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
     shown = RichTable(title=title, title_justify="left")
     for position, heading in enumerate(headings):
         shown.add_column(heading, justify="right" if position else "left", overflow="fold")
