@@ -2,8 +2,7 @@
 
 `OPERATION-DEVICE-COUNT-LAYOUT.csv` has for each problem the rows of its newest run. So the rows of a file can come from
 several runs, and each row names its commit, date and command. LAYOUT is `one_process` if one process has all GPUs, and
-`process_each` if each GPU has its own process. `python -m benchmarks.performance` makes docs/performance.md from the
-tables.
+`process_each` if each GPU has its own process. `benchmarks.performance` makes docs/performance.md from the tables.
 """
 
 from __future__ import annotations

@@ -46,17 +46,13 @@ def _gpus(table: Table) -> str:
 
 
 def _cells(table: Table, row: Row, *others: Row | None) -> list[str]:
-    """Returns GPUs, sizes, the times of all rows, and XLA's time / the first row's: in bold if XLA is faster."""
+    """Returns GPUs, sizes, the times of all rows, and the ratios of `row`: in bold if XLA is faster."""
     shape, dtype, layout = problem_of(row)
     sizes = " ".join([shape.replace("x", "×"), dtype, *([] if layout == "nn" else [layout])])
     times = [f"{float(each['loop_us']):.1f}" if each else "–" for each in (row, *others)]
-    gain = float(row["xla_over_this"])
-    return [_gpus(table), sizes, *times, f"{gain:.2f}" if gain >= 1 else f"**{gain:.2f}**"]
-
-
-def _of_fused(problem: Problem) -> list[str]:
-    roof = problem[1].get("roof_over_this")
-    return [*_cells(*problem), f"{float(roof):.2f}" if roof else "–"]
+    gain, roof = float(row["xla_over_this"]), row.get("roof_over_this")
+    ratios = f"{gain:.2f}" if gain >= 1 else f"**{gain:.2f}**", f"{float(roof):.2f}" if roof else "–"
+    return [_gpus(table), sizes, *times, *ratios]
 
 
 def _problems(given: Iterable[Table]) -> Iterator[Problem]:
@@ -67,17 +63,16 @@ def _problems(given: Iterable[Table]) -> Iterator[Problem]:
 
 
 def _of_operation(given: Sequence[Table]) -> str:
-    return _lines((*_HEADINGS, "measured"), ([*_of_fused(each), each[1]["env_date"][:10]] for each in _problems(given)))
+    return _lines((*_HEADINGS, "measured"), ([*_cells(*each), each[1]["env_date"][:10]] for each in _problems(given)))
 
 
 def _of_methods(given: Sequence[Table]) -> str:
-    rows = [(table, row) for table in given for row in table.rows if row["xla_over_this"]]
-    cells = ([row["method"], *_cells(table, row)] for table, row in rows)
-    return _lines(("method", "GPUs", "problem", "µs", "XLA / this"), cells)
+    rows = ([row["method"], *_cells(table, row)[:-1]] for table in given for row in table.rows if row["xla_over_this"])
+    return _lines(("method", "GPUs", "problem", "µs", "XLA / this"), rows)
 
 
 def _losses(given: Sequence[Table]) -> str:
-    found = [(float(each[1]["xla_over_this"]), each[0].operation, _of_fused(each)) for each in _problems(given)
+    found = [(float(each[1]["xla_over_this"]), each[0].operation, _cells(*each)) for each in _problems(given)
              if each[0].devices > 1 and each[0].operation not in _OF_METHODS]  # fmt: skip
     rows = [[operation, *cells] for gain, operation, cells in sorted(found) if gain < 1]
     return f"{len(rows)} of {len(found)}:\n\n" + _lines(("operation", *_HEADINGS), rows)
@@ -105,7 +100,7 @@ def _runs(given: Sequence[Table]) -> str:
 def _headline(given: Sequence[Table]) -> str:
     found = {(each[0].name, *problem_of(each[1])): each for each in _problems(given)}
     shown = [found[(*key, "bf16", "nn")] for key in HEADLINE]
-    rows = ([f"`{each[0].operation.removesuffix('_n')}`", *_of_fused(each)] for each in shown)
+    rows = ([f"`{each[0].operation.removesuffix('_n')}`", *_cells(*each)] for each in shown)
     return _lines(("operation", *_HEADINGS), rows)
 
 

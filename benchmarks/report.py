@@ -115,11 +115,10 @@ _SHOWN = (
 
 def show(table: Table) -> None:
     """Prints one problem's table; below it why a method has no times, and remarks such as the chosen configuration."""
-    rows = table.rows()
+    rows, columns = table.rows(), ["method", *(heading for _, heading, _ in _SHOWN)]
     loop = "" if table.loop_overhead_us is None else f", loop overhead {table.loop_overhead_us:.1f} µs"
     title = f"{table.problem.op}, {table.problem.devices} devices, (m, n, k) per shard {table.problem}{loop}"
     texts = [["–" if row[name] is None else f"{row[name]:{form}}" for name, _, form in _SHOWN] for row in rows]
-    columns = ["method", *(heading for _, heading, _ in _SHOWN)]
     print_table(title, columns, [[row["method"], *text] for row, text in zip(rows, texts, strict=True)])
     for row in rows:
         for name in ("status", "note", "kernel_names", "loop_copies"):
@@ -137,5 +136,4 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str
         shown.add_column(heading, justify="right" if position else "left", overflow="fold")
     for row in rows:
         shown.add_row(*row)
-    # Wide enough for every column, also if the output is a file or a narrow terminal.
-    Console(width=max(Console().width, 180)).print(shown)
+    Console(width=max(Console().width, 180)).print(shown)  # Wide enough for every column, also in a file.
