@@ -53,13 +53,13 @@ class Run:
       name: the name of the benchmark, which is the operation in its table.
       out: the folder of its table, or None.
       facts: where and with what the benchmark runs, by name.
-      devices: the devices to use.
+      devices: the devices to use, each a `jax.Device`, which type checkers do not accept as a type.
     """
 
     name: str
     out: pathlib.Path | None
     facts: Mapping[str, str]
-    devices: Sequence[jax.Device]
+    devices: Sequence[Any]
 
     def add(
         self,
