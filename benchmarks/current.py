@@ -62,8 +62,7 @@ def name_of(row: Mapping[str, str]) -> str:
 
 
 def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
-    match = _DEVICES.fullmatch(row["env_devices"])
-    if match is None:
+    if (match := _DEVICES.fullmatch(row["env_devices"])) is None:
         raise ValueError(f"`env_devices` must read `2 of 2 x KIND (one process)`, got {row['env_devices']!r}")
     return int(match[1]), match[2], int(match[3] or 1)
 

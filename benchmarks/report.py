@@ -50,8 +50,7 @@ class Table:
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each method, with the keys `COLUMNS`. Values that were not measured are None."""
         by_name = {result.method: result for result in self.results}
-        names = {"xla": "xla", "roof": self.roof, "bf16": "fused_bf16"}
-        others = {name: by_name.get(method) for name, method in names.items()}
+        others = {"xla": by_name.get("xla"), "roof": by_name.get(self.roof), "bf16": by_name.get("fused_bf16")}
         return [self._row(result, others) for result in self.results]
 
     def _row(self, result: Result, others: Mapping[str, Result | None]) -> dict[str, Any]:
