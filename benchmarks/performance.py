@@ -45,11 +45,11 @@ def _gpus(table: Table) -> str:
     return f"{table.devices} × {kind}" + (", a process each" if table.process_each else "")
 
 
-def _cells(table: Table, row: Row, *others: Row | None) -> list[str]:
+def _cells(table: Table, row: Row, *others: Row | None, digits: int = 1) -> list[str]:
     """Returns GPUs, sizes, the times of all rows, and the ratios of `row`: in bold if XLA is faster."""
     shape, dtype, layout = problem_of(row)
     sizes = " ".join([shape.replace("x", "×"), dtype, *([] if layout == "nn" else [layout])])
-    times = [f"{float(each['loop_us']):.1f}" if each else "–" for each in (row, *others)]
+    times = [f"{float(each['loop_us']):.{digits}f}" if each else "–" for each in (row, *others)]
     gain, roof = float(row["xla_over_this"]), row.get("roof_over_this")
     ratios = f"{gain:.2f}" if gain >= 1 else f"**{gain:.2f}**", f"{float(roof):.2f}" if roof else "–"
     return [_gpus(table), sizes, *times, *ratios]
@@ -100,7 +100,7 @@ def _runs(given: Sequence[Table]) -> str:
 def _headline(given: Sequence[Table]) -> str:
     found = {(each[0].name, *problem_of(each[1])): each for each in _problems(given)}
     shown = [found[(*key, "bf16", "nn")] for key in HEADLINE]
-    rows = ([f"`{each[0].operation.removesuffix('_n')}`", *_cells(*each)] for each in shown)
+    rows = ([f"`{each[0].operation.removesuffix('_n')}`", *_cells(*each, digits=0)] for each in shown)
     return _lines(("operation", *_HEADINGS), rows)
 
 
