@@ -1,8 +1,8 @@
 """Reads and writes the current results: one table for each operation, device, number of devices and layout.
 
 `OPERATION-DEVICE-COUNT-LAYOUT.csv` has for each problem the rows of its newest run. So the rows of a file can come from
-several runs, and each row names its commit, date and command. LAYOUT is `one_process` if one process has all GPUs, and
-`process_each` if each GPU has its own process. `benchmarks.performance` makes docs/performance.md from the tables.
+several runs, and the first row of a problem names its commit, date and command (the columns `env_…`). LAYOUT is
+`one_process` if one process has all GPUs, and `process_each` if each GPU has its own process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,9 +57,9 @@ class Table:
 def name_of(row: Mapping[str, str]) -> str:
     """Returns the stem of the file to which a row belongs."""
     devices, kind, processes = _described(row)
-    device = re.sub(r"\W+", "_", kind.lower().removeprefix("nvidia ")).strip("_")
     several = "process_each" if processes == devices else f"{processes}_processes"
-    return f"{row['op']}-{device}-{devices}-{'one_process' if processes == 1 else several}"
+    words = re.sub(r"\W+", "_", kind.lower().removeprefix("nvidia ")).strip("_"), str(devices)
+    return "-".join((row["op"], *words, "one_process" if processes == 1 else several))
 
 
 def _described(row: Mapping[str, str]) -> tuple[int, str, int]:
@@ -77,13 +78,13 @@ def method(rows: Iterable[Row], name: str) -> Row | None:
     return next((row for row in rows if row["method"] == name and row["loop_us"]), None)
 
 
-# --- Reading and writing ----------------------------------------------------------------------------------------------
-
-
 def read(path: pathlib.Path) -> list[Row]:
-    """Reads the rows of a CSV file."""
+    """Reads the rows of a CSV file. Each row gets the columns `env_…` of the first row of its problem."""
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        rows: list[Row] = list(csv.DictReader(file))
+    for before, row in itertools.pairwise(rows):
+        row |= {name: text for name, text in before.items() if name.startswith("env_") and not row.get("env_date")}
+    return rows
 
 
 def tables(folder: pathlib.Path = FOLDER) -> list[Table]:
@@ -112,7 +113,9 @@ def add(folder: pathlib.Path, rows: Sequence[Row]) -> pathlib.Path:
     # A column that only some runs have is empty in the rows of the other runs.
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for before, row in zip([None, *rows], rows):
+        told = before is not None and problem_of(before) == problem_of(row)
+        writer.writerow({name: text for name, text in row.items() if not (told and name.startswith("env_"))})
     folder.mkdir(parents=True, exist_ok=True)
     replace(path, text.getvalue())
     return path

@@ -41,8 +41,8 @@ def _lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _gpus(table: Table) -> str:
-    kind = table.device_kind.removeprefix("NVIDIA ").split()[0]
-    return f"{table.devices} × {kind}" + (", a process each" if table.process_each else "")
+    layout = ", a process each" if table.process_each else ""
+    return f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}{layout}"
 
 
 def _cells(table: Table, row: Row, *others: Row | None, digits: int = 1) -> list[str]:
@@ -123,8 +123,8 @@ def text(page: str, given: Sequence[Table]) -> str:
 def generated() -> dict[pathlib.Path, str]:
     """Returns the paths of all generated files, each with the text that the file must have."""
     given = tables()
-    pages = {path: text(path.read_text(encoding="utf-8"), given) for path in PAGES}
-    return pages | {ROOT / "docs" / "figures" / name: svg for name, svg in figures.drawn(given).items()}
+    drawn = {ROOT / "docs" / "figures" / name: svg for name, svg in figures.drawn(given).items()}
+    return drawn | {path: text(path.read_text(encoding="utf-8"), given) for path in PAGES}
 
 
 def main() -> int:

@@ -35,17 +35,17 @@ def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str
     """
     named = named or os.environ.get(VARIABLE) or None
     code = f"overlap {tree_hash(root / 'overlap')[:DIGITS]}"
+    unverified = {"commit": f"{(named or '')[:DIGITS]} ({UNVERIFIED})", "code": code}
     if not has_history(root):
         if named is None:
             words = f"there is no .git in {root}, so the commit must be named: --commit HASH (or {VARIABLE})"
             raise Refused(f"{words}, as `git rev-parse HEAD` says where the tree was copied from")
         if re.fullmatch(r"[0-9a-f]{7,40}", named) is None:
             raise Refused(f"`--commit` must be a hash of 7 to 40 digits where there is no .git, got {named!r}")
-        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
+        return unverified
     commit = in_history(named or "HEAD", root)
     if commit is None and named and re.fullmatch(r"[0-9a-f]{40}", named) and git(root, "cat-file", "-t", named) is None:
-        # This tree is a copy inside another repository, which does not have the named commit.
-        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
+        return unverified  # This tree is a copy inside another repository, which does not have the named commit.
     if commit is None:
         raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")
     if changed := _changed(commit, root):

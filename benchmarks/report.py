@@ -101,8 +101,6 @@ def add(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[
     return current.add(folder, [{name: cell(value) for name, value in row.items()} | of_run for row in rows])
 
 
-# --- For people -------------------------------------------------------------------------------------------------------
-
 _SHOWN = (
     ("loop_us", "loop µs", ".1f"), ("loop_us_p10", "p10", ".1f"), ("loop_us_p90", "p90", ".1f"),
     ("wall_us", "wall µs", ".1f"), ("kernel_us", "kernel µs", ".1f"), ("tflops_per_device", "TFLOP/s", ".0f"),

@@ -71,6 +71,8 @@ def test_a_run_replaces_the_rows_of_its_problems_and_no_others(tmp_path: pathlib
         ("96x64x64", "fused", "5", "day 2"), ("96x64x64", "xla", "10", "day 2"),
         ("128x64x64", "fused", "5", "day 2"), ("128x64x64", "xla", "10", "day 2"),
     ]  # fmt: skip
+    text = (tmp_path / f"{table.name}.csv").read_text()
+    assert text.count("python -m day 2") == 2, "only the first row of a problem names its run"
 
 
 def test_a_run_that_failed_replaces_nothing(tmp_path: pathlib.Path) -> None:
