@@ -1,8 +1,7 @@
 r"""Compares the times of another commit's kernels with the times of this tree's kernels, in turns in one process.
 
     git worktree add /tmp/before COMMIT
-    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT \
-        --out benchmarks/experiments/DATE-QUESTION
+    python -m benchmarks.before_after --before /tmp/before --before-commit COMMIT
     launch/mpirun.sh -- python -m benchmarks.before_after ...                       one process per GPU
 
 Both packages are loaded at the same time. The package of the other commit is a copy whose imports are renamed. Each
@@ -31,7 +30,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import overlap
-from benchmarks import command, experiment
+from benchmarks import command, layer_runs, report
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, old_folder
@@ -170,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--before", type=old_folder, required=True, help="the root of the other tree")
     parser.add_argument("--before-commit", required=True, help="the commit of the other tree")
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
-    experiment.add_options(parser, "before_after", rounds=15)
+    layer_runs.add_options(parser, rounds=15)
     arguments = parser.parse_args(argv)
     if not (arguments.before / "overlap/__init__.py").is_file():
         raise WrongArguments(
@@ -179,18 +178,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = [case for case in CASES if arguments.only in name_of(case)]
     if not cases:
         raise WrongArguments(f"before_after: no case has {arguments.only!r} (`--only`) in its name")
-    run = experiment.begin("before_after", arguments)
+    run = layer_runs.begin("before_after", arguments, before=arguments.before_commit)
     mesh = mesh_of(run.devices)
     before = load(arguments.before)
-    run.head(f"Before and after, {len(run.devices)} GPUs", before=arguments.before_commit)
-    run.lines += ["| case | before, µs | after, µs | after / before | quartiles | same bits |", "|---" * 6 + "|"]
+    rows = []
     for case in cases:
         row = measure(before, case, mesh, arguments.rounds)
-        run.rows(
-            f"| {name_of(case)} | {row['before']:.1f} | {row['after']:.1f} | {row['ratio']:.3f} | {row['low']:.3f} – "
-            f"{row['high']:.3f} | {'yes' if row['same'] else 'NO'} |"
-        )
-    run.finish()
+        times = [f"{row[name]:.1f}" for name in ("before", "after")]
+        quartiles = f"{row['low']:.3f} – {row['high']:.3f}"
+        rows.append([name_of(case), *times, f"{row['ratio']:.3f}", quartiles, "yes" if row["same"] else "NO"])
+    if jax.process_index() == 0:
+        headings = ("case", "before, µs", "after, µs", "after / before", "quartiles", "same bits")
+        report.print_table("\n".join(f"{name}: {text}" for name, text in run.facts.items()), headings, rows)
     return 0
 
 

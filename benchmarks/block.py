@@ -1,6 +1,6 @@
 """Compares the MLP of a transformer, as a user writes it, with XLA: the forward pass, and forward with backward.
 
-    python -m benchmarks.block --out benchmarks/experiments/DATE-QUESTION
+    python -m benchmarks.block --out benchmarks/results
     python -m benchmarks.block --tokens 8192 --hidden 8192 --inner 28672
 
 The products of gate and up share one gather of the tokens' rows. The product of down is followed by a reduce-scatter.
@@ -8,17 +8,16 @@ The methods:
 
     fused    `implementation="fused"`
     chosen   `implementation=None`: the library chooses
-    XLA      the same block in plain JAX, whose backward pass is XLA's too
+    xla      the same block in plain JAX, whose backward pass is XLA's too
 
 Each method is a loop inside one program, in which every turn depends on the turn before. In each round the methods run
-in another random order. Times are medians over the rounds, in microseconds. A ratio is XLA's median time / the method's
-median time.
+in another random order. Times are medians over the rounds, in microseconds. A ratio is XLA's time / the method's time
+in the same round: the median over the rounds.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -30,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import command, experiment
+from benchmarks import command, layer_runs
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.tuning.operations import AXIS
@@ -42,7 +41,7 @@ Method = Literal["fused", "plain"] | None
 # The tokens and the weights, and a turn of the loop over them.
 type State = tuple[jax.Array, Sequence[jax.Array]]
 type Turn = Callable[[jax.Array, Sequence[jax.Array]], State]
-METHODS: dict[str, Method] = {"fused": "fused", "chosen": None, "XLA": "plain"}
+METHODS: dict[str, Method] = {"fused": "fused", "chosen": None, "xla": "plain"}
 _DRY_TURNS = 1
 _US_PER_LOOP, _FLOPS_PER_US = 40e3, 650e6
 
@@ -61,7 +60,7 @@ def mlp(implementation: Method, x: jax.Array, gate: jax.Array, up: jax.Array, do
 
 def forward(implementation: Method) -> Turn:
     """Returns a turn of the loop, forward only, as a function (tokens, weights) -> (tokens, weights)."""
-    return lambda x, weights: (experiment.normalized(mlp(implementation, x, *weights), x.dtype), weights)
+    return lambda x, weights: (layer_runs.normalized(mlp(implementation, x, *weights), x.dtype), weights)
 
 
 def with_backward(implementation: Method) -> Turn:
@@ -74,7 +73,7 @@ def with_backward(implementation: Method) -> Turn:
         _, backward = jax.vjp(lambda *operands: mlp(implementation, *operands), x, *weights)
         d_x, *d_weights = backward(x)
         moved = [w + (1e-6 * d).astype(w.dtype) for w, d in zip(weights, d_weights, strict=True)]
-        return experiment.normalized(d_x, x.dtype), moved
+        return layer_runs.normalized(d_x, x.dtype), moved
 
     return turn
 
@@ -108,8 +107,8 @@ def measure(
     pass_of: Callable[[Method], Turn],
     rounds: int,
     turns: int | None = None,
-) -> dict[str, float]:
-    """Measures all methods. Returns for each the median time of a turn, in microseconds.
+) -> dict[str, list[float]]:
+    """Measures all methods. Returns for each the time of a turn in each round, in microseconds.
 
     Args:
       mesh: a mesh whose only axis is `AXIS`.
@@ -128,46 +127,38 @@ def measure(
     given = operands(mesh, tokens, hidden, inner)
     once = {name: program(pass_of(how), mesh, 1)(*given)[0] for name, how in METHODS.items()}
     for name, result in once.items():
-        distance = jnp.linalg.norm((result - once["XLA"]).astype(jnp.float32)) / jnp.linalg.norm(result)
+        distance = jnp.linalg.norm((result - once["xla"]).astype(jnp.float32)) / jnp.linalg.norm(result)
         assert distance < 2e-2, f"{name} differs from XLA by {float(distance):.1e}"
     loops = {name: program(pass_of(how), mesh, turns).lower(*given).compile() for name, how in METHODS.items()}
     launches = {name: functools.partial(loop, *given) for name, loop in loops.items()}
-    times = experiment.times_us(launches, rounds, turns)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return layer_runs.times_us(launches, rounds, turns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.tool_parser("block", __doc__)
     parser.add_argument(
-        "--tokens", type=experiment.numbers, default="8192,2048", help="of all devices, separated by commas"
+        "--tokens", type=layer_runs.numbers, default="8192,2048", help="of all devices, separated by commas"
     )
     parser.add_argument("--hidden", type=whole_number(1), default=8192, help="width between the blocks (default: 8192)")
     parser.add_argument("--inner", type=whole_number(1), default=28672, help="width of the MLP (default: 28672)")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny block, to test the harness")
-    experiment.add_options(parser, "block", rounds=7)
+    layer_runs.add_options(parser, rounds=7)
+    layer_runs.add_out(parser)
     arguments = parser.parse_args(argv)
     if arguments.dry_run:
         arguments.tokens, arguments.hidden, arguments.inner, arguments.rounds = [64], 64, 64, 1
-    run = experiment.begin("block", arguments)
+    run = layer_runs.begin("block", arguments)
     devices = len(run.devices)
     for name in ("hidden", "inner", "tokens"):
         given = getattr(arguments, name)
         if any(size % devices for size in (given if name == "tokens" else [given])):
             raise WrongArguments(f"block: `--{name}` must be a multiple of the {devices} devices, got {given}")
     mesh = mesh_of(run.devices)
-    run.head(f"An MLP of {arguments.hidden} by {arguments.inner}, {devices} GPUs")
-    columns = ("tokens", "pass", "fused, µs", "chosen, µs", "XLA, µs", "XLA / fused", "XLA / chosen")
-    run.lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for tokens in arguments.tokens:
         for name, pass_of in (("forward", forward), ("forward and backward", with_backward)):
             sizes = tokens, arguments.hidden, arguments.inner
             us = measure(mesh, *sizes, pass_of, arguments.rounds, _DRY_TURNS if arguments.dry_run else None)
-            ratios = [us["XLA"] / us[method] for method in ("fused", "chosen")]
-            run.rows(
-                f"| {tokens} | {name} | {us['fused']:.0f} | {us['chosen']:.0f} | {us['XLA']:.0f} | {ratios[0]:.3f} | "
-                f"{ratios[1]:.3f} |"
-            )
-    run.finish()
+            run.add("x".join(map(str, sizes)), name, us, reference=us["xla"])
     return 0
 
 

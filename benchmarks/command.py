@@ -1,4 +1,4 @@
-"""Implements the command line of all tables: it measures each problem, prints the results and writes them to files."""
+"""Implements the command line of all tables: it measures each problem, prints the results and adds them to tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import current, provenance
 from benchmarks.watch import Watch
 from overlap.cli import devices as devices_of_cli
-from overlap.cli.arguments import Parser, WrongArguments, finite_number, new_folder, one_of, plain_name, whole_number
+from overlap.cli.arguments import Parser, WrongArguments, finite_number, new_folder, one_of, whole_number
 from overlap.cli.tune_arguments import DTYPES
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from benchmarks.harness import Method, Settings
     from benchmarks.methods import Variant
     from benchmarks.problems import TableProblem
-    from benchmarks.report import Table, Writer
+    from benchmarks.report import Table
     from overlap.choice import problem as library
 
 MethodsOf = Callable[["library.Problem", Sequence[str], "Sequence[Variant]", int], "list[Method]"]
@@ -116,14 +116,8 @@ def parser(
         type=new_folder,
         default=None,
         metavar="DIR",
-        help="folder for CSV and markdown: benchmarks/results, or with --name a folder of benchmarks/experiments",
-    )
-    result.add_argument(
-        "--name",
-        type=plain_name,
-        default=None,
-        help="name of the files of an experiment. Without it, the run replaces the rows of its problems in the current "
-        "table of this operation, device, number of devices and layout",
+        help="folder of tables: benchmarks/results, or another one for a study. After each problem, the run replaces "
+        "the problem's rows in the table of this operation, device, number of devices and layout",
     )
     result.add_argument(
         "--commit",
@@ -178,7 +172,7 @@ def code_facts(commit: str | None, *, dry_run: bool = False) -> dict[str, str]:
 
 def _check_table(arguments: argparse.Namespace) -> None:
     """Raises WrongArguments if the run would change a current table and lacks methods that this table compares."""
-    if not arguments.out or arguments.name:
+    if not arguments.out or arguments.out.resolve() != current.FOLDER:
         return
     timed, needed = set(arguments.methods.split(",")), {"fused", "xla"} & set(arguments.default_methods.split(","))
     if arguments.variants and "fused" not in arguments.variants:
@@ -186,8 +180,8 @@ def _check_table(arguments: argparse.Namespace) -> None:
     if missing := sorted(needed - timed):
         raise WrongArguments(
             f"the current table compares {' and '.join(sorted(needed))}, and this run would not time "
-            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or give the files "
-            "of an experiment a `--name`"
+            f"{' and '.join(missing)} as the library runs it: add to `--methods` and `--variants`, or name another "
+            "folder in `--out`"
         )
 
 
@@ -257,14 +251,11 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
         seed = int(multihost_utils.broadcast_one_to_all(np.int32(seed)))
     arguments.seed = seed
     facts = environment.describe(processes, count, code | {"seed": str(seed)}) if leader else {}
-    kind = mesh.devices.flat[0].device_kind
-    stem = arguments.name or current.name_of(op, kind, count, jax.process_count())
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)})
     if leader:
         print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n", flush=True)
-    writer = report.Writer(arguments.out if leader else None, stem, facts, into_table=arguments.name is None)
-    position, all_ok, longest_s = 0, True, 0.0
-    with Watch(arguments.timeout_s, lambda: writer.keep(todo[position:])) as watch:
+    measured, written, all_ok, longest_s = 0, set[pathlib.Path](), True, 0.0
+    with Watch(arguments.timeout_s, lambda: sorted(written)) as watch:
 
         def say(text: str) -> None:
             watch.restart()
@@ -274,24 +265,23 @@ def run(arguments: argparse.Namespace, op: str, methods_of: MethodsOf, devices: 
         for position, problem in enumerate(todo):
             began = time.monotonic()
             if not agreed(arguments.budget_s is None or began - started + longest_s <= arguments.budget_s):
-                say(f"no time left for {len(todo) - position} of {len(todo)} problems")
-                writer.leave_out(todo[position:])
+                left_out = ", ".join(map(str, todo[position:]))
+                say(f"no time left for {len(todo) - position} of {len(todo)} problems: {left_out}")
                 break
             methods = methods_of(problem.library, names, variants, arguments.example_configs)
-            table = _measure(problem, methods, mesh, settings, roof, writer, say)
-            writer.add_table(table)
+            table = _measure(problem, methods, mesh, settings, roof, say)
+            measured += 1
             longest_s = max(longest_s, time.monotonic() - began)
             if leader:
                 report.show(table)
+                if arguments.out:
+                    written.add(report.add(arguments.out, table.rows(), facts))
             # Only JAX's example may fail without changing the exit status.
             all_ok &= all(result.ok or not result.served or result.method == "jax_example" for result in table.results)
-        if leader:
-            writer.show_summary()
-        written = writer.finish()
     if leader:
         files = f"wrote {', '.join(map(str, written))}" if written else "nothing was written, since there is no `--out`"
         verdict = "" if all_ok else ", NOT all of them right"
-        print(f"{writer.measured} of {len(todo)} problems measured{verdict}; {files}")
+        print(f"{measured} of {len(todo)} problems measured{verdict}; {files}")
     return 0 if all_ok else 1
 
 
@@ -341,7 +331,6 @@ def _measure(
     mesh: Mesh,
     settings: Settings,
     roof: str,
-    writer: Writer,
     say: Callable[[str], None],
 ) -> Table:
     """Measures one problem and returns its table.
@@ -367,7 +356,6 @@ def _measure(
         for number in range(settings.rounds):
             say(f"round {number + 1} of {settings.rounds}")
             session.run_round(number)
-            writer.add_round(problem, number, session.results)
         read = environment.clocks if jax.process_index() == 0 else str
         clocks = session.during_load(0.3 if is_gpu else 0.0, read)
         session.finish()

@@ -2,8 +2,8 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
 
     python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
-    python3 -m benchmarks.crossover benchmarks/model/h100/[fjks]*.csv benchmarks/model/h200/fitted*.csv \
-        benchmarks/model/h200/{few_tiles,judged,judged_more,named,known_long,short}.csv \
+    python3 -m benchmarks.crossover benchmarks/model/h100/[fjks]*.csv.xz benchmarks/model/h200/fitted*.csv.xz \
+        benchmarks/model/h200/{few_tiles,judged,judged_more,named,known_long,short}.csv.xz \
         benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
@@ -31,8 +31,8 @@ from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_fil
 FOLDER = pathlib.Path(__file__).resolve().parent
 _SIZES = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
 _KEY = ("gpu", *_SIZES)
-# `result`: the file from which a row comes, relative to benchmarks/ and without suffix. That file names the commit, the
-# date and the command.
+# `result`: the file from which a row comes, relative to benchmarks/ and without suffixes. That file names the commit,
+# the date and the command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
 
 
@@ -80,7 +80,7 @@ def _gpu(path: pathlib.Path) -> str:
 
 def _name(path: pathlib.Path) -> str:
     """Returns the text by which the column `result` names a file."""
-    path = path.resolve().with_suffix("")
+    path = path.resolve().with_name(path.name.split(".")[0])
     return path.relative_to(FOLDER).as_posix() if path.is_relative_to(FOLDER) else path.name
 
 

@@ -1,12 +1,13 @@
 """Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
     python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model/h200
-    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv
+    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv.xz
 
 With `--gpu h100` it does the same for an H100.
 
-The measurements come from `benchmarks.configurations`. The model shall find the fastest configuration of a problem. So
-the fit gives more weight to the ratios of times within a problem than to the times themselves.
+The measurements come from `benchmarks.configurations`, and are stored compressed (`xz -9e FILE.csv`). The model shall
+find the fastest configuration of a problem. So the fit gives more weight to the ratios of times within a problem than
+to the times themselves.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import collections
 import csv
 import dataclasses
 import json
+import lzma
 import math
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +39,14 @@ from overlap.cli.arguments import WrongArguments, old_file
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
-# For each GPU a folder. `held_out.csv` is for the judgement. The model is fitted to no file whose name begins with
+# For each GPU a folder. `held_out.csv.xz` is for the judgement. The model is fitted to no file whose name begins with
 # `held_out`. The times of a problem in a file are from one session. Times of different sessions are not compared, since
 # GPUs differ by some percent.
 FOLDER = pathlib.Path(__file__).parent / "model"
-_HELD_OUT = "held_out.csv"
-# If there is this file, the choices and the fastest configurations of `held_out.csv` were measured a second time. The
+_HELD_OUT = "held_out.csv.xz"
+# If there is this file, the choices and the fastest configurations of `_HELD_OUT` were measured a second time. The
 # fastest of many measured times is too short by chance; its second time is not.
-_AGAIN = "held_out_again.csv"
+_AGAIN = "held_out_again.csv.xz"
 # For each fitted rate its start value, and the largest factor by which the fitted value may differ from the start
 # value. All other rates do not appear in plain products, or are known from the data sheet. The rates of power are hard
 # to tell apart, so they may change by small factors only. `in_turn` may change little for another reason: the samples
@@ -118,24 +120,32 @@ class Times(collections.defaultdict[Problem, dict[Config | None, float]]):
         self.short: set[Problem] = set()
 
 
+def _rows(path: pathlib.Path) -> Iterator[dict[str, str]]:
+    opened = lzma.open if path.suffix == ".xz" else open
+    with opened(path, "rt", encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
 def load(path: pathlib.Path, gpu: str = "h200") -> Times:
-    """Reads the times in a CSV, measured on a GPU of `TARGETS`. Configurations that failed are left out."""
+    """Reads the times in a file (CSV, or CSV compressed by xz), measured on a GPU of `TARGETS`.
+
+    Configurations that failed are left out.
+    """
     times, alone = Times(TARGETS[gpu]), set[Problem]()
-    with path.open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
-            given |= {name: int(row[name]) for name in ("m", "n", "k")}
-            config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
-            if row["status"] == "ok":
-                problem = Problem(**given)
-                launch_ms = float(row.get("launch_ms", _USUAL_LAUNCH_MS))
-                if launch_ms < _LONG_LAUNCH_MS:
-                    times.short.add(problem)
-                by_itself = XLA_BY_ITSELF if config is None and problem in times.short else 1.0
-                times[problem][config] = float(row["us"]) * by_itself - (0.0 if "calls" in row else _ALONE_US[gpu])
-                times.weights[problem] = math.sqrt(int(row["samples"]) * launch_ms / _USUAL_LAUNCH_MS)
-                if "calls" not in row:
-                    alone.add(problem)
+    for row in _rows(path):
+        given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
+        given |= {name: int(row[name]) for name in ("m", "n", "k")}
+        config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
+        if row["status"] == "ok":
+            problem = Problem(**given)
+            launch_ms = float(row.get("launch_ms", _USUAL_LAUNCH_MS))
+            if launch_ms < _LONG_LAUNCH_MS:
+                times.short.add(problem)
+            by_itself = XLA_BY_ITSELF if config is None and problem in times.short else 1.0
+            times[problem][config] = float(row["us"]) * by_itself - (0.0 if "calls" in row else _ALONE_US[gpu])
+            times.weights[problem] = math.sqrt(int(row["samples"]) * launch_ms / _USUAL_LAUNCH_MS)
+            if "calls" not in row:
+                alone.add(problem)
     for problem in alone:
         ours = (us for config, us in times[problem].items() if config is not None)
         if min(ours, default=0.0) < _LEAST_ALONE_US - _ALONE_US[gpu]:
@@ -150,7 +160,7 @@ def held_out(gpu: str) -> pathlib.Path:
 
 def fitted_to(gpu: str) -> list[pathlib.Path]:
     """Returns the files that the model of a GPU is fitted to."""
-    return sorted(path for path in (FOLDER / gpu).glob("*.csv") if not path.name.startswith("held_out"))
+    return sorted(path for path in (FOLDER / gpu).glob("*.csv.xz") if not path.name.startswith("held_out"))
 
 
 # --- The fit ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Makes the tuning table that is shipped with the library, from the products of known models.
 
     python -m benchmarks.known_models tasks --out tasks.jsonl               writes tasks for `configurations`
-    python -m benchmarks.known_models table benchmarks/model/h200/known*.csv --jax 0.11.2
+    python -m benchmarks.known_models table benchmarks/model/h200/known*.csv.xz --jax 0.11.2
                                                                              writes the table, from its measurements
 
 Both take `--gpu h100` for an H100.

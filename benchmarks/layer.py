@@ -1,6 +1,6 @@
 """Compares a transformer's layer, as a user writes it with `overlap.layers`, with the same layer by XLA's partitioner.
 
-    python -m benchmarks.layer --out benchmarks/experiments/DATE-QUESTION
+    python -m benchmarks.layer --out benchmarks/results
     python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
 
 The command measures one layer of Llama 3 70B and one of Qwen 3 32B: norm, query, key and value, causal attention
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import command, experiment
+from benchmarks import command, layer_runs
 from benchmarks.profile_kinds import device_us_by_kind
 from overlap import layers
 from overlap.choice.dispatch import Implementation
@@ -167,12 +166,12 @@ class Case:
         def turn(_: Any, state: Any) -> Any:
             x, weights = state
             if not self.backward:
-                return experiment.normalized(layer(weights, x), x.dtype), weights
+                return layer_runs.normalized(layer(weights, x), x.dtype), weights
             _, pull = jax.vjp(layer, weights, x)
             d_weights, d_x = pull(x)
             # The weights use all gradients, so XLA computes all of them.
             moved = jax.tree.map(lambda w, d: w + (1e-6 * d).astype(w.dtype), weights, d_weights)
-            return experiment.normalized(d_x, x.dtype), moved
+            return layer_runs.normalized(d_x, x.dtype), moved
 
         options = WINDOWED if method == "windowed" and self.mesh.devices.flat[0].platform == "gpu" else None
         run = lambda x, weights: lax.fori_loop(0, turns, turn, (x, weights))  # noqa: E731
@@ -220,7 +219,7 @@ def measure(case: Case, methods: Sequence[str], rounds: int, turns: int | None, 
             assert distance < 3e-2, f"{name} differs from XLA by {float(distance):.1e}"
             loops[name] = case.program(name, turns).lower(*given).compile()
         launches = {name: functools.partial(loop, *given) for name, loop in loops.items()}
-        times = experiment.times_us(launches, rounds, turns)
+        times = layer_runs.times_us(launches, rounds, turns)
         kinds: dict[str, dict[str, float]] = {}
         for name in loops if breakdown else ():
             with tempfile.TemporaryDirectory() as folder:
@@ -237,11 +236,12 @@ def _names(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = command.tool_parser("layer", __doc__)
     parser.add_argument("--models", type=_names, default="llama-70b,qwen-32b", help=f"some of {', '.join(MODELS)}")
-    parser.add_argument("--tokens", type=experiment.numbers, default="2048,8192,16384", help="lengths of the sequence")
+    parser.add_argument("--tokens", type=layer_runs.numbers, default="2048,8192,16384", help="lengths of the sequence")
     parser.add_argument("--methods", type=_names, default=",".join(METHODS), help=f"some of {', '.join(METHODS)}")
     parser.add_argument("--breakdown", action="store_true", help="also profile the GPU's time by kind of kernel")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny layer, to test the harness")
-    experiment.add_options(parser, "layer", rounds=5)
+    layer_runs.add_options(parser, rounds=5)
+    layer_runs.add_out(parser)
     return parser
 
 
@@ -256,39 +256,30 @@ def _check(arguments: argparse.Namespace, devices: int) -> None:
         raise WrongArguments(f"layer: `--tokens` must be multiples of the {devices} devices, got {rest[0]}")
 
 
-def _rows(label: str, found: dict[str, Any]) -> list[str]:
-    """Returns the table's lines for one layer, one for each method. The ratio is the module docstring's."""
-    times, lines = found["times"], []
-    best_of_xla = [min(of) for of in zip(*(times[name] for name in ("XLA", "windowed") if name in times), strict=True)]
-    for name, us in times.items():
-        ratio = statistics.median(x / u for x, u in zip(best_of_xla, us, strict=True)) if best_of_xla else float("nan")
-        kinds = found["kinds"].get(name, {})
-        said = ", ".join(f"{kind} {value:.0f}" for kind, value in sorted(kinds.items()))
-        lines.append(f"| {label} | {name} | {statistics.median(us):.0f} | {ratio:.3f} | {said or '–'} |")
-    return lines
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.dry_run:
         arguments.models, arguments.tokens, arguments.rounds = ["tiny"], [32], 1
-    run = experiment.begin("layer", arguments)
+    windowed = ", ".join(f"{name}={value}" for name, value in WINDOWED.items())
+    run = layer_runs.begin("layer", arguments, windowed=windowed)
     devices = len(run.devices)
     _check(arguments, devices)
     mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=run.devices)
-    windowed = ", ".join(f"{name}={value}" for name, value in WINDOWED.items())
-    run.head(f"Layers of transformers, {devices} devices", windowed=windowed)
-    columns = ("layer, tokens, pass", "method", "µs", "best of XLA / method", "GPU time of a turn by kind, µs")
-    run.lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for model in arguments.models:
         for tokens in arguments.tokens:
             for backward in (False, True):
                 case = Case(mesh, MODELS[model], tokens, backward)
-                turns = 2 if arguments.dry_run else None
-                label = f"{model}, {tokens}, {'forward and backward' if backward else 'forward'}"
-                found = measure(case, arguments.methods, arguments.rounds, turns, arguments.breakdown)
-                run.rows(*_rows(label, found))
-    run.finish()
+                found = measure(
+                    case, arguments.methods, arguments.rounds, 2 if arguments.dry_run else None, arguments.breakdown
+                )
+                times, label = found["times"], f"{model}, {'forward and backward' if backward else 'forward'}"
+                of_xla = [times[name] for name in ("XLA", "windowed") if name in times]
+                best_of_xla = [min(of_round) for of_round in zip(*of_xla, strict=True)]
+                kinds = {
+                    name: ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(of_kind.items()))
+                    for name, of_kind in found["kinds"].items()
+                }
+                run.add(str(tokens), label, times, best_of_xla, kinds)
     return 0
 
 

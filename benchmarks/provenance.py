@@ -1,10 +1,8 @@
 """Finds the commit whose code a benchmark measures. Code that is not committed is not measured.
 
 A measurement can be repeated only if its code can be found again. So the harness refuses a tree that differs from the
-commit that it would record. In a copy of the tree without the repository's history, the user names the commit. The
-harness records this commit as unverified, with a hash of the copy's overlap/, computed as Git does. Later
-`python -m benchmarks.index` compares this hash with the hash of that folder in the commit, in a repository with the
-history.
+commit that it would record. In a copy of the tree without the history, the user names the commit. The harness records
+it as unverified, with a hash of the copy's overlap/, computed as Git does. A test compares this hash with the commit's.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ VARIABLE = "OVERLAP_COMMIT"
 UNVERIFIED = "unverified: not in a repository here"
 DIGITS = 12
 # The folders that must not differ from the commit. Results may differ, since each measurement writes some.
-_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results", ":(exclude)benchmarks/experiments")
+_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results")
 
 
 class Refused(Exception):
@@ -28,32 +26,26 @@ class Refused(Exception):
 
 
 def facts(named: str | None = None, root: pathlib.Path = REPOSITORY) -> dict[str, str]:
-    """Returns the commit whose code is in `root`, and the hash of overlap/, as facts about a run.
+    """Returns the commit whose code is in `root`, and the hash of overlap/, by the names "commit" and "code".
 
-    The names of the facts are "commit" and "code".
-
-    Args:
-      named: a full or abbreviated hash; None: $OVERLAP_COMMIT, else HEAD.
-      root: the root of the tree.
+    `named` is a full or abbreviated hash; None: $OVERLAP_COMMIT, else HEAD.
 
     Raises:
       Refused: `named` is no commit of the history, the code differs from it, or there is no .git and `named` is None.
     """
     named = named or os.environ.get(VARIABLE) or None
     code = f"overlap {tree_hash(root / 'overlap')[:DIGITS]}"
+    unverified = {"commit": f"{(named or '')[:DIGITS]} ({UNVERIFIED})", "code": code}
     if not has_history(root):
         if named is None:
-            raise Refused(
-                f"there is no .git in {root}, so the commit must be named: --commit HASH (or {VARIABLE}), where HASH "
-                "is what `git rev-parse HEAD` says where the tree was copied from"
-            )
+            words = f"there is no .git in {root}, so the commit must be named: --commit HASH (or {VARIABLE})"
+            raise Refused(f"{words}, as `git rev-parse HEAD` says where the tree was copied from")
         if re.fullmatch(r"[0-9a-f]{7,40}", named) is None:
             raise Refused(f"`--commit` must be a hash of 7 to 40 digits where there is no .git, got {named!r}")
-        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
+        return unverified
     commit = in_history(named or "HEAD", root)
     if commit is None and named and re.fullmatch(r"[0-9a-f]{40}", named) and git(root, "cat-file", "-t", named) is None:
-        # This tree is a copy inside another repository, which does not have the named commit.
-        return {"commit": f"{named[:DIGITS]} ({UNVERIFIED})", "code": code}
+        return unverified  # This tree is a copy inside another repository, which does not have the named commit.
     if commit is None:
         raise Refused(f"`--commit` must be a commit of this repository's history, got {named!r}")
     if changed := _changed(commit, root):
@@ -98,15 +90,13 @@ def tree_hash(folder: pathlib.Path) -> str:
     for path in folder.iterdir():
         if path.name == "__pycache__":
             continue
+        # Git sorts folders as if their names ended in a slash.
         if path.is_dir():
-            entries.append((path.name + "/", b"40000", path.name, tree_hash(path)))
+            entries.append((path.name.encode() + b"/", b"40000", tree_hash(path)))
         else:
-            data = path.read_bytes()
             mode = b"100755" if path.stat().st_mode & 0o100 else b"100644"
-            entries.append((path.name, mode, path.name, _object_hash(b"blob", data)))
-    # Git sorts folders as if their names ended in a slash.
-    entries.sort(key=lambda entry: entry[0].encode())
-    listed = (mode + b" " + name.encode() + b"\0" + bytes.fromhex(digest) for _, mode, name, digest in entries)
+            entries.append((path.name.encode(), mode, _object_hash(b"blob", path.read_bytes())))
+    listed = (mode + b" " + name.rstrip(b"/") + b"\0" + bytes.fromhex(digest) for name, mode, digest in sorted(entries))
     return _object_hash(b"tree", b"".join(listed))
 
 

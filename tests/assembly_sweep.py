@@ -1,6 +1,6 @@
 """Assembles every class of kernels that can be chosen, tests the assumptions behind the classes, and writes a report.
 
-    python -m tests.assembly_sweep --out benchmarks/experiments/DATE-does-every-kernel-assemble/assembled_space.md
+    python -m tests.assembly_sweep --out build/assembled_space.md
 
 Takes about an hour on two cores; the tests assemble only the `cover` (`tests/test_assembled_space.py`). Three parts:
 

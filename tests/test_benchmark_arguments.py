@@ -15,14 +15,13 @@ from benchmarks import (
     block,
     configurations,
     crossover,
+    current,
     fit_model,
-    forecast,
-    index,
     known_models,
     ladder,
     matmul,
     model_tasks,
-    plot,
+    performance,
     report,
     timeline,
 )
@@ -34,8 +33,8 @@ from overlap.cli import devices, ending
 pytestmark = pytest.mark.one_jax
 PROGRAMS = {
     "": table_of_name, "before_after": before_after, "block": block, "configurations": configurations,
-    "crossover": crossover, "fit_model": fit_model, "forecast": forecast, "known_models": known_models,
-    "ladder": ladder, "matmul": matmul, "model_tasks": model_tasks, "plot": plot, "timeline": timeline,
+    "crossover": crossover, "fit_model": fit_model, "known_models": known_models,
+    "ladder": ladder, "matmul": matmul, "model_tasks": model_tasks, "timeline": timeline,
 }  # fmt: skip
 NUMBERS = ("0", "-1", "nan", "inf", "text", "1.5")
 SECONDS = ("-1", "nan", "inf", "text")
@@ -84,7 +83,6 @@ def refused(line: str, capsys) -> str:
         ("--dry-run --out file/x", "--out: cannot write to 'file/x'"),
         ("--dry-run --out /proc/x", "--out: cannot write to '/proc/x'"),
         ("--dry-run --out /dev/full", "--out: cannot write to '/dev/full'"),
-        ("--dry-run --name a/b", "--name: must be the name of a file without folders"),
         *((f"block --dry-run --{name} {text}", f"--{name}") for name in
           ("devices", "rounds", "hidden", "inner", "tokens") for text in NUMBERS),
         ("block --out file", "--out: cannot write to 'file'"),
@@ -114,14 +112,10 @@ def test_a_table_refuses_by_name_what_makes_no_sense(here, capsys, line, named):
         ("crossover file --out new", "file is no result of a benchmark"),
         ("fit_model --times missing", "--times: cannot read"),
         ("fit_model --judge --times file", "file holds no times"),
-        ("forecast --csv /dev/full", "--csv: must name a file, got '/dev/full', which is a device or a pipe"),
         ("known_models tasks --out new --limit 0", "--limit"),
         ("known_models table file --jax 0.12", "file holds no times"),
         ("model_tasks --seed nan --problems 1 --out new", "--seed"),
         ("model_tasks --seed 1 --problems 0 --out new", "--problems"),
-        ("plot missing --out new.png", "cannot read 'missing'"),
-        ("plot file --out new.txt", "`--out` must end in .png or .svg"),
-        ("plot file --out new.png", "none of the files holds a time"),
         ("timeline condense --raw . --out new", "`--raw` must be a folder that `record` wrote, got ."),
         ("timeline draw file", "file lacks the traces of XLA and of the fused kernel"),
     ],
@@ -139,56 +133,39 @@ def test_without_a_gpu_tables_ask_for_a_dry_run(here, capsys, monkeypatch):
         assert refused(line, capsys) == asked
 
 
-def test_the_index_takes_no_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["index", "--check"])
-    monkeypatch.setattr(index, "generated", lambda: pytest.fail("it writes"))
+def test_the_command_that_makes_the_pages_takes_no_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["performance", "--check"])
+    monkeypatch.setattr(performance, "generated", lambda: pytest.fail("it writes"))
     with pytest.raises(SystemExit) as end:
-        index.main()
+        performance.main()
     assert end.value.code == 2
 
 
 # --- What an aborted run leaves behind --------------------------------------------------------------------------------
 
 PROBLEM = TableProblem("matmul", 1, 1024, 4096, 4096, "bf16")
-TABLE = report.Table(
-    PROBLEM, [Result("xla", loop_us=[150.0], wall_us=[180.0], error=2e-4, error_bound=4e-4)], roof="xla"
-)
+ROWS = report.Table(PROBLEM, [Result("xla", loop_us=[150.0], wall_us=[180.0])], roof="xla").rows()
+FACTS = {"devices": "1 of 1 x NVIDIA H200 (one process)"}
 
 
-def test_an_interrupt_keeps_what_was_measured_and_no_partial_file(tmp_path):
-    (tmp_path / "run.summary.csv.partial").write_text("of a run that was killed")
-    writer = report.Writer(tmp_path, "run", {})
-    with pytest.raises(KeyboardInterrupt), Watch(60, lambda: writer.keep([PROBLEM])):
-        writer.add_round(PROBLEM, 0, TABLE.results)
-        writer.add_table(TABLE)
+def test_an_interrupt_says_what_was_kept(tmp_path, capsys):
+    kept = []
+    with pytest.raises(KeyboardInterrupt), Watch(60, lambda: kept):
+        kept.append(report.add(tmp_path, ROWS, FACTS))
         raise KeyboardInterrupt
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.csv", "run.md", "run.rounds.csv"]
-    assert "left out for want of time: 1024x4096x4096 bf16 nn" in (tmp_path / "run.md").read_text()
+    assert capsys.readouterr().err == f"kept {tmp_path / 'matmul-h200-1-one_process.csv'}\n"
 
 
-def test_an_error_before_anything_was_measured_leaves_nothing(tmp_path):
-    writer = report.Writer(tmp_path, "run", {})
-    with pytest.raises(RuntimeError), Watch(60, lambda: writer.keep([PROBLEM])):
-        raise RuntimeError("out of memory")
-    assert not list(tmp_path.iterdir())
+def test_a_full_disk_ends_with_one_line_and_leaves_the_table_as_it_was(tmp_path, monkeypatch, capsys):
+    before = report.add(tmp_path, ROWS, FACTS).read_text()
 
+    def full(path, text):
+        raise OSError(28, "No space left on device", path.name)
 
-def test_a_full_disk_ends_with_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
-    writer = report.Writer(tmp_path, "run", {})
-
-    def full(suffix: str, text: str, mode: str = "w") -> None:
-        raise OSError(28, "No space left on device", "run.csv.partial")
-
-    def run() -> int:
-        with Watch(60, lambda: writer.keep([PROBLEM])):
-            writer.add_round(PROBLEM, 0, TABLE.results)
-            monkeypatch.setattr(writer, "_write", full)
-            writer.add_table(TABLE)
-        return 0
-
-    assert ending.run(run) == 1
-    assert capsys.readouterr().err == "run.csv.partial: No space left on device\n"
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(current, "replace", full)
+    assert ending.run(lambda: report.add(tmp_path, ROWS, FACTS) and 0) == 1
+    assert capsys.readouterr().err == "matmul-h200-1-one_process.csv: No space left on device\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before]
 
 
 def test_a_run_that_is_told_to_end_keeps_what_was_measured_though_its_thread_is_busy(repository):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import json
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import command, harness, matmul, methods, report, summary
+from benchmarks import command, current, harness, matmul, methods, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.problems import DTYPES, LAYOUTS, SUITES, TableProblem, parse
 from overlap.tuning.operations import AXIS, product
@@ -251,13 +250,13 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
 # --- Unsupported problems, and which kernels ran ----------------------------------------------------------------------
 
 
-def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh) -> None:
+def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh, capsys) -> None:
     problem = dataclasses.replace(PROBLEM, m=97, layout="tn")
     results = measure(problem, mesh, *methods.matmul_methods(problem.library, ["fused", "xla"], [], 1))
     assert results[0].status.startswith("NOT SERVED: the copy engine needs the rows of lhs")
     assert not results[0].served and results[1].ok and results[1].served
-    text = report.markdown([report.Table(problem, results, roof="xla")], {})
-    assert "| fused | not served |" in text and "fused: NOT SERVED: the copy engine" in text
+    report.show(report.Table(problem, results, roof="xla"))
+    assert "  fused, status: NOT SERVED: the copy engine" in capsys.readouterr().out
 
 
 def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
@@ -276,57 +275,7 @@ def test_kernel_names_are_written_and_stay_empty_without_cupti(mesh: Mesh, monke
     monkeypatch.setattr(harness, "_kernels", lambda *_: [[("nvjet_hsh", 0.5), ("reduce", 0.1)]] * 5)
     (result,) = run()
     assert result.ok and result.kernel_us is None
-    assert "xla: kernels nvjet_hsh; reduce" in report.markdown([report.Table(PROBLEM, [result])], {})
-
-
-# --- The summary ------------------------------------------------------------------------------------------------------
-
-
-def table(shape: str, layout: str, fused_us: float | None, status: str = "ok") -> report.Table:
-    (problem,) = parse("matmul", 1, [shape], "bf16", [layout])
-    times = [] if fused_us is None else [fused_us] * 2
-    results = [
-        Result("fused", status=status, loop_us=times, wall_us=times),
-        Result("xla", loop_us=[100.0] * 2, wall_us=[100.0] * 2),
-    ]
-    return report.Table(problem, results, roof="xla")
-
-
-TABLES = [
-    table("1x2x3", "nn", 50.0),
-    table("4x5x6", "nn", 200.0),
-    table("7x8x9", "tn", None, "NOT SERVED: rows"),
-    table("1x2x3", "tn", 125.0),
-    table("4x5x6", "tn", None, "FAILED: error 1 > 0"),
-]
-
-
-def test_the_summary_has_geometric_mean_and_minimum_of_what_was_measured() -> None:
-    rows = summary.summarize([row for each in TABLES for row in each.rows()], "xla")
-    assert [(row["method"], row["dtype"], row["layout"]) for row in rows] == [
-        ("fused", "bf16", "nn"), ("fused", "bf16", "tn"), ("fused", "bf16", "all"),
-    ]  # fmt: skip
-    nn, tn, both = rows
-    assert (nn["roof_geomean"], nn["roof_min"], nn["roof_min_at"]) == (pytest.approx(1.0), 0.5, "4x5x6 nn")
-    assert [tn[name] for name in ("problems", "measured", "not_served", "failed")] == [3, 1, 1, 1]
-    assert tn["roof_geomean"] == pytest.approx(0.8)
-    assert both["measured"] == 3 and both["roof_geomean"] == pytest.approx(0.8 ** (1 / 3)) and both["roof_min"] == 0.5
-    assert both["bf16_geomean"] is None
-
-
-def test_the_summary_is_on_disk_after_every_problem(tmp_path: pathlib.Path) -> None:
-    writer = report.Writer(tmp_path, "run", {"gpu": "none"})
-    for count, each in enumerate(TABLES, 1):
-        writer.add_table(each)
-        text = (tmp_path / "run.md.partial").read_text()
-        assert text.count("\n## matmul") == count and ("## All problems" in text) == (count > 1)
-    writer.leave_out([PROBLEM])
-    assert "left out for want of time: 96x160x64 bf16 nn" in (tmp_path / "run.md.partial").read_text()
-    writer.finish()
-    text = (tmp_path / "run.md").read_text()
-    assert "fused failed: 4x5x6 bf16 tn: FAILED: error 1 > 0" in text and "fused failed: 7x8x9" not in text
-    rows = list(csv.DictReader((tmp_path / "run.summary.csv").open()))
-    assert tuple(rows[0]) == summary.COLUMNS and rows[0]["roof_min"] == "0.5"
+    assert report.Table(PROBLEM, [result]).rows()[0]["kernel_names"] == "nvjet_hsh; reduce"
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
@@ -337,21 +286,18 @@ def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.Com
     program = (
         f"import sys\nfrom benchmarks import command, harness, matmul\n{before}\nsys.exit(matmul.main(sys.argv[1:]))"
     )
-    line = [sys.executable, "-c", program, "--dry-run", "--out", str(folder), "--name", "dry", *options]
+    line = [sys.executable, "-c", program, "--dry-run", "--out", str(folder), *options]
     return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
 
 
-def test_a_dry_run_of_the_suite_measures_all_layouts_and_sums_up(tmp_path: pathlib.Path) -> None:
+def test_a_dry_run_of_the_suite_measures_all_layouts(tmp_path: pathlib.Path) -> None:
     done = run(tmp_path, "--suite", "standard", "--dtype", "bf16", "--kernel-names")
     assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    (table,) = current.tables(tmp_path)
+    rows = table.rows
     assert [row["layout"] for row in rows if row["method"] == "fused"] == ["nn", "nt", "tn"] * 2
     not_served = [row["shape"] for row in rows if row["status"].startswith("NOT SERVED")]
     assert not_served == ["97x136x72"] and all(float(row["first_call_s"]) > 0 for row in rows if row["status"] == "ok")
-    total = list(csv.DictReader((tmp_path / "dry.summary.csv").open()))[-1]
-    assert (total["layout"], total["measured"], total["not_served"], total["failed"]) == ("all", "5", "1", "0")
-    assert 0 < float(total["roof_min"]) <= float(total["roof_geomean"])
-    assert "all problems" in done.stdout
 
 
 FAIL_IN_THE_SECOND = """
@@ -370,9 +316,10 @@ def test_if_one_problem_fails_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
     shapes = ["--shapes", "32x64x64,64x64x64,96x64x64", "--methods", "xla"]
     done = run(tmp_path, *shapes, before=FAIL_IN_THE_SECOND)
     assert done.returncode == 1
-    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    (table,) = current.tables(tmp_path)
+    rows = table.rows
     assert [row["status"] for row in rows] == ["ok", "ERROR RuntimeError: out of memory", "ok"]
-    assert "xla failed: 64x64x64 f16 nn: ERROR RuntimeError: out of memory" in done.stdout
+    assert "  xla, status: ERROR RuntimeError: out of memory" in done.stdout
 
 
 A_MINUTE_EACH = """
@@ -392,8 +339,7 @@ def test_what_does_not_fit_into_the_budget_is_left_out_and_said(tmp_path: pathli
     done = run(tmp_path, *shapes, before=A_MINUTE_EACH)
     assert done.returncode == 0, done.stderr
     # The third problem would begin after 120 seconds and end after 180.
-    rows = list(csv.DictReader((tmp_path / "dry.csv").open()))
+    (table,) = current.tables(tmp_path)
+    rows = table.rows
     assert [row["shape"] for row in rows] == ["32x64x64", "64x64x64"]
-    assert "no time left for 1 of 3 problems" in done.stderr
-    for text in (done.stdout, (tmp_path / "dry.md").read_text()):
-        assert text.count("left out for want of time: ") == 1 and "left out for want of time: 96x64x64 f16 nn" in text
+    assert "no time left for 1 of 3 problems: 96x64x64 f16 nn" in done.stderr

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import functools
 import json
 import math
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import command, methods, plot, report
+from benchmarks import command, current, methods, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.loop_copies import copies_in_loops
 from benchmarks.problems import TableProblem
@@ -83,7 +82,7 @@ def coarse(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("wrong", [zeros, not_a_number, one_tile_missing, own_shard_only, coarse])
-def test_a_wrong_method_is_shown_as_failed_and_not_timed(mesh: Mesh, wrong) -> None:
+def test_a_wrong_method_is_shown_as_failed_and_not_timed(mesh: Mesh, wrong, capsys) -> None:
     session = measure(mesh, Method("wrong", wrong), Method("xla", reference))
     bad, good = session.results
     assert bad.status.startswith("FAILED: error ")
@@ -91,7 +90,8 @@ def test_a_wrong_method_is_shown_as_failed_and_not_timed(mesh: Mesh, wrong) -> N
     assert good.ok and len(good.loop_us) == QUICK.rounds
     row = report.Table(PROBLEM, session.results).rows()[0]
     assert row["method"] == "wrong" and row["loop_us"] is None and row["xla_over_this"] is None
-    assert "| wrong | FAILED |" in report.markdown([report.Table(PROBLEM, session.results)], {})
+    report.show(report.Table(PROBLEM, session.results))
+    assert "  wrong, status: FAILED: error " in capsys.readouterr().out
 
 
 def test_a_method_that_raises_is_reported_and_the_others_go_on(mesh: Mesh) -> None:
@@ -280,60 +280,24 @@ def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
     assert failed["loop_us"] is None and failed["xla_over_this"] is None
 
 
-def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap() -> None:
+def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap(capsys) -> None:
     table = synthetic()
     table.results[1].loop_us = [50.0, 100.0, 55.0]
     table = report.Table(table.problem, [table.results[0], table.results[1]])
     row = table.rows()[0]
     assert row["xla_over_this"] == pytest.approx(0.5)
     assert row["roof_over_this"] is None
-    assert "| 0.500 | – |" in report.markdown([table], {})
+    report.show(table)
+    assert re.search(r"0\.500 │ +– │", capsys.readouterr().out)
 
 
-def test_files_are_flushed_as_they_come_and_renamed_when_complete(tmp_path: pathlib.Path) -> None:
-    table = synthetic()
-    facts = {"gpu": "NVIDIA H200", "commit": "abc", "date": "today", "command": "python -m benchmarks"}
-    writer = report.Writer(tmp_path, "run.1", facts)
-    writer.add_round(table.problem, 0, table.results)
-    rounds = list(csv.DictReader((tmp_path / "run.1.rounds.csv.partial").open()))
-    assert [row["method"] for row in rounds] == ["fused", "xla", "roof"]
-    named = ("env_date", "env_commit", "env_command")
-    assert tuple(rounds[0]) == (*report.ROUND_COLUMNS, *named)
-    assert [rounds[2][name] for name in named] == ["today", "abc", "python -m benchmarks"]
-    assert float(rounds[0]["loop_us"]) == 110.0
-    writer.add_table(table)
-    assert (tmp_path / "run.1.csv.partial").exists() and not (tmp_path / "run.1.csv").exists()
-    assert sorted(path.name for path in writer.finish()) == ["run.1.csv", "run.1.md", "run.1.rounds.csv"]
-    rows = list(csv.DictReader((tmp_path / "run.1.csv").open()))
-    assert tuple(rows[0]) == (*report.SUMMARY_COLUMNS, *(f"env_{name}" for name in facts))
+def test_rows_of_a_table_name_their_run(tmp_path: pathlib.Path) -> None:
+    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
+    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
+    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts))
     assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
-    assert rows[0]["env_gpu"] == "NVIDIA H200" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
+    assert rows[0]["env_commit"] == "abc" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
     assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
-    assert "ValueError: too large" in (tmp_path / "run.1.md").read_text()
-
-
-def test_the_plot_draws_what_was_timed(tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
-    for devices in (2, 4):
-        table = synthetic()
-        table.problem = dataclasses.replace(table.problem, devices=devices)
-        writer = report.Writer(tmp_path, f"run-{devices}", {})
-        writer.add_round(table.problem, 0, table.results)
-        writer.add_table(table)
-        writer.finish()
-    files = sorted(map(str, tmp_path.glob("*.csv")))
-    assert len(plot.read(files)) == 2 * 3
-    assert plot.main([*files, "--out", str(tmp_path / "plot.png")]) == 0
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert plot.main(["--against", "m", "--methods", "fused", *files, "--out", str(tmp_path / "rows.png")]) == 0
-    assert (tmp_path / "rows.png").stat().st_size > 10_000
-    alone = [row for row in plot.read(files) if row["method"] == "xla"]
-    (tmp_path / "alone.csv").write_text("\n".join([",".join(alone[0]), ",".join(alone[0].values())]))
-    with pytest.raises(SystemExit, match="compares a method to XLA"):
-        plot.main(["--against", "m", str(tmp_path / "alone.csv"), "--out", str(tmp_path / "none.png")])
-    with pytest.raises(SystemExit, match="of these methods"):
-        plot.main(["--methods", "fused:stages=9", *files, "--out", str(tmp_path / "none.png")])
-    assert not (tmp_path / "none.png").exists()
 
 
 # --- The command line -------------------------------------------------------------------------------------------------
@@ -355,11 +319,10 @@ def test_variants_and_shapes_are_read() -> None:
 
 
 def dry_run(table: str, folder: pathlib.Path, *options: str) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
-    line = [sys.executable, "-m", f"benchmarks.{table}", "--dry-run", "--out", str(folder), "--name", "dry", *options]
+    line = [sys.executable, "-m", f"benchmarks.{table}", "--dry-run", "--out", str(folder), *options]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
-    assert (folder / "dry.csv").exists(), done.stdout + done.stderr
-    with (folder / "dry.csv").open() as file:
-        return done, list(csv.DictReader(file))
+    (found,) = current.tables(folder) or pytest.fail(done.stdout + done.stderr)
+    return done, list(found.rows)
 
 
 def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_does_not_fit(tmp_path) -> None:
@@ -379,22 +342,23 @@ def test_a_dry_run_of_the_single_gpu_table(tmp_path) -> None:
     assert rows[0]["devices"] == "1" and rows[0]["roof_over_this"] == "1"
 
 
-def test_a_run_that_hangs_ends_with_a_trace_and_keeps_its_rounds(tmp_path) -> None:
+def test_a_run_that_hangs_ends_with_a_trace_and_keeps_finished_problems(tmp_path) -> None:
     program = """
 import sys, time
 from benchmarks import all_gather_matmul, harness
 run_round = harness.Session.run_round
-def hang_in_the_second(self, number):
-    time.sleep(100 * number)
+def hang_in_the_second_problem(self, number):
+    time.sleep(100 * (self.problem.m > 64))
     run_round(self, number)
-harness.Session.run_round = hang_in_the_second
+harness.Session.run_round = hang_in_the_second_problem
 all_gather_matmul.main(sys.argv[1:])
 """
-    options = ["--dry-run", "--methods", "xla", "--timeout-s", "5", "--out", str(tmp_path), "--name", "hang"]
-    line = [sys.executable, "-c", program, *options]
+    options = ["--dry-run", "--methods", "xla", "--timeout-s", "5", "--out", str(tmp_path)]
+    line = [sys.executable, "-c", program, *options, "--shapes", "64x256x128,128x256x128"]
     done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "hang_in_the_second" in done.stderr and "round 2 of 2" in done.stderr
-    rounds = list(csv.DictReader((tmp_path / "hang.rounds.csv").open()))
-    assert [row["method"] for row in rounds] == ["xla"]
-    assert not list(tmp_path.glob("*.partial")) and done.stderr.endswith("no progress for 5 s (--timeout-s): ended\n")
+    assert "hang_in_the_second" in done.stderr and "round 1 of 2" in done.stderr
+    (table,) = current.tables(tmp_path)
+    assert [row["shape"] for row in table.rows] == ["64x256x128"]
+    assert f"kept {tmp_path / table.name}.csv" in done.stderr
+    assert done.stderr.endswith("no progress for 5 s (--timeout-s): ended\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import math
@@ -19,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import current
 from overlap.emulation import ProtocolError, RaceError, emulate
 from overlap.kernels import blackwell_ladder
 from overlap.kernels.blackwell_ladder import (
@@ -308,12 +308,12 @@ def test_a_dry_run_of_the_table_has_a_row_for_every_lesson(tmp_path, repository)
         "ladder,xla",
     ]
     done = subprocess.run(
-        [*line, "--out", str(tmp_path), "--name", "dry"], cwd=repository, capture_output=True, text=True, timeout=200,
+        [*line, "--out", str(tmp_path)], cwd=repository, capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "dry.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    (table,) = current.tables(tmp_path)
+    rows = table.rows
     assert [row["method"] for row in rows] == [*BY_NAME, "xla"]
     assert all(row["status"] == "ok" and float(row["roof_over_this"]) > 0 for row in rows)
 

@@ -114,11 +114,11 @@ def test_a_block_and_its_gradients(name, devices, check_vma):
 
 def test_the_benchmark_of_a_block(monkeypatch):
     mesh, sizes = mesh_of(jax.devices()[:2]), (32, 64, 128)
-    monkeypatch.setattr(block, "METHODS", {"chosen": None, "XLA": "plain"})
+    monkeypatch.setattr(block, "METHODS", {"chosen": None, "xla": "plain"})
     for pass_of in (block.forward, block.with_backward):
-        assert all(us > 0 for us in block.measure(mesh, *sizes, pass_of, rounds=1).values())
+        assert all(us > 0 for [us] in block.measure(mesh, *sizes, pass_of, rounds=1).values())
     right = block.mlp
     monkeypatch.setattr(block, "mlp", lambda how, *a: right(how, *a) * (1.0 if how == "plain" else 1.1) + a[0])
-    monkeypatch.setattr(block, "METHODS", {"chosen": None, "XLA": "plain"})
+    monkeypatch.setattr(block, "METHODS", {"chosen": None, "xla": "plain"})
     with pytest.raises(AssertionError, match="chosen differs from XLA"):
         block.measure(mesh, *sizes, block.forward, rounds=1)

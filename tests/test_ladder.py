@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import math
 import subprocess
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import environment, report
+from benchmarks import current, environment, report
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
 from overlap.emulation import ProtocolError, RaceError, emulate
@@ -141,11 +140,11 @@ def test_a_cluster_needs_pairs_of_tile_rows():
 
 
 def test_a_dry_run_of_the_table_has_a_row_for_every_rung(tmp_path, repository):
-    line = [sys.executable, "-m", "benchmarks.ladder", "--dry-run", "--out", str(tmp_path), "--name", "dry"]
+    line = [sys.executable, "-m", "benchmarks.ladder", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(line, cwd=repository, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "dry.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    (table,) = current.tables(tmp_path)
+    rows = table.rows
     assert [row["method"] for row in rows] == [*BY_NAME, "fused", "xla"]
     assert all(row["status"] == "ok" and float(row["roof_over_this"]) > 0 for row in rows)
     assert all(row["percent_of_peak"] == "" for row in rows)  # The CPU has no data-sheet figures.

@@ -30,8 +30,6 @@ def case(backward: bool) -> layer.Case:
 def test_all_methods_compute_the_same_layer(backward, methods):
     found = layer.measure(case(backward), methods, rounds=1, turns=2, breakdown=False)
     assert found["times"].keys() == set(methods) and all(us > 0 for [us] in found["times"].values())
-    lines = layer._rows("tiny", found)
-    assert len(lines) == len(methods) and all(line.count("|") == 6 for line in lines)
 
 
 def test_a_wrong_layer_is_noticed(monkeypatch):
@@ -70,7 +68,7 @@ def test_a_profile_without_gpus_has_no_kinds(tmp_path):
 def test_what_makes_no_sense_is_refused(options, words, monkeypatch):
     monkeypatch.setattr(layer.command, "need_gpus", lambda *_: None)
     monkeypatch.setattr(layer.command, "code_facts", lambda *_, **__: {})
-    monkeypatch.setattr(layer.experiment.overlap, "initialize", lambda: None)
+    monkeypatch.setattr(layer.layer_runs.overlap, "initialize", lambda: None)
     with pytest.raises(layer.WrongArguments, match=words):
         layer.main(options.split())
 

@@ -155,7 +155,7 @@ def test_what_is_chosen_is_seldom_slower_than_xla(gpu):
 def test_choices_that_are_measured_again_lose_less():
     """The fastest of many measured times is too short by chance. Measured again, it is so no more."""
     times, again = (
-        fit_model.load(fit_model.FOLDER / "h200" / name, "h200") for name in ("held_out.csv", fit_model._AGAIN)
+        fit_model.load(fit_model.FOLDER / "h200" / name, "h200") for name in (fit_model._HELD_OUT, fit_model._AGAIN)
     )
     parts = fit_model.losses_again(times, again)
     assert len(parts) >= 50 and statistics.mean(parts) <= 0.02

@@ -121,13 +121,6 @@ def old_folder(text: str) -> pathlib.Path:
     raise argparse.ArgumentTypeError(f"must name a folder, got {_shown(text)}: {reason}")
 
 
-def plain_name(text: str) -> str:
-    """Reads an argument that must be a bare file name; a path with folders is refused."""
-    if text in ("", ".", "..") or pathlib.PurePath(text).name != text:
-        raise argparse.ArgumentTypeError(f"must be the name of a file without folders, got {_shown(text)}")
-    return text
-
-
 def _no_other_file(text: str) -> pathlib.Path:
     """Reads a path where nothing exists, or a file that may be replaced."""
     path = pathlib.Path(text)

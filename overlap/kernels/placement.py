@@ -2,7 +2,7 @@
 
 The cores of a GPU belong to GPCs (eight on an H100 and an H200, of 16 or 18 cores). All CTAs of a cluster run in one
 GPC, and cores of one GPC share loads of the same lines. Measured on two H200s and an H100 of 132 cores, by asking each
-CTA for its core (benchmarks/experiments/2026-11-24-what-do-clusters-along-k-give):
+CTA for its core (docs/answers.md):
 
 - CTAs without clusters fill one GPC after the other: CTAs 0 to 15 run in one GPC, 16 to 31 in the next, and so on.
 - Clusters are dealt to the GPCs in turn: of clusters of two CTAs, clusters 4, 12, 20 and 28 run in one GPC; after

@@ -1,0 +1,88 @@
+"""Draws the figures of docs/performance.md as SVG: the same bytes for the same results."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from benchmarks.current import Row, Table, method
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Legible on white and on black.
+_GREY = "#808080"
+_COLORS = {
+    "all_gather_lhs_matmul": "#3b82f6",
+    "all_gather_rhs_matmul": "#14b8a6",
+    "matmul_reduce_scatter": "#f97316",
+    "matmul_all_reduce": "#c026d3",
+}
+_MARKERS = {2: "o", 4: "^"}
+
+
+def drawn(tables: Sequence[Table]) -> dict[str, str]:
+    """Returns the figures: by file name, the SVG text."""
+    return {"bound.svg": _scatter(tables, _bound, _label_bound), "rows.svg": _scatter(tables, _rows, _label_rows)}
+
+
+def _bound(table: Table, fused: Row, xla: Row) -> tuple[float, float] | None:
+    gain, roof = float(fused["xla_over_this"]), fused["roof_over_this"]
+    return (gain / float(roof), gain) if roof else None
+
+
+def _label_bound(axes: Axes) -> None:
+    axes.axline((1.0, 1.0), slope=1.0, color=_GREY, linewidth=0.8)
+    axes.annotate("free communication", (1.98, 1.94), color=_GREY, fontsize=8)
+    axes.set(xlabel="XLA's time / time of the product alone, by cuBLAS", xlim=(1.0, None))
+
+
+def _rows(table: Table, fused: Row, xla: Row) -> tuple[float, float]:
+    rows = int(fused["shape"].split("x")[0])
+    return rows * (table.devices if fused["op"] == "all_gather_lhs_matmul" else 1), float(fused["xla_over_this"])
+
+
+def _label_rows(axes: Axes) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="rows of the product (m)")
+
+
+def _scatter(
+    tables: Sequence[Table],
+    point: Callable[[Table, Row, Row], tuple[float, float] | None],
+    label: Callable[[Axes], None],
+) -> str:
+    """Draws XLA / fused of all collectives. `point` places a problem, `label` sets the axis of x."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    style = mpl.rc_context({
+        "svg.hashsalt": "overlap", "svg.fonttype": "none", "font.size": 9, "savefig.transparent": True,
+        "text.color": _GREY, "axes.labelcolor": _GREY, "axes.edgecolor": _GREY, "xtick.color": _GREY,
+        "ytick.color": _GREY,
+    })  # fmt: skip
+    with style:
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for operation, color in _COLORS.items():
+            for devices, marker in _MARKERS.items():
+                found = [
+                    point(table, fused, xla)
+                    for table in tables
+                    if table.operation.startswith(operation) and table.devices == devices
+                    for problem in table.problems()
+                    if (fused := method(problem, "fused")) and (xla := method(problem, "xla"))
+                ]
+                xs, ys = zip(*(each for each in found if each), strict=True) if any(found) else ((), ())
+                if xs:
+                    name = f"{operation}, {devices} GPUs"
+                    axes.plot(xs, ys, marker, color=color, markersize=4.5, alpha=0.75, markeredgewidth=0, label=name)
+        axes.axhline(1.0, color=_GREY, linewidth=0.8, linestyle="--")
+        axes.set_ylabel("XLA's time / fused")
+        label(axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=7, frameon=False)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
