@@ -193,7 +193,6 @@ class AllGather(Operation):
             g,
             lhs,
             dtype,
-            plan,
             OperandLayouts(True, False),
         )
         return found if found is None or plan.layouts.transpose_rhs else found.T
@@ -207,7 +206,7 @@ class AllGather(Operation):
             return None
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
-        return backward(scatter, g, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
+        return backward(scatter, g, rhs, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""

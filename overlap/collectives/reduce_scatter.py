@@ -69,7 +69,7 @@ class ReduceScatter(Summed):
             return None
         transport = "ring" if self.transport == "ring" else "pull"
         gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
-        return backward(gather, cotangent, rhs, dtype, plan, OperandLayouts(False, not plan.layouts.transpose_rhs))
+        return backward(gather, cotangent, rhs, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs))
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:
