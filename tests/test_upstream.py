@@ -1,4 +1,4 @@
-"""docs/upstream/: one text for each module of `overlap/_compat/`, and reproducers that fail as documented."""
+"""docs/upstream.md: one section for each module of `overlap/_compat/`; jax alone fails as the sections say."""
 
 from __future__ import annotations
 
@@ -9,19 +9,99 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-_PYTHON, _TEXT = (re.compile(rf"^```{kind}\n(.*?)^```$", re.MULTILINE | re.DOTALL) for kind in ("python", "text"))
-_FIXED = re.compile(r"^\*\*Versions:\*\*.*; fixed in jax ([\d.]+\d)", re.MULTILINE)
 _MACHINERY = {"__init__", "mend"}
 
 
+def lower(body, *scratch_types, **cluster):
+    semantics = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    out_type = jax.ShapeDtypeStruct((64, 64), jnp.float16)
+    kernel = plgpu.kernel(body, out_type=out_type, scratch_types=scratch_types, compiler_params=semantics, **cluster)
+    jax.jit(kernel).trace().lower(lowering_platforms=("cuda",))
+
+
+def loop_in_a_warp():
+    def body(_, done):
+        @plgpu.warp_map
+        def _(warp):
+            end = lax.while_loop(lambda x: x < 100, lambda x: 3 * x + 1, warp)
+            pl.when(end > 200)(lambda: plgpu.barrier_arrive(done))
+
+    lower(body, plgpu.Barrier())
+
+
+def arrival_of_a_warp():
+    def body(_, done):
+        @plgpu.warp_map
+        def _(warp):
+            pl.when(warp == 0)(lambda: plgpu.barrier_arrive(done))
+
+    lower(body, plgpu.ClusterBarrier(collective_axes=("rank",)), cluster=(2,), cluster_names=("rank",))
+
+
+def product_of_tiles(lhs_rows, rhs_rows):
+    def body(out_gmem, lhs_smem, rhs_smem, out_smem):
+        def multiply(acc):
+            plgpu.wgmma(acc, lhs_smem, rhs_smem)
+            return acc[...]
+
+        out_smem[...] = pl.run_scoped(multiply, plgpu.ACC((64, 64))).astype(jnp.float16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, out_gmem)
+        plgpu.wait_smem_to_gmem(0)
+
+    def operand(rows):
+        transforms = plgpu.TilingTransform((rows, 64)), plgpu.SwizzleTransform(128)
+        return plgpu.SMEM((64, 64), jnp.float16, transforms=transforms)
+
+    lower(body, operand(lhs_rows), operand(rhs_rows), plgpu.SMEM((64, 64), jnp.float16))
+
+
+def trace_without_a_mesh():
+    def per_device(slope):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            jax.make_jaxpr(lambda y: y * slope.sum())(jax.ShapeDtypeStruct((), jnp.float32))
+        return slope
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    jax.make_jaxpr(jax.shard_map(per_device, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(jnp.ones(4))
+
+
+REPRODUCERS = {
+    "loops-in-warps": loop_in_a_warp,
+    "arrivals-of-warps-at-cluster-barriers": arrival_of_a_warp,
+    "square-tiles": lambda: product_of_tiles(64, 64),
+    "unequal-tiles": lambda: product_of_tiles(8, 64),
+    "varying-axes": trace_without_a_mesh,
+}
+
+
+def failures():
+    found = {}
+    for anchor, reproducer in REPRODUCERS.items():
+        try:
+            reproducer()
+        except Exception as error:
+            found[anchor] = str(error)
+    return found
+
+
 @pytest.fixture(scope="module")
-def pages(repository):
-    return {page.name: page.read_text() for page in (repository / "docs" / "upstream").glob("*.md")}
+def sections(repository):
+    """The text below each heading, by the anchor that mkdocs makes of the heading."""
+    _, *parts = re.split(r"^## ", (repository / "docs" / "upstream.md").read_text(), flags=re.MULTILINE)
+    headings = [part.partition("\n") for part in parts]
+    return {re.sub(r"[^\w ]", "", heading).lower().replace(" ", "-"): text for heading, _, text in headings}
 
 
-def test_each_thing_has_a_text_and_each_text_a_thing(repository, pages):
+def test_each_module_has_a_section_and_each_section_a_module(repository, sections):
     named = set()
     for path in (repository / "overlap" / "_compat").glob("*.py"):
         if path.stem in _MACHINERY:
@@ -30,32 +110,22 @@ def test_each_thing_has_a_text_and_each_text_a_thing(repository, pages):
         # The reason, the versions, the possible replacement, and the text.
         for word in ("Reason:", "0.11.2 and 0.12.0.1", "Replaced by:"):
             assert word in docstring, (path.name, word)
-        (page,) = re.findall(r"For upstream: docs/upstream/([\w-]+\.md)\.", docstring)
-        named.add(page)
-        assert f"`{path.name}`" in pages["README.md"]
-    assert named == pages.keys() - {"README.md"} and len(named) > 8
-    assert all(f"({page})" in pages["README.md"] for page in named)
+        (anchor,) = re.findall(r"For upstream: docs/upstream\.md#([\w-]+)\.", docstring)
+        assert f"**Here:** `{path.name}`" in sections[anchor]
+        named.add(anchor)
+    assert named == sections.keys() and len(named) > 8
 
 
-def test_reproducers_fail_as_they_say(pages):
-    """All run in one process, without this library. If one no longer fails, jax is fixed and the workaround may go.
-
-    A text may say in which version of jax its reproducer is fixed. From that version on, it must not fail.
-    """
-    blocks = {name: (_PYTHON.search(text), _TEXT.search(text)) for name, text in pages.items()}
-    cases = {name: (code[1], said[1].strip()) for name, (code, said) in blocks.items() if code and said}
-    assert len(cases) == 7
-    attempt = "try:\n    exec({!r}, {{}})\nexcept Exception as error:\n    failures[{!r}] = str(error)"
-    attempts = (attempt.format(code, name) for name, (code, _) in cases.items())
-    program = "\n".join(["failures = {}", *attempts, "print(failures)"])
+def test_jax_alone_fails_as_the_sections_say(repository, sections):
+    """In a process without this library. If a reproducer no longer fails, jax is fixed and the workaround may go."""
+    said = {anchor: re.findall(r"^- \*\*Error:\*\* `(.*)`$", text, re.MULTILINE) for anchor, text in sections.items()}
+    assert {anchor for anchor, messages in said.items() if messages} == REPRODUCERS.keys()
+    program = "from tests import test_upstream; print(test_upstream.failures())"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, check=True
-    )
-    failures = ast.literal_eval(done.stdout.splitlines()[-1])
-    for name, (_, message) in cases.items():
-        fixed = _FIXED.search(pages[name])
-        if fixed and jax.__version_info__ >= tuple(map(int, fixed[1].split("."))):
-            assert name not in failures
-        else:
-            assert message in failures.get(name, "nothing failed"), name
+        [sys.executable, "-c", program],
+        env=environment, cwd=repository, capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    failed = ast.literal_eval(done.stdout.splitlines()[-1])
+    for anchor in REPRODUCERS:
+        assert said[anchor][0] in failed.get(anchor, "nothing failed"), anchor
