@@ -5,7 +5,7 @@ emulated CPU devices only as long as no backend runs. The public `jax.extend.bac
 question: calling it starts the backends.
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public function that asks without starting anything.
-For upstream: docs/upstream/backends-initialized.md.
+For upstream: docs/upstream.md#started-backends.
 """
 
 from __future__ import annotations

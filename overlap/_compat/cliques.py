@@ -11,7 +11,7 @@ GPU has a process of its own, a kernel with `addresses.Params` gets its peers' a
 (`told_addresses.py`). Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: in Mosaic GPU, logical device numbers that are positions in the mesh, and one clique per host.
-For upstream: docs/upstream/mosaic-gpu-cliques.md.
+For upstream: docs/upstream.md#peer-groups.
 """
 
 from __future__ import annotations

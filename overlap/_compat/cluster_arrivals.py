@@ -8,7 +8,7 @@ Change: Pallas's rule that lowers `barrier_arrive` for single warps is wrapped. 
 gets an object whose `arrive` works in a warp: lane i arrives at CTA i. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: `CollectiveBarrierRef.arrive` for a warp in jax.
-For upstream: docs/upstream/warp-cluster-arrivals.md.
+For upstream: docs/upstream.md#arrivals-of-warps-at-cluster-barriers.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the result the part's offset and type. A reference with offset 0 is left to jax'
 itself, so there the mend does nothing (compared: the code of jax 0.11.2 and 0.12.0.1).
 
 Replaced by: `get_cluster_ref` in jax 0.12.
-For upstream: docs/upstream/cluster-ref-offsets.md.
+For upstream: docs/upstream.md#parts-of-a-buffer-in-a-cluster.
 """
 
 from __future__ import annotations

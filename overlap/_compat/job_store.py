@@ -5,7 +5,7 @@ key-value store for messages of this kind, but gives no public access to the sto
 own would need a port and an address.
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public key-value store of `jax.distributed`.
-For upstream: docs/upstream/job-store.md.
+For upstream: docs/upstream.md#job-store.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ The names of the axes come from `jax.extend.core`, whose name for the function w
 function, or with other names for jax's own axes, no kernel counts as batched.
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a refusal in jax, or semaphores of each element's own.
-For upstream: docs/upstream/batched-kernels.md.
+For upstream: docs/upstream.md#batched-kernels.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ into a position, and the function that looks up a peer's buffer turns the positi
 
 Replaced by: a translation from positions to ranks in Mosaic GPU, or a way to give XLA the devices in order without XLA
 taking the clique for one of its own.
-For upstream: docs/upstream/mosaic-gpu-ranks.md.
+For upstream: docs/upstream.md#ranks.
 """
 
 from __future__ import annotations

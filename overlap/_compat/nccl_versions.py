@@ -6,7 +6,7 @@ scalar. With one process for all GPUs this fails with NCCL 2.28.9, which jax's o
 `python -m overlap doctor` warns.
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a lower bound for NCCL in jax's CUDA extras.
-For upstream: docs/upstream/nccl-peer-pointers.md.
+For upstream: docs/upstream.md#nccl-versions.
 """
 
 from __future__ import annotations

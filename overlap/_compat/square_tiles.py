@@ -9,7 +9,7 @@ Change: the layout inference offers S × S as its last choice, so that only a bu
 and `create_descriptor` is passed the size of square tiles. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: S × S among the tilings that jax's layout inference offers for operands of matrix products.
-For upstream: docs/upstream/square-mma-tiles.md.
+For upstream: docs/upstream.md#square-tiles.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ has written, and finds a buffer's row in the table by `Told.rows`. Outside of `t
 XLA sees no peers in the second one. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: a decision per parameter in Mosaic GPU, so that only parameters that peers read are in symmetric memory.
-For upstream: docs/upstream/mosaic-gpu-symmetric-memory.md.
+For upstream: docs/upstream.md#symmetric-memory.
 """
 
 from __future__ import annotations

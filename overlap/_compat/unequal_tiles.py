@@ -9,7 +9,7 @@ Change: the layout inference's rule for wgmma gives constraints that two tilings
 the constraint that the first tiling is one that wgmma takes. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: the same change in jax's layout inference.
-For upstream: docs/upstream/unequal-wgmma-tiles.md.
+For upstream: docs/upstream.md#unequal-tiles.
 """
 
 from __future__ import annotations

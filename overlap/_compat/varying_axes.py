@@ -8,7 +8,7 @@ which the scalar varies is not in the empty mesh. A library cannot turn `check_v
 
 Checked: jax 0.11.2 and 0.12.0.1. Replaced by: a public context for code that a primitive contains, where the primitive
 states the types.
-For upstream: docs/upstream/varying-axes.md.
+For upstream: docs/upstream.md#varying-axes.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ refuses the loop, because `scf.while` is not in its set of operations that a war
 Change: `scf.while` is added to the set. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: `support_warp_semantics=True` at the rule for `scf.while` in jax.
-For upstream: docs/upstream/warp-while-loops.md.
+For upstream: docs/upstream.md#loops-in-warps.
 """
 
 from __future__ import annotations
