@@ -13,8 +13,8 @@ Where mends are applied: `overlap/kernels/launch.py`, when a kernel of this libr
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no
 jax.
 
-docs/private_names.md lists every private name that is used. docs/upstream.md says for each module what jax would have to
-change so that it can go.
+docs/private_names.md lists every private name that is used. docs/upstream.md says for each module what change of jax
+would make it unnecessary.
 """
 
 from overlap._compat.backends import backends_are_initialized
