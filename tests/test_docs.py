@@ -7,6 +7,7 @@ import functools
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -50,6 +51,19 @@ def test_the_page_on_global_arrays_runs() -> None:
         jax.set_mesh(before)
     assert getattr(names["y"], "shape", None) == (4, 16, 32)
     assert getattr(names["h"], "shape", None) == (4, 16, 64)
+
+
+def test_the_pages_on_operations_and_on_the_choice_run() -> None:
+    names: dict[str, object] = {}
+    for page in ("shard_map.md", "choosing.md"):
+        for block in blocks(page, "python"):
+            for size, small in (("16384", "256"), ("8192", "128"), ("4096", "64"), ("1024", "16")):
+                block = block.replace(size, small)
+            exec(compile(block, page, "exec"), names)
+    shapes = {name: getattr(names[name], "shape", None) for name in ("y", "tokens", "h", "quantized", "c")}
+    expected = {"y": (128, 64), "tokens": (16, 64), "h": (128, 256), "quantized": (128, 256), "c": (64, 128)}
+    assert shapes == expected
+    assert getattr(names["on_h100"], "implementation", None) in ("fused", "xla")
 
 
 def test_the_page_on_primitives_runs() -> None:
@@ -148,12 +162,12 @@ def test_all_pages_are_built() -> None:
 @pytest.mark.one_jax
 def test_the_pages_are_built_strictly(tmp_path: pathlib.Path) -> None:
     """As in `make docs`, a broken link is an error."""
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed (extra `docs`)")
+    pytest.importorskip("material", reason="mkdocs-material is not installed (extra `docs`)")
     docs = tmp_path / "docs"
     docs.mkdir()
     for path in DOCS.glob("*.md"):
         (docs / path.name).write_text(path.read_text())
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    shutil.copytree(DOCS / "stylesheets", docs / "stylesheets")
     (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
 
     def build() -> subprocess.CompletedProcess[str]:
