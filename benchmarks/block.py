@@ -143,7 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--inner", type=whole_number(1), default=28672, help="width of the MLP (default: 28672)")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny block, to test the harness")
     layer_runs.add_options(parser, rounds=7)
-    layer_runs.add_out(parser)
     arguments = parser.parse_args(argv)
     if arguments.dry_run:
         arguments.tokens, arguments.hidden, arguments.inner, arguments.rounds = [64], 64, 64, 1

@@ -241,7 +241,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--breakdown", action="store_true", help="also profile the GPU's time by kind of kernel")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and a tiny layer, to test the harness")
     layer_runs.add_options(parser, rounds=5)
-    layer_runs.add_out(parser)
     return parser
 
 

@@ -38,10 +38,6 @@ def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
         "--rounds", type=whole_number(1), default=rounds, help=f"how often everything is timed (default: {rounds})"
     )
     parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
-    """Adds the option `--out`."""
     parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import __main__ as table_of_name
 from benchmarks import (
-    before_after,
     block,
     configurations,
     crossover,
@@ -32,7 +31,7 @@ from overlap.cli import devices, ending
 
 pytestmark = pytest.mark.one_jax
 PROGRAMS = {
-    "": table_of_name, "before_after": before_after, "block": block, "configurations": configurations,
+    "": table_of_name, "block": block, "configurations": configurations,
     "crossover": crossover, "fit_model": fit_model, "known_models": known_models,
     "ladder": ladder, "matmul": matmul, "model_tasks": model_tasks, "timeline": timeline,
 }  # fmt: skip
@@ -95,9 +94,6 @@ def test_a_table_refuses_by_name_what_makes_no_sense(here, capsys, line, named):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("before_after --before missing --before-commit x", "--before: must name a folder"),
-        ("before_after --before . --before-commit x", "`--before` must be the root of a tree"),
-        ("before_after --before . --before-commit x --rounds 0", "--rounds"),
         ("configurations --tasks missing --out new", "--tasks: cannot read 'missing': No such file"),
         ("configurations --tasks . --out new", "--tasks: must name a file, got the folder"),
         ("configurations --tasks file --out new", "`--tasks` file is no task file"),
