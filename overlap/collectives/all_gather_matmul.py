@@ -321,8 +321,8 @@ def all_gather_lhs_matmul(
         to do.
 
     Differentiable to any order, in forward and reverse mode. Two products of the backward pass have fused kernels of
-    their own. They run where this call runs its kernel, configured as without `config`, if the result has the operands' dtype, there are no scales,
-    and nothing depends on a returned gathered `lhs`:
+    their own. They run where this call runs its kernel, configured as without `config`, if the result has the operands'
+    dtype, there are no scales, and nothing depends on a returned gathered `lhs`:
 
     - The cotangent of `lhs` is a `matmul_reduce_scatter` for each right operand, with the same kind of transport.
     - The cotangent of each `rhs` is an `all_gather_rhs_matmul` along k. This needs that `lhs` was not returned and

@@ -147,9 +147,9 @@ def matmul_reduce_scatter(
         to do.
 
     Differentiable to any order, in forward and reverse mode. With rows scattered, no scales, and a result of the
-    operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport. Its
-    kernel runs where this call runs its kernel, configured as without `config`. The gathered cotangent of the result is used for the cotangent of
-    `rhs` as well. XLA computes everything else in the backward pass.
+    operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport. Its kernel
+    runs where this call runs its kernel, configured as without `config`. The gathered cotangent of the result is used
+    for the cotangent of `rhs` as well. XLA computes everything else in the backward pass.
 
     `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
     element. For `vmap` over a bias or arrays that an activation captures, the kernel computes the sum and XLA the rest.
