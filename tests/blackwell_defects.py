@@ -213,15 +213,6 @@ def ask_the_own_epilogue_alone(patch):
     patch.setattr(blackwell, "_drained", barrier)
 
 
-def end_before_the_other_cta_has_drained(patch):
-    patch.setattr(blackwell, "_wait_until_drained", NOTHING)
-
-
-def end_before_the_other_cta_has_drained_the_last(patch):
-    wait = blackwell._wait_until_drained
-    patch.setattr(blackwell, "_wait_until_drained", lambda pieces, buffers: wait(pieces - 1, buffers))
-
-
 MAINLOOP = [
     (multiply_before_the_operands_are_here, "one", "tcgen05"),
     (overwrite_sums_that_are_being_read, "one", "accumulators"),
@@ -252,8 +243,6 @@ MAINLOOP = [
     (tell_one_cta_alone, "pair", "tcgen05_commit"),
     (ask_the_own_epilogue_alone, "pair", "accumulators"),
     (expect_a_copy_more, "pair", "deadlock"),
-    (end_before_the_other_cta_has_drained, "pair", "left the cluster too early"),
-    (end_before_the_other_cta_has_drained_the_last, "pair", ""),
 ]
 
 

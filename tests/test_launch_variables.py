@@ -290,6 +290,12 @@ _WAIT = "\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
         ("os.fork() or leave()" + _WAIT, 3),
         ("os.fork() or 1 / 0" + _WAIT, 1),
         ("os.fork() or sys.exit()" + _WAIT, 0),
+        # A child ends by SIGTERM, which jax ignores in the process itself.
+        (
+            "import ctypes; ctypes.CDLL(None).signal(15, 1)\nos.fork() or os.kill(os.getpid(), 15)\n"
+            "os._exit(-os.waitstatus_to_exitcode(os.wait()[1]))",
+            15,
+        ),
     ],
 )
 def test_which_ends_of_a_process_end_the_job(ending, status):

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import signal
 import stat
 import sys
 import termios
@@ -94,7 +95,17 @@ def abort_job_on_failure(abort: Abort) -> None:
         _exit_status = 1
 
     sys.excepthook = hook
+    os.register_at_fork(after_in_child=_end_by_sigterm)
     _note_exit_status()
+
+
+def _end_by_sigterm() -> None:
+    """Undoes, in a forked child, the handler that jax's preemption service sets and of which Python does not know.
+
+    That handler swallows the signal, so that `Process.terminate()` and a `multiprocessing.Pool` would wait for ever.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def abort_at_exit(rank: int, abort: Abort) -> None:

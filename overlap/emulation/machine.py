@@ -323,13 +323,14 @@ class Machine:
             cta = thread.cta
             cta.final.join(thread.knowledge)
             cta.running -= 1
-            # Mosaic ends a kernel whose CTAs share tensor memory with a relaxed barrier of the whole cluster. The CTAs
-            # end together, but nothing says that their arrivals and copies have reached each other before.
+            # Mosaic ends a kernel whose CTAs share tensor memory with a barrier of the whole cluster.
             leaving = cta.cluster.ctas if self.program.ends_by_cluster and cta.cluster else [cta]
             if all(each.running == 0 for each in leaving):
                 for each in leaving:
+                    cta.final.join(each.final)
                     each.ended = True
                 for each in leaving:
+                    each.final.join(cta.final)
                     each.check_left(thread)
                     each.reuse(each.final, thread)
                 self.launch(thread.device)

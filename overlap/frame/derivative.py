@@ -84,7 +84,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
 
 
 def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
-    """Returns the operands' cotangents, each in the wanted dtype or a wider one. Intermediate sums are in f32.
+    """Returns the operands' cotangents, each in the wanted dtype or a wider one. Sums over a batch are in f32.
 
     Operands that the operation gathers are gathered again. The exception is a left operand that the operation returned
     gathered: it was saved.
