@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -26,7 +23,6 @@ from benchmarks import (
 )
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
-from benchmarks.watch import Watch
 from overlap.cli import devices, ending
 
 pytestmark = pytest.mark.one_jax
@@ -144,14 +140,6 @@ ROWS = report.Table(PROBLEM, [Result("xla", loop_us=[150.0], wall_us=[180.0])], 
 FACTS = {"devices": "1 of 1 x NVIDIA H200 (one process)"}
 
 
-def test_an_interrupt_says_what_was_kept(tmp_path, capsys):
-    kept = []
-    with pytest.raises(KeyboardInterrupt), Watch(60, lambda: kept):
-        kept.append(report.add(tmp_path, ROWS, FACTS))
-        raise KeyboardInterrupt
-    assert capsys.readouterr().err == f"kept {tmp_path / 'matmul-h200-1-one_process.csv'}\n"
-
-
 def test_a_full_disk_ends_with_one_line_and_leaves_the_table_as_it_was(tmp_path, monkeypatch, capsys):
     before = report.add(tmp_path, ROWS, FACTS).read_text()
 
@@ -162,18 +150,3 @@ def test_a_full_disk_ends_with_one_line_and_leaves_the_table_as_it_was(tmp_path,
     assert ending.run(lambda: report.add(tmp_path, ROWS, FACTS) and 0) == 1
     assert capsys.readouterr().err == "matmul-h200-1-one_process.csv: No space left on device\n"
     assert [path.read_text() for path in tmp_path.iterdir()] == [before]
-
-
-def test_a_run_that_is_told_to_end_keeps_what_was_measured_though_its_thread_is_busy(repository):
-    program = """
-import hashlib, os, signal
-from benchmarks.watch import Watch
-with Watch(60, lambda: ["what there is"]):
-    os.kill(os.getpid(), signal.SIGTERM)
-    hashlib.scrypt(b"", salt=b"", n=2**14, r=8, p=4000, maxmem=2**30)  # Minutes, without Python's lock.
-"""
-    environment = os.environ | {"PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}
-    line = [sys.executable, "-c", program]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert done.stderr == "kept what there is\nended by SIGTERM\n"
