@@ -36,6 +36,10 @@ def draw(seed: int, shape: tuple[int, ...] = (BATCH, ROWS, FEATURES), dtype: Any
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
 
+def same(x: jax.Array, spec: P) -> bool:
+    return x.sharding.is_equivalent_to(jax.NamedSharding(x.sharding.mesh, spec), x.ndim)  # pyright: ignore
+
+
 def put(x: Any, mesh: Mesh, spec: P) -> jax.Array:
     return jax.device_put(x, NamedSharding(mesh, spec))
 
