@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -190,23 +190,37 @@ class AllGather(Operation):
             return None
         found = backward(
             AllGatherRhs(self.group, "k", contracted_batch=contracted_batch),
-            g,
-            lhs,
+            [g],
+            [lhs],
             dtype,
             OperandLayouts(True, False),
+            plan,
         )
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
-    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        # The cotangent of `lhs` is a product and a reduce-scatter. The import is here because the modules need each
-        # other.
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        rhs_list: Sequence[jax.Array],
+        passenger: jax.Array | None,
+        dtype: Any,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, jax.Array | None] | None:
+        # The cotangent of `lhs` is a sum of products and a reduce-scatter. The import is here because the modules need
+        # each other.
         from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
 
-        if self.along != "m" or plan.layouts.transpose_lhs or g.dtype != rhs.dtype or rhs.ndim > 2:
+        if self.along != "m" or plan.layouts.transpose_lhs:
+            return None
+        if any(g.dtype != rhs.dtype or rhs.ndim > 2 for g, rhs in zip(gs, rhs_list, strict=True)):
             return None
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
-        return backward(scatter, g, rhs, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs))
+        if passenger is not None and not scatter.has_room_for(passenger, gs, rhs_list, plan):
+            passenger = None
+        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        found = backward(scatter, gs, rhs_list, dtype, layouts, plan, passenger)
+        return found if found is None or passenger is not None else (found, None)
 
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""

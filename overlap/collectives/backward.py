@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame import call
 from overlap.frame.normalize import normalize
+from overlap.frame.operands import LaunchPlan
 from overlap.frame.operation import Operation
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.layouts import OperandLayouts
@@ -18,33 +21,47 @@ from overlap.kernels.layouts import OperandLayouts
 AS_BEFORE = "as in the forward pass"
 
 
-def backward(operation: Operation, g: jax.Array, other: jax.Array, dtype: DTypeLike, layouts: OperandLayouts) -> Any:
-    """Runs `operation` on the cotangent `g` and an operand of the forward pass.
+def backward(
+    operation: Operation,
+    lefts: Sequence[jax.Array],
+    rights: Sequence[jax.Array],
+    dtype: DTypeLike,
+    layouts: OperandLayouts,
+    plan: LaunchPlan,
+    passenger: jax.Array | None = None,
+) -> Any:
+    """Runs `operation` on cotangents and operands of the forward pass.
 
-    Where the forward pass runs the fused kernel, the backward pass runs it wherever it can serve the call, also where
-    XLA was measured to be faster.
+    The choice is made anew: the fused kernel runs if it should be faster, or if the caller asked for it in the forward
+    pass and it can serve this call.
 
     Args:
       operation: the operation to run.
-      g: the cotangent, the left operand.
-      other: the operand of the forward pass, the right operand.
+      lefts: its left operands: one, or as many as `rights`.
+      rights: its right operands.
       dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
-      layouts: which of the two operands lie transposed in memory.
+      layouts: which of the operands lie transposed in memory.
+      plan: of the forward pass.
+      passenger: see `Operands`.
 
     Returns:
-      The result, or None if the kernel cannot serve the call.
+      The result, or None if the kernel was asked for and cannot serve the call.
     """
-    if jnp.dtype(g.dtype) not in FLOAT16:
+    if any(jnp.dtype(x.dtype) not in FLOAT16 for x in lefts):
         return None
     transposed = normalize(
         operation,
-        g,
-        other,
+        lefts if operation.sums_pairs else lefts[0],
+        rights if operation.sums_pairs or operation.takes_lists else rights[0],
         transpose_lhs=layouts.transpose_lhs,
         transpose_rhs=layouts.transpose_rhs,
         preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
     )
+    if passenger is not None:
+        operands = dataclasses.replace(transposed.operands, passenger=passenger)
+        transposed = dataclasses.replace(transposed, operands=operands)
     try:
-        return call.run_prepared(operation, transposed, implementation="fused", by_user=False)
+        implementation = "fused" if plan.must_fuse else None
+        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
     except NotImplementedError:
         return None

@@ -80,12 +80,13 @@ class Communicator:
       name: the operation's name, for the message of a wait that takes too long.
       group: the devices.
       config: sizes.
-      flags: the flags of the handshakes; then, if `own` or `results` is given, the counter of its chunks.
+      flags: the flags of the handshakes; then, if `own` or `others` is given, the counter of its chunks.
       smem: chunk buffers and their barriers, of the types `smem_types`.
       peers: the chunks that are read from or sent to peers.
       own: the chunks of the own shard; None: the own shard is not copied.
       own_first: whether tiles wait for the chunks of the own shard, so that they are copied before the peers'.
-      results: chunks that come after `peers`, and their chunk buffers in the same shared memory; None: there are none.
+      others: chunks of another kind, and their chunk buffers in the same shared memory; None: there are none.
+      others_first: whether they come before `peers`.
       scale_transfers: number of transfers of scales, which come before the chunks of `peers`.
       pull_scales: carries out a transfer of scales, given its index.
       only: the distance of the one peer whose memory is read or written; None: all peers' memory is.
@@ -99,15 +100,16 @@ class Communicator:
     peers: Chunks
     own: Chunks | None = None
     own_first: bool = False
-    results: tuple[Chunks, SmemRef] | None = None
+    others: tuple[Chunks, SmemRef] | None = None
+    others_first: bool = False
     scale_transfers: int = 0
     pull_scales: Callable[[Index], None] | None = None
     only: int | None = None
 
     def run(self) -> None:
         """Does the whole work of a communicator warp, handshakes included. Each warp calls `run` once."""
-        later = 0 if self.results is None else self.results[0].count
-        transfers = self.scale_transfers + self.peers.count + later
+        others = 0 if self.others is None else self.others[0].count
+        transfers = self.scale_transfers + self.peers.count + others
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
         number, carried, first = handshake.begin(), 0, handshake.looks
         if self.own_first:
@@ -118,15 +120,21 @@ class Communicator:
             pull_scales, looks = self.pull_scales, handshake.looks
             first += self.scale_transfers
             number, carried = each_drawn(handshake.counter, number, first, lambda number: pull_scales(number - looks))
+        if self.others_first:
+            carried += self._copy_others()
         carried += self._copy(self.peers, number, first, handshake.counter)
-        if self.results is not None:
-            # Results have a counter of their own. Each warp begins to copy results when no chunk of `peers` is left.
-            chunks, buffers_smem = self.results
-            counter = self.flags[1].at[0]
-            carried += self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
+        if not self.others_first:
+            # Each warp begins when no chunk of `peers` is left.
+            carried += self._copy_others()
         handshake.leave(carried)
         if not self.own_first:
             self._copy_own()
+
+    def _copy_others(self) -> Any:
+        if self.others is None:
+            return 0
+        (chunks, buffers_smem), counter = self.others, self.flags[1].at[0]
+        return self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
 
     def _copy_own(self) -> None:
         if self.own is not None:
@@ -161,13 +169,13 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
     """Returns the shapes of the semaphores that a kernel with communicators needs.
 
     These are the flags of blocks (of shape `flags`), the flags of the handshakes and, if `copies_own`, a counter for a
-    second kind of chunks (`Communicator.own` or `Communicator.results`).
+    second kind of chunks (`Communicator.own` or `Communicator.others`).
     """
     return flags, HANDSHAKE_FLAGS, *([(1,)] if copies_own else [])
 
 
 def smem_types(
-    config: Config, chunking: Chunking, dtype: DTypeLike, scales: Any = None, results: Any = None
+    config: Config, chunking: Chunking, dtype: DTypeLike, scales: Any = None, others: Any = None
 ) -> tuple[Any, Any]:
     """Returns the types of the chunk buffers and of their barriers.
 
@@ -176,15 +184,15 @@ def smem_types(
       chunking: sizes of the chunks.
       dtype: dtype of the chunks.
       scales: type of the memory for scales, which pass through the same memory before the chunks; None: no scales.
-      results: sizes of `Communicator.results`, which pass through the same memory after the other chunks; None: there
-        are no results.
+      others: sizes of `Communicator.others`, which pass through the same memory before or after the other chunks;
+        None: there are none.
     """
     count: int = config.pull.chunk_buffers
     buffers = plgpu.SMEM((count, chunking.rows, chunking.cols), dtype)
     if scales is not None:
         buffers = plgpu.RefUnion(buffers, scales)
-    if results is not None:
-        buffers = plgpu.RefUnion(buffers, plgpu.SMEM((count, results.rows, results.cols), dtype))
+    if others is not None:
+        buffers = plgpu.RefUnion(buffers, plgpu.SMEM((count, others.rows, others.cols), dtype))
     return buffers, plgpu.Barrier(num_arrivals=1, num_barriers=count)
 
 

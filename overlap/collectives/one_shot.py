@@ -30,16 +30,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.collectives import scattered
 from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.collectives.scattered_operands import padded
+from overlap.collectives.scattered_operands import k_steps, landing_place, lands_in_an_operand, of_pairs, padded
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
@@ -49,7 +49,6 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer
-from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
 
 
@@ -65,14 +64,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
       [batch, m, n], the same on all devices.
     """
     config: Any = plan.config
-    (_, m, (n,), k), lhs = sizes(operands, plan.layouts), operands.lhs
+    _, m, (n,), _ = sizes(operands, plan.layouts)
+    steps = k_steps(operands, plan)
     schedule, types, boxes = _schedule(operands, plan)
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_one_shot",
         plan.target,
         config,
         types,
-        StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
+        StreamK.on(plan.target, config, schedule.tiles, sum(steps)),
         # Flags of parts that have landed here, one for each device and tile; flags of the handshakes.
         ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
         draws=True,
@@ -85,13 +85,14 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     rows = operands.row_scale
     rows = None if rows is None else padded(rows.reshape(-1, m), config.tile_m)
     addends = [x.reshape(-1, m, n).astype(plan.out_dtype) for x in operands.addends or ()]
-    inputs: Any = lhs.reshape(-1, *lhs.shape[-2:]), operands.rhs_list[0], plan.vectors(operands, rows), addends, []
+    lefts = [lhs.reshape(-1, *lhs.shape[-2:]) for lhs in operands.lefts]
+    inputs: Any = lefts, list(operands.rights), plan.vectors(operands, rows), addends, []
     out_types = result, parts, landing
-    if scattered.lands_in_an_operand():
-        inputs, out_types = (*inputs[:-1], [scattered.landing_place(landing)]), out_types[:2]
+    if lands_in_an_operand():
+        inputs, out_types = (*inputs[:-1], [landing_place(landing)]), out_types[:2]
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
     name = plan.described(operands)
-    body_of = lambda refs: _Body(kernel, schedule, group, plan, name, refs, group.me())  # noqa: E731
+    body_of = lambda refs: _Body(kernel, schedule, steps, group, plan, name, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of)[0]
 
 
@@ -122,6 +123,7 @@ class _Body:
     Attributes:
       kernel: the static part of the kernel: configuration, mainloop, work.
       schedule: the tiles.
+      steps: the number of k steps of each pair of operands.
       group: the devices.
       plan: the operation, the configuration and the layouts.
       name: the operation with its sizes, for the message of a wait that takes too long.
@@ -131,6 +133,7 @@ class _Body:
 
     kernel: ProductKernel
     schedule: ReduceScatterSchedule
+    steps: Sequence[int]
     group: PeerGroup
     plan: LaunchPlan
     name: str
@@ -142,12 +145,12 @@ class _Body:
         return Tile(0, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        lhs_gmem, rhs_gmem, vectors, addends, _ = self.refs.inputs
+        (lefts, rights, vectors, addends, _), tile_k = self.refs.inputs, self.kernel.config.tile_k
         out_gmem, parts_gmem, *_ = self.refs.outputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         return Hooks(
-            load_lhs=lambda tile, load: load(_of_batch(lhs_gmem, tile)),
-            rhs_at=lambda tile: rhs_gmem,
+            load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps, tile_k)),
+            rhs_at=lambda tile: of_pairs(rights, self.steps, tile_k),
             out_at=lambda tile: out_gmem.at[tile.batch],
             communicate=self._look_for_peers,
             addend_at=(lambda tile: _of_batch(addends[0], tile)) if addends else None,

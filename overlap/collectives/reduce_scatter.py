@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,7 +11,7 @@ from jax import lax
 
 from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.collectives.summed import Summed
-from overlap.frame.operands import LaunchPlan
+from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.varying import varying
 
@@ -59,17 +60,36 @@ class ReduceScatter(Summed):
             return product
         return lax.psum_scatter(product, self.group.axis_name, scatter_dimension=dimension, tiled=True)
 
+    def gathered_passenger(self, operands: Operands) -> jax.Array | None:
+        rows = operands.passenger
+        return rows if rows is None else lax.all_gather(rows, self.group.axis_name, axis=rows.ndim - 2, tiled=True)
+
+    def scattered(
+        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+    ) -> Operands:
+        del layouts
+        rows = operands.passenger
+        if rows is None:
+            return cotangents
+        d_rows = None
+        if wanted.passenger is not None and d_kept is not None:
+            dimension = rows.ndim - 2
+            d_rows = lax.psum_scatter(d_kept, self.group.axis_name, scatter_dimension=dimension, tiled=True)
+        return dataclasses.replace(cotangents, passenger=d_rows)
+
     def lhs_and_product_cotangents(
-        self, cotangent: jax.Array, rhs: jax.Array, dtype: Any, plan: LaunchPlan
-    ) -> tuple[jax.Array, jax.Array] | None:
+        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: Any, plan: LaunchPlan
+    ) -> tuple[Sequence[jax.Array], jax.Array] | None:
         # The cotangent of `lhs` is an all-gather and a product. The import is here because the modules need each other.
         from overlap.collectives import all_gather_matmul
 
-        if self.dimension != "m" or plan.layouts.transpose_lhs or cotangent.dtype != rhs.dtype or rhs.ndim > 2:
+        if self.dimension != "m" or plan.layouts.transpose_lhs:
+            return None
+        if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
             return None
         transport = "ring" if self.transport == "ring" else "pull"
         gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
-        return backward(gather, cotangent, rhs, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs))
+        return backward(gather, [cotangent], rights, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs), plan)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:

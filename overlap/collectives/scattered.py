@@ -52,8 +52,8 @@ Shape legend: D: number of devices; m, k, n: sizes of one device's product; bloc
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,29 +62,34 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
+from overlap.collectives.passenger import Passenger
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
-from overlap.collectives.scattered_operands import addends_in_blocks, in_blocks, shape_in_blocks
+from overlap.collectives.scattered_operands import (
+    addends_in_blocks,
+    in_blocks,
+    k_steps,
+    landing_place,
+    lands_in_an_operand,
+    of_pairs,
+    shape_in_blocks,
+)
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
-from overlap.kernels.hooks import Boxes, Epilogue, Exchange, Hooks, Tile
-from overlap.kernels.launch import sealed
+from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import (
     Handshake,
     PeerGroup,
-    addresses,
     board,
     semaphore_signal,
     semaphore_signal_peer,
     tma_store,
 )
 from overlap.primitives.atomics import add
-from overlap.primitives.clique import IN_CLIQUES
-from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
 # Indices into the kernel's flags: flags of tiles that are stored here, and of terms that have arrived here. Index 1 has
@@ -92,7 +97,7 @@ from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 _STORED, _ARRIVED = 0, 2
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on checked operands.
 
     Args:
@@ -102,14 +107,17 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
       along: the dimension along which the sum is scattered: "m" or "n".
 
     Returns:
-      [batch, m / D, n] or [batch, m, n / D]; of an operation that replicates its result, [batch, m, n].
+      [batch, m / D, n] or [batch, m, n / D]; of an operation that replicates its result, [batch, m, n]. And the
+      gathered passenger, [(batch,) D · rows, columns], or None.
     """
-    config, (_, m, (n,), k) = plan.config, sizes(operands, plan.layouts)
+    config, (_, m, (n,), _) = plan.config, sizes(operands, plan.layouts)
     assert config is not None
     schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
     if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
+    rows = operands.passenger
+    passenger = None if rows is None else Passenger.of(rows, group.size, config)
     steps, block_tiles = schedule.flags_shape
     # With "ring" and several chunk buffers, a communicator could hold a loaded chunk while it waits for a tile that
     # itself waits for that chunk. So there is one chunk buffer.
@@ -119,39 +127,44 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         plan.target,
         config,
         types,
-        StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k)),
+        StreamK.on(plan.target, config, schedule.tiles, sum(k_steps(operands, plan))),
         # Flags of tiles that are stored here, counters of each tile's sent chunks, flags of terms that have arrived.
         (
             (steps + 1, block_tiles),
             schedule.flags_shape,
-            *communicator.flag_shapes(schedule.flags_shape, copies_own=strips is not None),
+            *communicator.flag_shapes(schedule.flags_shape, copies_own=bool(strips or passenger)),
         ),
-        communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, results=strips),
+        communicator.smem_types(
+            with_buffers, schedule.chunking, plan.out_dtype, others=passenger.chunking if passenger else strips
+        ),
         draws=True,
         transport="push" if strips is None else "broadcast",
     )
     parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else shape_in_blocks((batch, m, n), schedule), plan.out_dtype)
-    inputs: Any = (*in_blocks(operands, plan, schedule), addends_in_blocks(operands, plan, schedule), [])
-    out_types = result, parts, parts
+    travelling = [rows.reshape(passenger.shape)] if passenger else []
+    inputs: Any = (*in_blocks(operands, plan, schedule), addends_in_blocks(operands, plan, schedule), travelling, [])
+    gathered = [jax.ShapeDtypeStruct(passenger.gathered_shape, rows.dtype)] if passenger else []
+    out_types = result, parts, [parts], gathered
     if lands_in_an_operand():
-        out_types, count = out_types[:2], len(jax.tree.leaves(inputs))
+        out_types, count = (result, parts, [], gathered), len(jax.tree.leaves(inputs))
         landing = [landing_place(parts)]
         if strips is not None:
             landing.append(landing_place(result, becomes_result=True))
         aliased_results = () if strips is None else ((count + 1, 0),)
         inputs = *inputs[:-1], landing
-        peers_read = tuple(range(count, count + len(landing)))
+        # The passenger is the last operand before the memory that peers write to.
+        peers_read = tuple(range(count - len(travelling), count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
     name = plan.described(operands)
-    body_of = lambda refs: _Body(kernel, schedule, strips, group, plan, name, refs, group.me())  # noqa: E731
-    return kernel.launch(inputs, out_types, body_of)[0].reshape(batch, *((m, n) if strips else block[1:]))
+    steps_of_pairs = k_steps(operands, plan)
 
+    def body_of(refs: Refs) -> _Body:
+        return _Body(kernel, schedule, strips, passenger, steps_of_pairs, group, plan, name, refs, group.me())
 
-def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
-    """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
-    make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
+    out, _, _, gathered = kernel.launch(inputs, out_types, body_of)
+    out = out.reshape(batch, *((m, n) if strips else block[1:]))
+    return out, gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
@@ -177,11 +190,6 @@ def _schedule(
     return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, uses_ring=uses_ring), types, block
 
 
-def lands_in_an_operand() -> bool:
-    """Whether peers write to an operand instead of a result: so if each GPU has a process of its own."""
-    return jax.process_count() > 1
-
-
 @dataclasses.dataclass(frozen=True)
 class _Body:
     """The kernel's body: its tiles, and what is done with each.
@@ -190,6 +198,8 @@ class _Body:
       kernel: the static part of the kernel: configuration, mainloop, work.
       schedule: the tiles, chunks and flags.
       strips: how own tiles are cut to be sent to all peers; None: the result is not replicated.
+      passenger: an array that is gathered beside the sum; None: there is none.
+      steps: the number of k steps of each pair of operands.
       group: the devices.
       plan: the operation, the configuration and the layouts.
       name: the operation with its sizes, for the message of a wait that takes too long.
@@ -200,6 +210,8 @@ class _Body:
     kernel: ProductKernel
     schedule: ReduceScatterSchedule
     strips: Strips | None
+    passenger: Passenger | None
+    steps: Sequence[int]
     group: PeerGroup
     plan: LaunchPlan
     name: str
@@ -211,7 +223,7 @@ class _Body:
         return Tile(step, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        _, _, vectors, addends, _ = self.refs.inputs
+        _, _, vectors, addends, *_ = self.refs.inputs
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         out_gmem, parts_gmem, *_ = self.refs.outputs
         schedule = self.schedule
@@ -240,7 +252,7 @@ class _Body:
     @property
     def _landing(self) -> tuple[GmemRef, GmemRef]:
         """The memory to which peers send their parts, and the memory to which they send results to be replicated."""
-        (*_, landing), (out_gmem, _, *parts) = self.refs.inputs, self.refs.outputs
+        (*_, landing), (out_gmem, _, parts, _) = self.refs.inputs, self.refs.outputs
         return (landing[0], landing[-1]) if landing else (*parts, out_gmem)
 
     def _own_block(self, ref: GmemRef, batch: Index) -> GmemRef:
@@ -254,16 +266,17 @@ class _Body:
         """Returns the index of the tile's block in the dimension `along`: 0 if that dimension is not scattered."""
         return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
 
-    def _lhs_of(self, tile: Tile) -> GmemRef:
-        lhs_gmem, *_ = self.refs.inputs
-        block = self._block(tile, "m")
-        batch = tile.batch if lhs_gmem.shape[0] > 1 else 0
-        return lhs_gmem.at[batch, :, block] if self.plan.layouts.transpose_lhs else lhs_gmem.at[batch, block]
+    def _lhs_of(self, tile: Tile) -> GmemRef | ByKStep:
+        lefts, *_ = self.refs.inputs
+        block, batch = self._block(tile, "m"), tile.batch if lefts[0].shape[0] > 1 else 0
+        where = (batch, slice(None), block) if self.plan.layouts.transpose_lhs else (batch, block)
+        return of_pairs([lhs.at[where] for lhs in lefts], self.steps, self.kernel.config.tile_k)
 
-    def _rhs_of(self, tile: Tile) -> GmemRef:
-        _, rhs_gmem, *_ = self.refs.inputs
+    def _rhs_of(self, tile: Tile) -> GmemRef | ByKStep:
+        _, rights, *_ = self.refs.inputs
         block = self._block(tile, "n")
-        return rhs_gmem.at[block] if self.plan.layouts.transpose_rhs else rhs_gmem.at[:, block]
+        where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
+        return of_pairs([rhs.at[where] for rhs in rights], self.steps, self.kernel.config.tile_k)
 
     def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
@@ -333,11 +346,10 @@ class _Body:
             ready=lambda step, row, _: communicator.wait_for_block(stored.at[step, schedule.tile_of_row(row)], 1),
             landed=landed,
         )
-        buffers_smem, loaded = self.refs.smem
-        results = None
-        if self.strips is not None:
-            buffers_smem, strip_buffers_smem = buffers_smem
-            results = self._results(self.strips), strip_buffers_smem
+        (buffers_smem, loaded), others = self.refs.smem, None
+        if self.strips is not None or self.passenger is not None:
+            buffers_smem, others_smem = buffers_smem
+            others = self._passengers(self.passenger) if self.passenger else self._results(self.strips), others_smem
         Communicator(
             self.name,
             group,
@@ -345,9 +357,14 @@ class _Body:
             tuple(handshake),
             (buffers_smem, loaded),
             chunks,
-            results=results,
+            others=others,
+            others_first=self.passenger is not None,
             only=schedule.last_step if schedule.uses_ring else None,
         ).run()
+
+    def _passengers(self, passenger: Passenger) -> Chunks:
+        (*_, (own_gmem,), _), (*_, (gathered_gmem,)) = self.refs.inputs, self.refs.outputs
+        return passenger.chunks(self.group, self.me, own_gmem, gathered_gmem)
 
     def _results(self, strips: Strips) -> Chunks:
         """Returns the strips of own tiles as chunks. Each strip is sent to all peers."""

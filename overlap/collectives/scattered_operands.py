@@ -6,6 +6,10 @@ TMA then stores nothing beyond the edge of a block, and loads zeros there.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,12 @@ import jax.numpy as jnp
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import epilogue
+from overlap.kernels.hooks import ByKStep, OneOf
+from overlap.kernels.launch import sealed
+from overlap.primitives import addresses
+from overlap.primitives.clique import IN_CLIQUES
+from overlap.primitives.integers import ceil_div
+from overlap.primitives.types import GmemRef, Index
 
 
 def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
@@ -24,22 +34,26 @@ def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule
 
 def in_blocks(
     operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule
-) -> tuple[jax.Array, jax.Array, epilogue.Vectors]:
-    """Returns the left operand, the right one, and the vectors of the epilogue, with a dimension for the blocks.
+) -> tuple[list[jax.Array], list[jax.Array], epilogue.Vectors]:
+    """Returns the left operands, the right ones, and the vectors of the epilogue, with a dimension for the blocks.
 
     Returns:
-      lhs: [batch, blocks, m, k] or, transposed, [batch, k, blocks, m]. There is 1 block if n is scattered.
-      rhs: [k, blocks, n] or, transposed, [blocks, n, k]. There is 1 block if m is scattered.
+      lefts: [batch, blocks, m, k] or, transposed, [batch, k, blocks, m]. There is 1 block if n is scattered.
+      rights: [k, blocks, n] or, transposed, [blocks, n, k]. There is 1 block if m is scattered.
       vectors: scales of rows [batch, blocks, m], and scales of columns [blocks, n]. The bias is [n], or [blocks, n] if
         columns are scattered and every device needs the whole result. Rows and columns are padded to whole tiles.
     """
     config, layouts = plan.config, plan.layouts
     assert config is not None
-    lhs, (rhs,) = operands.lhs, operands.rhs_list
-    (m, k), (_, n) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
+    (m, _), (_, n) = layouts.m_k(operands.lhs.shape), layouts.k_n(operands.rhs_list[0].shape)
     m_blocks, n_blocks = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
-    lhs = lhs.reshape(-1, *((k, m_blocks, m // m_blocks) if layouts.transpose_lhs else (m_blocks, m // m_blocks, k)))
-    rhs = rhs.reshape((n_blocks, n // n_blocks, k) if layouts.transpose_rhs else (k, n_blocks, n // n_blocks))
+    lefts, rights = [], []
+    for lhs, rhs in zip(operands.lefts, operands.rights, strict=True):
+        k, _ = layouts.k_n(rhs.shape)
+        rows = (k, m_blocks, m // m_blocks) if layouts.transpose_lhs else (m_blocks, m // m_blocks, k)
+        lefts.append(lhs.reshape(-1, *rows))
+        columns = (n_blocks, n // n_blocks, k) if layouts.transpose_rhs else (k, n_blocks, n // n_blocks)
+        rights.append(rhs.reshape(columns))
     rows, columns = operands.row_scale, operands.column_scales
     has_bias_of_all = plan.operation.replicates and schedule.along == "n"
     biases = None if has_bias_of_all else operands.biases
@@ -51,7 +65,31 @@ def in_blocks(
         rows = padded(rows.reshape(-1, m_blocks, m // m_blocks), config.tile_m)
     if columns is not None:
         columns = padded(columns[0].reshape(n_blocks, n // n_blocks), config.tile_n)
-    return lhs, rhs, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+    return lefts, rights, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
+
+
+def k_steps(operands: Operands, plan: LaunchPlan) -> list[int]:
+    """Returns the number of k steps of each pair of operands. A tile goes through the pairs one after the other."""
+    config: Any = plan.config
+    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], config.tile_k) for lhs in operands.lefts]
+
+
+def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int], tile_k: int) -> GmemRef | ByKStep:
+    """Returns an operand of a tile, given the references that hold it for each pair.
+
+    Where k of a pair is no multiple of `tile_k`, its last step is filled up with zeros, as at the end of any operand.
+    """
+    if len(refs) == 1:
+        return refs[0]
+
+    def where(k_step: Index) -> tuple[OneOf, Index]:
+        which, first = jnp.int32(0), jnp.int32(0)
+        for pair, start in enumerate(itertools.accumulate(steps[:-1]), 1):
+            which = jnp.where(k_step >= start, pair, which)
+            first = jnp.where(k_step >= start, start, first)
+        return OneOf(refs, which), (k_step - first) * tile_k
+
+    return ByKStep(where)
 
 
 def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:
@@ -68,3 +106,14 @@ def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScat
 def padded(vectors: jax.Array, unit: int) -> jax.Array:
     """Returns vectors, padded with zeros along the last dimension to a multiple of `unit` entries."""
     return jnp.pad(vectors, ((0, 0),) * (vectors.ndim - 1) + ((0, -vectors.shape[-1] % unit),))
+
+
+def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
+    """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
+    make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
+    return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
+
+
+def lands_in_an_operand() -> bool:
+    """Whether peers write to an operand instead of a result: so if each GPU has a process of its own."""
+    return jax.process_count() > 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
+from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
+from overlap.choice.rates import gpu_of
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
 from overlap.frame import sharded
@@ -44,8 +46,9 @@ class Summed(Operation):
     group: PeerGroup
 
     reduces = True
+    sums_pairs = True
     epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
-    batched_together = frozenset({"lhs"})
+    batched_together = frozenset({"lhs", "more_lefts", "passenger"})
     takes_more_rows = False
     transport = "push"
     transport_reason = ""
@@ -88,8 +91,8 @@ class Summed(Operation):
         )
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        operands, (batch, _, _, k) = call.operands, call.sizes
-        if len(operands.rhs_list[0].shape) > 2:
+        operands, (batch, _, _, _) = call.operands, call.sizes
+        if any(len(rhs.shape) > 2 for rhs in operands.rights):
             raise NotImplementedError(
                 f"the fused kernel takes leading dimensions of `lhs` only, and `rhs` has {call.batch}: {XLA}"
             )
@@ -102,37 +105,67 @@ class Summed(Operation):
         part = "" if transport == "one_shot" else problem.scattered
         names = {name: f"{name} / {self.group.size}" if name == part else name for name in ("m", "n")}
         dtypes = operands.lhs.dtype, call.out_dtype
-        checked = limits.Sizes(rows, columns, k, *dtypes, call.layouts, transport, names["m"], names["n"], part=part)
-        limits.check(checked, config, target)
+        for k in (call.layouts.m_k(lhs.shape)[1] for lhs in operands.lefts):
+            limits.check(
+                limits.Sizes(rows, columns, k, *dtypes, call.layouts, transport, names["m"], names["n"], part=part),
+                config,
+                target,
+            )
         require_peers(self.group, target, mesh)
         if mesh is None:
             sharded.require_no_partitioner_axes()
-            sharded.require_whole({"lhs": operands.lhs, "rhs": operands.rhs_list[0]})
+            for lhs, rhs in zip(operands.lefts, operands.rights, strict=True):
+                sharded.require_whole({"lhs": lhs, "rhs": rhs})
 
     # --- The kernel ---
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         if self.group.size == 1:
-            return MATMUL.launch(operands, dataclasses.replace(plan, operation=MATMUL))
+            return self._on_one_device(operands, plan)
         rows = self._as_rows(operands, plan.layouts)
+        gathered = None
         if self.replicates and plan.config is not None and plan.config.one_shot:
             out = one_shot.launch(rows, plan, self.group)
         else:
-            out = scattered.launch(rows, plan, self.group, self.along(rows, plan))
+            out, gathered = scattered.launch(rows, plan, self.group, self.along(rows, plan))
         if rows is not operands:
-            return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
-        return (out if operands.lhs.ndim > 2 else out[0],), None
+            return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), gathered
+        return (out if operands.lhs.ndim > 2 else out[0],), gathered
+
+    def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
+        """Computes the product on a single device. Several pairs are joined along k, which copies them."""
+        k_of_lhs, k_of_rhs = (-2 if plan.layouts.transpose_lhs else -1), (-1 if plan.layouts.transpose_rhs else -2)
+        rhs = jnp.concatenate(operands.rights, k_of_rhs)
+        joined = dataclasses.replace(
+            operands,
+            lhs=jnp.concatenate(operands.lefts, k_of_lhs),
+            rhs_list=(rhs,),
+            more_lefts=(),
+            more_rights=(),
+            passenger=None,
+        )
+        return MATMUL.launch(joined, dataclasses.replace(plan, operation=MATMUL))[0], operands.passenger
+
+    def has_room_for(self, passenger: jax.Array, lefts: Any, rights: Any, plan: LaunchPlan) -> bool:
+        """Whether a passenger can travel beside this sum: as the kernel sends it, and while the links are idle."""
+        row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
+        if self.transport != "push" or row_bytes % limits.TMA_ROW_BYTES or 0 in passenger.shape:
+            return False
+        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        of_sum = Operands(lefts[0], (rights[0],), more_lefts=tuple(lefts[1:]), more_rights=tuple(rights[1:]))
+        problem = self.problem(of_sum, layouts, passenger.dtype)
+        return crossover.has_room(problem, (self.group.size - 1) * passenger.nbytes, gpu_of(plan.target))
 
     def typed(self, operands: Operands) -> Operands:
-        # Both operands may be typed as the same on all devices. The parts differ all the same, so the kernel's result
-        # must be typed as varying: it is if one operand is.
+        # All operands may be typed as the same on all devices. The parts differ all the same, so the kernel's results
+        # must be typed as varying: they are if one operand is.
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         del plan
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
-        if any((*is_batched.rhs_list, *(is_batched.column_scales or ()))):
+        if any((*is_batched.rights, *(is_batched.column_scales or ()))):
             return (
                 "the fused kernel takes `jax.vmap` over `lhs`, an `lhs_scale` with one value per row and what follows "
                 f"the sum, and here `rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: {XLA}"

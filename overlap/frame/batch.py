@@ -16,6 +16,7 @@ from overlap.kernels import launch
 
 # The fields of `Operands` for which a kernel may have a batch dimension, with their ranks without it.
 _RANKS = {"lhs": 2, "rhs_list": 2, "row_scale": 1, "addends": 2, "lhs_block_scale": 2, "rhs_block_scales": 2}
+_RANKS |= {"more_lefts": 2, "passenger": 2}
 
 
 def batched(

@@ -25,6 +25,8 @@ def products(
     bare = not operands.has_epilogue and activation is None
     wide = out_dtype if bare else accumulator(operands.lhs.dtype)
     outs = tuple(times(operands.lhs, rhs, layouts, wide) for rhs in operands.rhs_list)
+    for lhs, rhs in zip(operands.more_lefts, operands.more_rights, strict=True):
+        outs = (outs[0] + times(lhs, rhs, layouts, wide),)
     return outs if bare else finish(outs, operands, out_dtype, activation)
 
 
@@ -74,8 +76,9 @@ def whole(operands: Operands, plan: LaunchPlan, activation: BoundActivation) -> 
         return outs, operation.kept(gathered.lhs, operands.lhs)
     bare = dataclasses.replace(gathered, biases=None, addends=None)
     sums = tuple(map(operation.reduced, products(bare, plan.layouts, out_dtype, None)))
+    travelled = operation.gathered_passenger(operands)
     if gathered.biases is None and gathered.addends is None and activation is None:
-        return sums, None
+        return sums, travelled
     rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
     wide = accumulator(operands.lhs.dtype)
-    return finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), None
+    return finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled

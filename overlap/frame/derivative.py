@@ -97,7 +97,7 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
       wanted: the dtype in the place of each operand; None for operands whose cotangent is not asked for.
     """
     operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
-    is_kept = gathered is not None
+    is_kept = gathered is not None and operands.passenger is None
     d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
     if not is_kept:
         # (jax and XLA remove gathers that turn out to be unused.)
@@ -105,57 +105,75 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     else:
         whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
         whole = dataclasses.replace(whole, lhs=gathered)
-    sums = _Sums()
-    rest = {name: [] for name in ("rhs_list", "column_scales", "biases", "addends")}
+    sums, gs, d_lefts = _Sums(), list[jax.Array](), None
+    rest = {name: [] for name in ("column_scales", "biases", "addends")}
     for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
         wants = wanted.per_rhs[index]
         d_z = d_out.astype(F32)
         if plan.activation is not None:
             d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
             sums.add_to_scalars(d_scalars)
-        d_sum, d_part, direct = d_z, d_out, None
+        d_sum, d_part = d_z, d_out
         if operation.reduces:
             # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
-            own = d_out if plan.activation is None else d_z.astype(d_out.dtype)
-            both = None
-            if wanted.lhs is not None and not whole.is_scaled:
-                both = operation.lhs_and_product_cotangents(own, rhs, wanted.lhs, plan)
-            direct, d_part = (None, operation.product_cotangent(own)) if both is None else both
+            own, both = d_out if plan.activation is None else d_z.astype(d_out.dtype), None
+            wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
+            if wanted_lefts and not whole.is_scaled:
+                both = operation.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
+            d_lefts, d_part = (None, operation.product_cotangent(own)) if both is None else both
             d_z = d_part.astype(F32)
         row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
         column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
         d_column = None
         if wanted.row_scale is not None or wants[1] is not None:
-            weighted = d_z * _times(plan, whole.lhs, rhs, plan.layouts, F32)
+            pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
+            weighted = d_z * sum(_times(plan, *pair, plan.layouts, F32) for pair in pairs)
             d_column = None if wants[1] is None else (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
             if wanted.row_scale is not None:
                 sums.rows = _add(sums.rows, _sum_to_rank((weighted * column).sum(axis=-1), operands.row_scale.ndim))
         # Where no activation or scale has changed the cotangent, take it as it came: then it may have the operands'
         # dtype, which a kernel needs, and not f32.
         unchanged = plan.activation is None or operation.reduces
-        g = d_part if unchanged and not whole.is_scaled else d_z * row * column
-        if wanted.lhs is not None:
-            if direct is None and d_kept is None:
-                direct = operation.lhs_cotangent(g, rhs, wanted.lhs, plan)
-            if direct is None:
-                sums.lhs = _add(sums.lhs, _lhs_cotangent(plan, whole.lhs, rhs, g, wanted.lhs))
-            sums.direct = _add(sums.direct, direct)
-        d_rhs = None
-        if wants[0] is not None:
-            if not (is_kept or d_kept is not None):
-                d_rhs = operation.rhs_cotangent(operands.lhs, g, wants[0], plan)
-            if d_rhs is None:
-                d_rhs = _rhs_cotangent(plan, whole.lhs, rhs, g, wants[0])
-        rest["rhs_list"].append(d_rhs)
+        gs.append(d_part if unchanged and not whole.is_scaled else d_z * row * column)
         rest["column_scales"].append(d_column)
         rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
         rest["addends"].append(None if wants[3] is None else _sum_to_rank(d_sum, addend.ndim))
+    direct, wanted_rights = None, (*wanted.rhs_list, *wanted.more_rights)
+    if wanted.lhs is not None and not operation.reduces and d_kept is None:
+        # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
+        passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
+        if (one := operation.lhs_cotangent(gs, whole.rhs_list, passenger, wanted.lhs, plan)) is not None:
+            direct, gathered = one
+            if gathered is not None:
+                whole, is_kept = dataclasses.replace(whole, lhs=gathered), True
+    # One product, a sum of products with one cotangent, or several products of one left operand.
+    pairs = list(zip(whole.lefts * len(gs), (*whole.rhs_list, *whole.more_rights), gs * len(whole.lefts), strict=True))
+    if d_lefts is None:
+        d_lefts = [
+            None if dtype is None or direct is not None else _lhs_cotangent(plan, *pair, dtype)
+            for pair, dtype in zip(pairs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
+        ]
+    d_lhs, *more_lefts = d_lefts if operation.reduces else [functools.reduce(_add, d_lefts)]
+    d_rights = []
+    for (left, rhs, g), dtype in zip(pairs, wanted_rights, strict=True):
+        found = None
+        if dtype is not None and not (is_kept or d_kept is not None):
+            found = operation.rhs_cotangent(operands.lhs, g, dtype, plan)
+        if dtype is not None and found is None:
+            found = _rhs_cotangent(plan, left, rhs, g, dtype)
+        d_rights.append(found)
     given = {name: tuple(found) for name, found in rest.items() if getattr(operands, name) is not None}
     found = Operands(
-        lhs=sums.lhs, row_scale=sums.rows, scalars=operands.scalars if sums.scalars is None else sums.scalars, **given
+        d_lhs,
+        tuple(d_rights[: len(whole.rhs_list)]),
+        row_scale=sums.rows,
+        scalars=operands.scalars if sums.scalars is None else sums.scalars,
+        more_lefts=tuple(more_lefts),
+        more_rights=tuple(d_rights[len(whole.rhs_list) :]),
+        **given,
     )
     found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
-    return dataclasses.replace(found, lhs=_add(found.lhs, sums.direct))
+    return dataclasses.replace(found, lhs=_add(found.lhs, direct))
 
 
 @dataclasses.dataclass
@@ -163,14 +181,10 @@ class _Sums:
     """The cotangents to which every right operand adds a term.
 
     Attributes:
-      lhs: of the gathered left operand.
-      direct: of the left operand itself, by kernels that multiply and scatter at once.
       rows: of the row scale.
       scalars: of the scalars that the activation captures.
     """
 
-    lhs: Any = None
-    direct: Any = None
     rows: Any = None
     scalars: tuple[Any, ...] | None = None
 

@@ -94,10 +94,11 @@ def normalize(
     layouts = OperandLayouts(
         arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs)
     )
-    lhs = arguments.array("lhs", lhs)
+    (lhs, rhs), *more = _pairs(operation, lhs, rhs, layouts)
+    more_lefts, more_rights = zip(*more, strict=True) if more else ((), ())
     container, rhs_list = _several(operation, rhs)
     out_dtype = _checked(operation, lhs, rhs_list, container, preferred_element_type, layouts)
-    batches = {tuple(x.shape[:-2]): None for x in (lhs, *rhs_list) if len(x.shape) > 2}
+    batches = {tuple(x.shape[:-2]): None for x in (lhs, *more_lefts, *rhs_list, *more_rights) if len(x.shape) > 2}
     if len(batches) > 1:
         first, second, *_ = batches
         raise ValueError(
@@ -121,6 +122,8 @@ def normalize(
         addends=_addends(operation, addend, result, batch, container, out_dtype),
         lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
         rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
+        more_lefts=tuple(_flat(x, 2) for x in more_lefts),
+        more_rights=tuple(_flat(x, 2) for x in more_rights),
     )
     epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     given = tuple(name for name, value in epilogue.items() if value is not None)
@@ -145,6 +148,38 @@ def _with_activation(
         applied, by_xla = activation, functools.partial(activation, scalars=scalars)
     operands = dataclasses.replace(call.operands, scalars=scalars)
     return dataclasses.replace(call, operands=operands, activation=applied, by_xla=by_xla)
+
+
+def _pairs(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> list[tuple[Any, Any]]:
+    """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
+    counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
+    if not operation.sums_pairs or counts == [None, None]:
+        return [(arguments.array("lhs", lhs), rhs)]
+    if counts[0] != counts[1] or not counts[0]:
+        left, right = ("one array" if count is None else f"a list of {count}" for count in counts)
+        raise ValueError(
+            f"`lhs` and `rhs` must both be arrays, or lists of equal length whose products are added, got {left} and "
+            f"{right}: give each matrix of `lhs` its matrix of `rhs`"
+        )
+    pairs = [
+        tuple(arguments.array(f"{name}[{index}]", x) for name, x in (("lhs", left), ("rhs", right)))
+        for index, (left, right) in enumerate(zip(lhs, rhs, strict=True))
+    ]
+    for index, (left, right) in enumerate(pairs):
+        try:
+            _check_pair(operation, left, right, layouts)
+        except ValueError as wrong:
+            raise ValueError(f"pair {index} of {len(pairs)}: {wrong}") from None
+        for name, x, first in (("lhs", left, pairs[0][0]), ("rhs", right, pairs[0][1])):
+            rows = layouts.m_k if name == "lhs" else lambda shape: layouts.k_n(shape)[::-1]
+            of_result = [(x.dtype.name, *x.shape[:-2], rows(x.shape)[0]) for x in (x, first)]
+            if of_result[0] != of_result[1]:
+                raise ValueError(
+                    f"the matrices of `{name}` must have the same dtype, leading dimensions and "
+                    f"{'rows' if name == 'lhs' else 'columns'}, got {x.dtype.name} {tuple(x.shape)} in {name}[{index}] "
+                    f"and {first.dtype.name} {tuple(first.shape)} in {name}[0]: only k may differ"
+                )
+    return pairs
 
 
 def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:

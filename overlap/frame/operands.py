@@ -4,7 +4,9 @@ The product is computed as follows. Terms and factors that a call does not give 
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
-8-bit operands may have scales of blocks: before the product, each 32 elements along k are multiplied by their scale.
+Operations that sum over devices may also sum the products of further pairs (`Operands.more_lefts`, `more_rights`):
+there lhs @ rhs is the sum of all of them. 8-bit operands may have scales of blocks: before the product, each 32 elements
+along k are multiplied by their scale.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ _GIVEN_AS = {
     "scalars": "activation",
     "lhs_block_scale": "lhs_scale",
     "rhs_block_scales": "rhs_scale",
+    "more_lefts": "lhs",
+    "more_rights": "rhs",
 }
-# A result for each right operand, and the gathered left operand if the caller asked for it.
+# A result for each right operand, and the gathered left operand if the caller asked for it, or the gathered passenger.
 Results = tuple[tuple[jax.Array, ...], jax.Array | None]
 
 
@@ -66,6 +70,10 @@ class Operands:
       lhs_block_scale: the left operand's scales of blocks, shaped as `lhs`, but with k / 32 in place of k.
       rhs_block_scales: for each right operand its scales of blocks, shaped as it, but with k / 32 in place of k. Given
         if and only if `lhs_block_scale` is.
+      more_lefts: left operands of further products, which are added to the first: [(batch,) m, k] each, as `lhs`.
+      more_rights: their right operands, [k, n] each, as the first.
+      passenger: [(batch,) rows, columns], of the dtype of `lhs`: an array that has no part in the product. The kernel
+        gathers its rows meanwhile, since it leaves the links idle at first; the second of the `Results`.
     """
 
     lhs: Leaf
@@ -77,6 +85,9 @@ class Operands:
     scalars: tuple[Leaf, ...] = ()
     lhs_block_scale: Leaf = None
     rhs_block_scales: tuple[Leaf, ...] | None = None
+    more_lefts: tuple[Leaf, ...] = ()
+    more_rights: tuple[Leaf, ...] = ()
+    passenger: Leaf = None
 
     @property
     def named(self) -> list[tuple[str, Leaf]]:
@@ -88,7 +99,17 @@ class Operands:
     def matrices(self) -> Operands:
         """The operands of the product alone, without those of its epilogue."""
         scales = {name: getattr(self, name) for name in ("lhs_block_scale", "rhs_block_scales")}
-        return Operands(self.lhs, self.rhs_list, **scales)
+        return Operands(self.lhs, self.rhs_list, **scales, more_lefts=self.more_lefts, more_rights=self.more_rights)
+
+    @property
+    def lefts(self) -> tuple[Leaf, ...]:
+        """The left operands of all products that are added."""
+        return self.lhs, *self.more_lefts
+
+    @property
+    def rights(self) -> tuple[Leaf, ...]:
+        """The right operands of all products that are added."""
+        return self.rhs_list[0], *self.more_rights
 
     @property
     def has_epilogue(self) -> bool:
@@ -201,11 +222,12 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
 
 
 def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
-    """Returns (batch, m, n of each right operand, k); batch is None if no operand has a batch dimension."""
-    m, k = layouts.m_k(operands.lhs.shape)
+    """Returns (batch, m, n of each right operand, k of all pairs); batch is None if no operand has that dimension."""
+    m, _ = layouts.m_k(operands.lhs.shape)
+    k = sum(layouts.m_k(lhs.shape)[1] for lhs in operands.lefts)
     widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
     blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
-    ranks = [(x, 2) for x in (operands.lhs, *operands.rhs_list, *(operands.addends or ()), *blocks)]
+    ranks = [(x, 2) for x in (*operands.lefts, *operands.rhs_list, *(operands.addends or ()), *blocks)]
     if operands.row_scale is not None:
         ranks.append((operands.row_scale, 1))
     batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
@@ -219,7 +241,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     """
     lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
     (addend,) = operands.addends or (None,)
-    of_rhs = (rhs, *(operands.rhs_block_scales or ()))
+    of_rhs = (rhs, *(operands.rhs_block_scales or ()), *operands.more_rights)
     if len(lhs.shape) == 2 or layouts.transpose_lhs or any(len(x.shape) > 2 for x in of_rhs):
         return operands
     if addend is not None and len(addend.shape) == 2:
@@ -240,6 +262,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
         row_scale=folded(rows),
         addends=None if addend is None else (folded(addend, addend.shape[-1]),),
         lhs_block_scale=None if blocks is None else folded(blocks, blocks.shape[-1]),
+        more_lefts=tuple(folded(x, x.shape[-1]) for x in operands.more_lefts),
     )
 
 

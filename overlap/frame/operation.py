@@ -6,7 +6,7 @@ The defaults here are right for an operation that communicates nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ class Operation:
     Attributes:
       name: the name of the public function.
       takes_lists: whether `rhs` may be a list.
+      sums_pairs: whether `lhs` and `rhs` may be lists of equal length. The products of their pairs are added.
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
       gathers_rows: whether the rows of `lhs` are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
         device's only row; else it is a scalar.
@@ -55,6 +56,7 @@ class Operation:
 
     name = ""
     takes_lists = False
+    sums_pairs = False
     takes_parts = True
     gathers_rows = False
     reduces = False
@@ -184,12 +186,26 @@ class Operation:
         del d_kept, operands, wanted, layouts
         return cotangents
 
-    def lhs_cotangent(self, g: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
-        """Returns the cotangent g rhsᵀ of the left operand, multiplied and scattered by one kernel.
+    def gathered_passenger(self, operands: Operands) -> jax.Array | None:
+        """By XLA: gathers `Operands.passenger`, if there is one."""
+        del operands
+        return None
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        rhs_list: Sequence[jax.Array],
+        passenger: jax.Array | None,
+        dtype: DTypeLike,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, jax.Array | None] | None:
+        """Returns the cotangent Σ g rhsᵀ of the left operand, multiplied, added and scattered by one kernel.
+
+        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel.
 
         None if there is no such kernel. Then `times` and `scattered` do the same.
         """
-        del g, rhs, dtype, plan
+        del gs, rhs_list, passenger, dtype, plan
         return None
 
     def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
@@ -201,13 +217,13 @@ class Operation:
         return None
 
     def lhs_and_product_cotangents(
-        self, cotangent: jax.Array, rhs: jax.Array, dtype: DTypeLike, plan: LaunchPlan
-    ) -> tuple[jax.Array, jax.Array] | None:
-        """Returns (g rhsᵀ, g), by one kernel, where g is `product_cotangent(cotangent)`.
+        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: DTypeLike, plan: LaunchPlan
+    ) -> tuple[Sequence[jax.Array], jax.Array] | None:
+        """Returns g rhsᵀ for the right operand of each pair, and g, which is `product_cotangent(cotangent)`.
 
-        None if there is no such kernel. Then `product_cotangent` and `times` do the same.
+        It is one kernel; None if there is none. Then `product_cotangent` and `times` do the same.
         """
-        del cotangent, rhs, dtype, plan
+        del cotangent, rights, dtype, plan
         return None
 
     def times(
