@@ -132,7 +132,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     from jax.sharding import PartitionSpec as P
 
     import overlap
-    from overlap.collectives import scattered as kernel
+    from overlap.collectives import one_shot, scattered
 
     options = dict(case.config)
     op, out, epilogue = options.pop("op"), options.pop("out"), options.pop("epilogue", None)
@@ -142,7 +142,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
     # Pretend that the job has as many processes as the case. This process is alone, and the next case that it assembles
     # may have another number of processes.
-    kernel.lands_in_an_operand = lambda: case.processes > 1
+    one_shot.lands_in_an_operand = scattered.lands_in_an_operand = lambda: case.processes > 1
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
         assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),
@@ -168,3 +168,32 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
 
     out_specs = P() if whole else P("x")
     return jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=out_specs, check_vma=False), tuple(structs)
+
+
+def gradient(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the gradient of a product with two right operands whose left one is gathered, and its arguments.
+
+    It has one kernel for both: a sum of two products, beside which the left operand travels. `case.shape` is the shape
+    per shard of the product with the first right operand; the second one has half as many columns.
+    """
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+    from overlap.collectives import scattered
+
+    scattered.lands_in_an_operand = lambda: case.processes > 1
+    (m, n, k), size, columns = case.shape, mesh.shape["x"], P(None, "x")
+
+    def call(x: jax.Array, weights: list[jax.Array], d_outs: list[jax.Array]) -> Any:
+        multiply = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", implementation="fused")
+        return jax.vjp(multiply, x, weights)[1](d_outs)
+
+    mapped = jax.shard_map(
+        call, mesh=mesh, in_specs=(P("x"), columns, columns), out_specs=(P("x"), columns), check_vma=False
+    )
+    of_sides = [
+        [assembly.struct(mesh, (rows, size * width), case.dtype, columns) for width in (n, n // 2)]
+        for rows in (k, size * m)
+    ]
+    return mapped, (assembly.struct(mesh, (size * m, k), case.dtype, P("x")), *of_sides)

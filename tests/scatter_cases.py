@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ class Layer:
       activation: applied to the sum.
       dtype: of the result.
       transport: the transport of the parts, if the sum is scattered.
+      pairs: the sizes along k into which a device's operands are cut, to be passed as lists of pairs; (): one pair.
     """
 
     along: Literal["m", "n", "everywhere"] = "m"
@@ -53,11 +55,16 @@ class Layer:
     activation: Any = None
     dtype: Any = F32
     transport: str | None = None
+    pairs: tuple[int, ...] = ()
 
     def __call__(self, arrays: dict[str, Any], implementation: str | None = "fused", config: Any = SMALL) -> jax.Array:
         """Calls the operation on one device's part of the arrays."""
         given = self.of_one_device(arrays)
         lhs, rhs = given.pop("lhs"), given.pop("rhs")
+        if self.pairs:
+            ends = list(itertools.accumulate(self.pairs))[:-1]
+            lhs = jnp.split(lhs, ends, -2 if self.transpose_lhs else -1)
+            rhs = jnp.split(rhs, ends, -1 if self.transpose_rhs else -2)
         function: Any = overlap.matmul_all_reduce
         if self.along != EVERYWHERE:
             function = functools.partial(

@@ -44,7 +44,8 @@ class Explanation:
         core while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
-      plan: for `sharded_matmul`, what it runs along which mesh axes; else empty.
+      plan: for `sharded_matmul`, what it runs along which mesh axes; in `backward`, what is computed; else empty.
+      backward: the collective operations of the backward pass, if they were asked for. XLA computes its other products.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Explanation:
     ctas_at_once: int = 0
     scratch_bytes: int = 0
     plan: str = ""
+    backward: tuple[Explanation, ...] = ()
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
@@ -65,7 +67,8 @@ class Explanation:
         needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
         scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
         plan = f"{self.plan}: " if self.plan else ""
-        return f"{plan}{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
+        text = f"{plan}{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
+        return "\n".join((text, *map(str, self.backward)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -195,6 +195,7 @@ class AllGather(Operation):
             dtype,
             OperandLayouts(True, False),
             plan,
+            "backward pass, cotangent of `rhs`",
         )
         return found if found is None or plan.layouts.transpose_rhs else found.T
 
@@ -219,7 +220,8 @@ class AllGather(Operation):
         if passenger is not None and not scatter.has_room_for(passenger, gs, rhs_list, plan):
             passenger = None
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
-        found = backward(scatter, gs, rhs_list, dtype, layouts, plan, passenger)
+        purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
+        found = backward(scatter, gs, rhs_list, dtype, layouts, plan, purpose, passenger)
         return found if found is None or passenger is not None else (found, None)
 
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:

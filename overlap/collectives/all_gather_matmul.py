@@ -320,18 +320,19 @@ def all_gather_lhs_matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call. The message says why and what
         to do.
 
-    Differentiable to any order, in forward and reverse mode. Two products of the backward pass have fused kernels of
-    their own. They run where this call runs its kernel, configured as without `config`, if the result has the operands'
-    dtype, there are no scales, and nothing depends on a returned gathered `lhs`:
+    Differentiable to any order, in forward and reverse mode. If this call runs its kernel, the result has the operands'
+    dtype, there are no scales, and nothing depends on a returned gathered `lhs`, the backward pass may run kernels,
+    each chosen for itself as for a call without `config`:
 
-    - The cotangent of `lhs` is a `matmul_reduce_scatter` for each right operand, with the same kind of transport.
-    - The cotangent of each `rhs` is an `all_gather_rhs_matmul` along k. This needs that `lhs` was not returned and
-      travels by "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. For
-      weights of shape [k, n_shard] the result must then be copied, to be transposed. There the fused kernel is used
-      only if the copy takes less time than the gather.
+    - The cotangent of `lhs` is one `matmul_reduce_scatter` of all right operands, with the same kind of transport. If
+      the gathered `lhs` was not returned, it is gathered again beside this product, where that takes longer than both
+      transfers. Then the cotangent of each `rhs` is a plain product, by XLA.
+    - Else the cotangent of each `rhs` may be an `all_gather_rhs_matmul` along k. This needs that `lhs` travels by
+      "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. For weights of shape
+      [k, n_shard] the result must then be copied, to be transposed. So there it is used only if the copy takes less
+      time than the gather.
 
-    XLA computes all other products. It gathers `lhs` again for the cotangents of `rhs` if the gathered `lhs` was not
-    returned.
+    XLA computes all other products, and gathers `lhs` for them if no kernel has.
 
     `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
     element. (For leading dimensions in the call itself, the configuration is chosen for all of them together.) For

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from overlap.choice.dispatch import Explanation
 from overlap.frame import call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import LaunchPlan
@@ -19,6 +22,18 @@ from overlap.kernels.layouts import OperandLayouts
 
 # The reason given for the transport in a backward pass.
 AS_BEFORE = "as in the forward pass"
+_explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[list[Explanation]]:
+    """Collects what `backward` decides inside the block."""
+    found: list[Explanation] = []
+    token = _explained.set(found)
+    try:
+        yield found
+    finally:
+        _explained.reset(token)
 
 
 def backward(
@@ -28,6 +43,7 @@ def backward(
     dtype: DTypeLike,
     layouts: OperandLayouts,
     plan: LaunchPlan,
+    purpose: str,
     passenger: jax.Array | None = None,
 ) -> Any:
     """Runs `operation` on cotangents and operands of the forward pass.
@@ -42,6 +58,7 @@ def backward(
       dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
       layouts: which of the operands lie transposed in memory.
       plan: of the forward pass.
+      purpose: what is computed, for `explained`.
       passenger: see `Operands`.
 
     Returns:
@@ -60,8 +77,11 @@ def backward(
     if passenger is not None:
         operands = dataclasses.replace(transposed.operands, passenger=passenger)
         transposed = dataclasses.replace(transposed, operands=operands)
+    implementation = "fused" if plan.must_fuse else None
     try:
-        implementation = "fused" if plan.must_fuse else None
+        if (found := _explained.get()) is not None:
+            choice = call.decide(operation, transposed, None, implementation)
+            found.append(dataclasses.replace(choice, plan=purpose))
         return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
     except NotImplementedError:
         return None

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
 from overlap.choice.choose import is_collecting
 from overlap.choice.dispatch import Explanation
 from overlap.choice.session import session
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
+from overlap.collectives.backward import explained
 from overlap.frame import arguments
 from overlap.single_gpu import matmul
 
@@ -29,17 +35,18 @@ _DECIDE = {
 EXPLAINED: dict[Callable[..., Any], Callable[..., Explanation]] = {}
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **kwargs: Any) -> Explanation:
     """Says which implementation `op(*args, **kwargs)` would run, with what configuration, and why.
 
     Args:
       op: a public operation, e.g. `overlap.all_gather_lhs_matmul`, or a functools.partial of one.
       *args: the operation's arguments, arrays or `jax.ShapeDtypeStruct`s: per shard, or global for `sharded_matmul`.
+      with_backward: whether to explain the backward pass too (of a collective operation), which is traced for that.
       **kwargs: the operation's keywords. Outside `jax.shard_map` the collectives also need `mesh=`: the decision is
         then for the devices of that mesh.
 
     Returns:
-      An `Explanation`. Its string is one line.
+      An `Explanation`. Its string is one line, and one more for each operation of the backward pass.
 
     Raises:
       ValueError: `op` is no operation of this library, or the call itself would raise it.
@@ -61,4 +68,32 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     arguments.mesh(kwargs.get("mesh"))
     # While `overlap.autotune` collects problems, calls choose the kernel; this is about the usual choice.
     with session(None) if is_collecting() else contextlib.nullcontext():
-        return decide(*args, **kwargs)
+        choice = decide(*args, **kwargs)
+        if not arguments.flag("with_backward", with_backward):
+            return choice
+        return dataclasses.replace(choice, backward=_of_backward_pass(op, args, kwargs))
+
+
+def _of_backward_pass(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Explanation, ...]:
+    """Traces the backward pass of a call of arrays or their types, and returns what its operations would run."""
+    mesh, kwargs = kwargs.get("mesh"), {name: value for name, value in kwargs.items() if name != "mesh"}
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    places = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+
+    def gradient(*arrays: jax.Array) -> Any:
+        given = dict(zip(places, arrays, strict=True))
+
+        def run(*arrays: jax.Array) -> Any:
+            moved = given | dict(zip(places, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, [moved.get(index, leaf) for index, leaf in enumerate(leaves)])
+            return op(*args, **kwargs)
+
+        outs, pull = jax.vjp(run, *arrays)
+        return pull(jax.tree.map(jnp.zeros_like, outs))
+
+    mapped = gradient
+    if mesh is not None:
+        mapped = jax.shard_map(gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with explained() as found:
+        jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype) for index in places))
+    return tuple(found)

@@ -12,7 +12,7 @@ be cut into a block of rows or columns for each device. The devices can address 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -85,8 +85,8 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
 
 
 def matmul_all_reduce(
-    lhs: AnyArray,
-    rhs: AnyArray,
+    lhs: AnyArray | Sequence[AnyArray],
+    rhs: AnyArray | Sequence[AnyArray],
     axis_name: AxisName,
     *,
     addend: AnyArray | None = None,
@@ -110,10 +110,12 @@ def matmul_all_reduce(
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
-        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`).
+        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`). Or a list of
+        such matrices, each with its own k_shard: see `rhs`.
       rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype as `lhs` (float8
         kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
-        `lhs` has none.
+        `lhs` has none. Or a list as long as that of `lhs`: the products of all pairs are added, in float32 and by one
+        kernel, before the sum over devices. Nothing is concatenated.
       axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
         the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
         any order.

@@ -13,7 +13,7 @@ Source: the collective matmul of Wang et al., "Overlap Communication with Depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -73,8 +73,8 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
 
 
 def matmul_reduce_scatter(
-    lhs: AnyArray,
-    rhs: AnyArray,
+    lhs: AnyArray | Sequence[AnyArray],
+    rhs: AnyArray | Sequence[AnyArray],
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
@@ -99,10 +99,12 @@ def matmul_reduce_scatter(
 
     Args:
       lhs: [..., m, k_shard] per shard; globally [..., m, D · k_shard], columns sharded over the D devices of
-        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`).
+        `axis_name`. The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`). Or a list of
+        such matrices, each with its own k_shard: see `rhs`.
       rhs: [k_shard, n] per shard; globally [D · k_shard, n], rows sharded over `axis_name`. Same dtype as `lhs` (float8
         kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
-        `lhs` has none.
+        `lhs` has none. Or a list as long as that of `lhs`: the products of all pairs are added, in float32 and by one
+        kernel, before the sum over devices. Nothing is concatenated.
       axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
         the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
         any order.
@@ -147,9 +149,10 @@ def matmul_reduce_scatter(
         to do.
 
     Differentiable to any order, in forward and reverse mode. With rows scattered, no scales, and a result of the
-    operands' dtype, the cotangent of `lhs` is an `all_gather_lhs_matmul` with the same kind of transport. Its kernel
-    runs where this call runs its kernel, configured as without `config`. The gathered cotangent of the result is used
-    for the cotangent of `rhs` as well. XLA computes everything else in the backward pass.
+    operands' dtype, the cotangent of `lhs` (of all matrices in it, if it is a list) is an `all_gather_lhs_matmul` with
+    the same kind of transport, if this call runs its kernel. Whether that one runs as a kernel too is chosen for
+    itself, as for a call without `config`. The gathered cotangent of the result is used for the cotangent of `rhs` as
+    well. XLA computes everything else in the backward pass.
 
     `vmap` over `lhs` and an `lhs_scale` of rows becomes a leading dimension, with the configuration of a single
     element. For `vmap` over a bias or arrays that an activation captures, the kernel computes the sum and XLA the rest.
@@ -162,6 +165,7 @@ def matmul_reduce_scatter(
       ...     mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
+      >>> dx = overlap.matmul_reduce_scatter([d_gate, d_up], [w_gate, w_up], "x", transpose_rhs=True)  # a sum of two
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """

@@ -89,7 +89,9 @@ class ReduceScatter(Summed):
             return None
         transport = "ring" if self.transport == "ring" else "pull"
         gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
-        return backward(gather, [cotangent], rights, dtype, OperandLayouts(False, not plan.layouts.transpose_rhs), plan)
+        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
+        return backward(gather, [cotangent], rights, dtype, layouts, plan, purpose)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:

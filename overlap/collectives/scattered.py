@@ -81,14 +81,7 @@ from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Til
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import (
-    Handshake,
-    PeerGroup,
-    board,
-    semaphore_signal,
-    semaphore_signal_peer,
-    tma_store,
-)
+from overlap.primitives import Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer, tma_store
 from overlap.primitives.atomics import add
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
@@ -116,8 +109,9 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     strips, batch = None, block[0]
     if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
-    rows = operands.passenger
+    rows: Any = operands.passenger
     passenger = None if rows is None else Passenger.of(rows, group.size, config)
+    others = passenger.chunking if passenger else strips
     steps, block_tiles = schedule.flags_shape
     # With "ring" and several chunk buffers, a communicator could hold a loaded chunk while it waits for a tile that
     # itself waits for that chunk. So there is one chunk buffer.
@@ -132,11 +126,9 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         (
             (steps + 1, block_tiles),
             schedule.flags_shape,
-            *communicator.flag_shapes(schedule.flags_shape, copies_own=bool(strips or passenger)),
+            *communicator.flag_shapes(schedule.flags_shape, copies_own=others is not None),
         ),
-        communicator.smem_types(
-            with_buffers, schedule.chunking, plan.out_dtype, others=passenger.chunking if passenger else strips
-        ),
+        communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, others=others),
         draws=True,
         transport="push" if strips is None else "broadcast",
     )
@@ -347,9 +339,12 @@ class _Body:
             landed=landed,
         )
         (buffers_smem, loaded), others = self.refs.smem, None
-        if self.strips is not None or self.passenger is not None:
+        if self.strips is not None:
             buffers_smem, others_smem = buffers_smem
-            others = self._passengers(self.passenger) if self.passenger else self._results(self.strips), others_smem
+            others = self._results(self.strips), others_smem
+        elif self.passenger is not None:
+            buffers_smem, others_smem = buffers_smem
+            others = self._passengers(self.passenger), others_smem
         Communicator(
             self.name,
             group,

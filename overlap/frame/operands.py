@@ -5,8 +5,8 @@ The product is computed as follows. Terms and factors that a call does not give 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
 Operations that sum over devices may also sum the products of further pairs (`Operands.more_lefts`, `more_rights`):
-there lhs @ rhs is the sum of all of them. 8-bit operands may have scales of blocks: before the product, each 32 elements
-along k are multiplied by their scale.
+there lhs @ rhs is the sum of all of them. 8-bit operands may have scales of blocks: before the product, each 32
+elements along k are multiplied by their scale.
 """
 
 from __future__ import annotations
