@@ -35,8 +35,10 @@ class Passenger:
     chunking: Chunking
 
     @staticmethod
-    def of(array: jax.Array, devices: int, config: Config) -> Passenger:
+    def of(array: jax.Array | None, devices: int, config: Config) -> Passenger | None:
         """Cuts a passenger [(batch,) rows, columns] into chunks that fit the communicators' buffers."""
+        if array is None:
+            return None
         *batch, rows, columns = array.shape
         elements = batch[0] if batch else 1
         chunking = Chunking.cut(elements * rows, columns, array.dtype.itemsize, rows, config.pull.chunk_bytes)

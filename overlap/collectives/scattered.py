@@ -110,7 +110,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     if plan.operation.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     rows: Any = operands.passenger
-    passenger = None if rows is None else Passenger.of(rows, group.size, config)
+    passenger = Passenger.of(rows, group.size, config)
     others = passenger.chunking if passenger else strips
     steps, block_tiles = schedule.flags_shape
     # With "ring" and several chunk buffers, a communicator could hold a loaded chunk while it waits for a tile that
