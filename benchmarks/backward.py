@@ -42,7 +42,7 @@ from overlap.tuning.programs import mesh_of
 ROWS, COLUMNS, WHOLE = P(AXIS, None), P(None, AXIS), P()
 FUSED: dict[str, Any] = {"axis_name": AXIS, "implementation": "fused"}
 METHODS = ("fused", "lists", "each", "joined", "xla", "xla hiding", "roof")
-type Call = Callable[..., Sequence[jax.Array]]
+type Call = Callable[..., Sequence[Any]]
 type Operand = tuple[tuple[int, int], P]
 
 
