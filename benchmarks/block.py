@@ -1,7 +1,7 @@
 """Compares the MLP of a transformer, as a user writes it, with XLA: the forward pass, and forward with backward.
 
     python -m benchmarks.block --out benchmarks/results
-    python -m benchmarks.block --models llama-8b --tokens 8192 --passes both
+    python -m benchmarks.block --models llama-8b --tokens 8192 --passes "forward and backward"
 
 The products of gate and up share one gather of the tokens' rows. The product of down is followed by a reduce-scatter.
 The methods:
@@ -134,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = layer_runs.begin("block", __doc__, choices, argv, tokens="8192,2048")
     mesh = mesh_of(run.devices)
     for _, model, tokens in run.problems():
-        for name, backward in run.passes():
-            sizes = tokens, model.hidden, model.mlp
+        for name in run.arguments.passes:
+            sizes, backward = (tokens, model.hidden, model.mlp), name != "forward"
             turns = run.turns(6.0 * tokens * model.hidden * model.mlp * (3 if backward else 1))
             pass_of = with_backward if backward else forward
             us = measure(mesh, sizes, pass_of, run.arguments.methods, run.arguments.rounds, turns)

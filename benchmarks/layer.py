@@ -1,7 +1,7 @@
 """Compares a transformer's layer, as a user writes it with `overlap.layers`, with the same layer by XLA's partitioner.
 
     python -m benchmarks.layer --out benchmarks/results
-    python -m benchmarks.layer --models llama-70b --tokens 8192 --breakdown
+    python -m benchmarks.layer --models llama-70b --tokens 8192
 
 The command measures one layer of Llama 3 70B and 8B and of Qwen 3 32B: norm, query, key and value, causal attention
 (`jax.nn.dot_product_attention`), output projection, norm and gated MLP, with both residuals. The input is one sequence.
@@ -15,8 +15,7 @@ gradients, by these methods:
     xla hiding, xla windowed   the same with more flags, see `RIVALS` in `benchmarks.layer_runs`
 
 `benchmarks.layer_runs` says how they are timed. The backward pass starts from a cotangent that is computed from the
-layer's result, as in training: else XLA would leave out the last product. `--breakdown` profiles a loop and adds up the
-GPU's time by kind of kernel.
+layer's result, as in training: else XLA would leave out the last product.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +35,6 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import layer_runs
 from benchmarks.known_models import Model
-from benchmarks.profile_kinds import device_us_by_kind
 from overlap import layers
 from overlap.choice.dispatch import Implementation
 from overlap.cli import ending
@@ -159,54 +156,24 @@ class Case:
         return jax.jit(draw, out_shardings=sharding)(), weights
 
 
-def measure(case: Case, methods: Sequence[str], rounds: int, turns: int, breakdown: bool) -> dict[str, Any]:
-    """Measures one layer by several methods.
-
-    Args:
-      case: the layer.
-      methods: some of `METHODS`.
-      rounds: how often each method is timed.
-      turns: how many turns a loop has.
-      breakdown: whether to profile as well.
-
-    Returns:
-      "times": for each method the microseconds of a turn, in each round. "kinds": for each method the microseconds of a
-      turn by kind of kernel; empty without `breakdown`.
-
-    Raises:
-      AssertionError: a method's result differs from XLA's.
-    """
+def measure(case: Case, methods: Sequence[str], rounds: int, turns: int) -> dict[str, list[float]]:
+    """Measures one layer by some of `METHODS`, as `block.measure` does."""
     given = case.operands()
     with jax.set_mesh(case.mesh):
         loops = layer_runs.compiled(lambda name: case.program(name, turns), methods, lambda _: given, allowed=3e-2)
-        times = layer_runs.times_us(loops, rounds, turns)
-        kinds: dict[str, dict[str, float]] = {}
-        for name in loops if breakdown else ():
-            with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
-                    jax.block_until_ready(loops[name]())
-                kinds[name] = device_us_by_kind(folder, turns)
-    return {"times": times, "kinds": kinds}
+        return layer_runs.times_us(loops, rounds, turns)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     choices = {"methods": METHODS, "passes": layer_runs.PASSES}
-    breakdown = "also profile the GPU's time by kind of kernel"
-    run = layer_runs.begin(
-        "layer", __doc__, choices, argv, tokens="8192,2048",
-        more_options=lambda parser: parser.add_argument("--breakdown", action="store_true", help=breakdown),
-    )  # fmt: skip
+    run = layer_runs.begin("layer", __doc__, choices, argv, tokens="8192,2048")
     mesh = jax.make_mesh((len(run.devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=run.devices)
-    given = run.arguments
     for model, sizes, tokens in run.problems():
-        for name, backward in run.passes():
-            turns = run.turns(flops(sizes, tokens) * (3 if backward else 1))
-            found = measure(Case(mesh, sizes, tokens, backward), given.methods, given.rounds, turns, given.breakdown)
-            kinds = {
-                method: ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(of_kind.items()))
-                for method, of_kind in found["kinds"].items()
-            }
-            run.add(str(tokens), f"{model}, {name}", found["times"], kinds)
+        for name in run.arguments.passes:
+            case = Case(mesh, sizes, tokens, name != "forward")
+            turns = run.turns(flops(sizes, tokens) * (3 if case.backward else 1))
+            times = measure(case, run.arguments.methods, run.arguments.rounds, turns)
+            run.add(str(tokens), f"{model}, {name}", times)
     return 0
 
 

@@ -45,7 +45,7 @@ RIVALS: dict[str, dict[str, int | bool]] = {
     },
 }
 CONTROL = "xla again"
-PASSES = ("forward", "both")
+PASSES = ("forward", "forward and backward")
 MODELS = {
     "llama-70b": known_models.MODELS["Llama 3 70B"],
     "llama-8b": known_models.MODELS["Llama 3 8B"],
@@ -76,54 +76,34 @@ class Run:
         """Yields the name and the sizes of each model, with each number of tokens."""
         return ((name, MODELS[name], tokens) for name in self.arguments.models for tokens in self.arguments.tokens)
 
-    def passes(self) -> Iterator[tuple[str, bool]]:
-        """Yields what a table calls each pass, and whether it contains the backward pass."""
-        return (("forward and backward" if name == "both" else name, name == "both") for name in self.arguments.passes)
-
     def turns(self, flops: float) -> int:
-        """Returns how many turns a loop has, so that it takes about 20 ms.
-
-        Args:
-          flops: the floating-point operations of a turn, on all devices together.
-        """
+        """Returns how many turns of `flops` operations, on all devices together, take about 20 ms."""
         of_device = flops / len(self.devices)
         return 1 if self.arguments.dry_run else max(1, int(_US_PER_LOOP / (of_device / _FLOPS_PER_US)))
 
-    def add(
-        self, shape: str, case: str, times: Mapping[str, Sequence[float]], notes: Mapping[str, str] | None = None
-    ) -> None:
+    def add(self, shape: str, case: str, times: Mapping[str, Sequence[float]]) -> None:
         """Prints the times of one problem, and adds them to the table. Only process 0 does so.
 
         Args:
           shape: the sizes of the problem, separated by x.
           case: what else distinguishes the problem, such as the pass; for the column `layout`.
           times: for each method the microseconds of a turn, in each round: "xla", others of `RIVALS`, and more.
-          notes: remarks on methods.
         """
         if jax.process_index():
             return
         best = min((times[name] for name in RIVALS if name in times), key=statistics.median)
-        roof, rows = times.get("roof", ()), []
+        problem = {"op": self.name, "devices": len(self.devices), "shape": shape, "dtype": "bf16", "layout": case}
+        rows: list[dict[str, Any]] = []
         for method, us in times.items():
             # The control is compared with its twin.
             of_rounds = np.divide(times["xla"] if method == CONTROL else best, us).tolist()
-            problem = {"op": self.name, "devices": len(self.devices), "shape": shape, "dtype": "bf16", "layout": case}
-            problem |= {"method": method, "status": "ok", **report.spread("loop_us", us), "rounds": len(us)}
-            problem |= report.spread("xla_over_this", of_rounds) | {"note": (notes or {}).get(method, "")}
-            rows.append(problem | {"roof_over_this": report.ratio(roof, us)})
-        shown = [
-            [
-                row["method"],
-                f"{row['loop_us']:.0f}",
-                f"{row['loop_us_p10']:.0f} to {row['loop_us_p90']:.0f}",
-                f"{row['xla_over_this']:.3f}",
-                f"{row['xla_over_this_p10']:.3f} to {row['xla_over_this_p90']:.3f}",
-                f"{row['roof_over_this']:.3f}" if roof else "–",
-                row["note"],
-            ]
-            for row in rows
-        ]
-        headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this", "note")
+            row = {"method": method, "status": "ok", "roof_over_this": report.ratio(times.get("roof", ()), us)}
+            row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
+            rows.append(problem | row | {"rounds": len(us)})
+        form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
+        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3}"
+        shown = [form.format_map(row | {"roof_over_this": row["roof_over_this"] or "–"}).split("|") for row in rows]
+        headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
         report.print_table(f"{self.name} {shape} {case}", headings, shown)
         if self.arguments.out is not None:
             print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
@@ -224,34 +204,16 @@ def flags_of(method: str, mesh: Mesh) -> dict[str, int | bool] | None:
     return RIVALS.get(method) if mesh.devices.flat[0].platform == "gpu" else None
 
 
-class Loop:
-    """A compiled loop of turns.
-
-    Attributes:
-      given: what the next launch gets.
-      carried: whether a launch gets what the one before has returned. Then `program` may donate its arguments.
-    """
-
-    def __init__(self, program: Any, given: tuple[Any, ...], carried: bool = False) -> None:
-        self.given, self.carried = given, carried
-        self._compiled = program.lower(*given).compile()
-
-    def __call__(self) -> tuple[Any, ...]:
-        """Starts the loop, and returns its outputs."""
-        out = self._compiled(*self.given)
-        if self.carried:
-            self.given = out
-        return out
-
-
 def compiled(
     program: Callable[[str], Any],
     methods: Sequence[str],
     given: Callable[[str], tuple[Any, ...]],
     allowed: float,
     carried: bool = False,
-) -> dict[str, Loop]:
+) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Compiles the loops of some methods, and compares their first results with XLA's.
+
+    Returns for each method a function that starts its loop, and returns the outputs.
 
     Args:
       program: returns the jitted loop of a method, a function of `given` to a tuple.
@@ -263,10 +225,19 @@ def compiled(
     Raises:
       AssertionError: a method's result differs from XLA's.
     """
-    loops: dict[str, Loop] = {}
+    loops: dict[str, Callable[[], tuple[Any, ...]]] = {}
     expected: Any = None
     for name in sorted(methods, key=lambda name: name != "xla"):
-        loops[name] = Loop(program(name), given(name), carried)
+        state = given(name)
+        loop = program(name).lower(*state).compile()
+
+        def launch(loop: Any = loop, state: list[Any] = [*state]) -> tuple[Any, ...]:  # noqa: B006
+            out = loop(*state)
+            if carried:
+                state[:] = out
+            return out
+
+        loops[name] = launch
         results = loops[name]()[-1 if carried else 0]
         expected = jax.tree.map(jnp.copy, results) if expected is None else expected
         if name == "roof":  # It is not the same result: it lacks the sum over the devices.
