@@ -107,18 +107,9 @@ def measure(
     rounds: int,
     turns: int,
 ) -> dict[str, list[float]]:
-    """Measures some methods. Returns for each the time of a turn in each round, in microseconds.
+    """Measures some of `METHODS`, see `layer_runs.compiled` and `layer_runs.times_us`.
 
-    Args:
-      mesh: a mesh whose only axis is `AXIS`.
-      sizes: tokens on all devices together, width between the blocks, width of the MLP.
-      pass_of: `forward` or `with_backward`.
-      methods: some of `METHODS`.
-      rounds: how often each method is timed.
-      turns: how many turns a loop has.
-
-    Raises:
-      AssertionError: a method's result differs from XLA's.
+    `sizes`: tokens on all devices together, width between the blocks, width of the MLP.
     """
 
     def of(method: str) -> Any:

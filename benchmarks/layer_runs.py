@@ -1,12 +1,5 @@
 """Sets up the benchmarks of blocks, layers and backward products, times their loops of turns, and records the results.
 
-A benchmark uses this module as follows:
-
-    run = layer_runs.begin("block", __doc__, METHODS, argv, tokens="8192")
-    for model, sizes, tokens in run.problems():
-        loops = layer_runs.compiled(program, run.methods, given)
-        run.add("8192x8192x28672", "forward", layer_runs.times_us(loops, run.arguments.rounds, turns))
-
 XLA is measured twice, since flags make it faster or slower: `RIVALS`. All ratios refer to the faster one. In each round
 the loops run once each, in another random order: an untimed launch, which takes the clocks that the loop before has
 left, and then the timed launch. A time contains the 0.1 to 0.4 ms of starting a loop of about 20 ms. "xla again" is the
@@ -17,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -101,16 +95,14 @@ class Run:
             row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
         form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
-        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3}"
-        shown = [form.format_map(row | {"roof_over_this": row["roof_over_this"] or "–"}).split("|") for row in rows]
+        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3f}"
+        shown = [
+            form.format_map(row | {"roof_over_this": row["roof_over_this"] or math.nan}).split("|") for row in rows
+        ]
         headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
         report.print_table(f"{self.name} {shape} {case}", headings, shown)
         if self.arguments.out is not None:
             print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",")]
 
 
 def numbers(text: str) -> list[int]:
@@ -119,40 +111,28 @@ def numbers(text: str) -> list[int]:
 
 
 def begin(
-    name: str,
-    doc: str | None,
-    choices: Mapping[str, Sequence[str]],
-    argv: Sequence[str] | None,
-    tokens: str,
-    more_options: Callable[[argparse.ArgumentParser], object] = lambda _: None,
+    name: str, doc: str | None, choices: Mapping[str, Sequence[str]], argv: Sequence[str] | None, tokens: str
 ) -> Run:
     """Reads the options, sets up the devices, and returns the run. With `--dry-run` it uses 2 CPU devices.
 
-    Args:
-      name: of the benchmark.
-      doc: the docstring of its module.
-      choices: by the name of an option that selects some of several: all that it may select. That is its default too,
-        but for "tiny" and "xla windowed".
-      argv: the options; None: those of the command line.
-      tokens: the default of `--tokens`.
-      more_options: adds options to the parser.
+    `choices` has by the name of an option what it may select. By default that is all but "tiny" and "xla windowed".
 
     Raises:
-      WrongArguments: there is no GPU, the code differs from the commit, there are fewer devices than `--devices`, or
-        they do not divide the sizes.
+      WrongArguments: there is no GPU, the code differs from the commit, or the devices are too few or divide no sizes.
     """
     parser = command.tool_parser(name, doc)
     choices = {"models": tuple(MODELS), **choices}
     for option, known in choices.items():
         default = ",".join(each for each in known if each not in ("tiny", "xla windowed"))
-        parser.add_argument(f"--{option}", type=_names, default=default, help=f"some of {', '.join(known)}")
+        parser.add_argument(
+            f"--{option}", type=lambda text: text.split(","), default=default, help=f"some of {', '.join(known)}"
+        )
     parser.add_argument("--tokens", type=numbers, default=tokens, help="of all devices, separated by commas")
     parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
     parser.add_argument("--rounds", type=whole_number(1), default=35, help="how often everything is timed (35)")
     parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
     parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and tiny sizes, to test the harness")
-    more_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.dry_run:
         arguments.models, arguments.tokens, arguments.rounds = ["tiny"], [_DRY_TOKENS], 1
@@ -165,15 +145,6 @@ def begin(
     count = arguments.devices or jax.device_count()
     if count > jax.device_count():
         raise WrongArguments(f"{name}: `--devices` must be at most {jax.device_count()} here, got {count}")
-    check(name, arguments, choices, count)
-    processes = jax.process_count()
-    layout = "one process" if processes == 1 else f"{processes} processes"
-    facts = environment.describe(layout, count, code)
-    return Run(name, arguments, facts, jax.devices()[:count])
-
-
-def check(name: str, arguments: argparse.Namespace, choices: Mapping[str, Sequence[str]], devices: int) -> None:
-    """Raises WrongArguments if an option selects what there is not, or if the devices do not divide the sizes."""
     for option, known in choices.items():
         given = getattr(arguments, option)
         if unknown := [each for each in given if each not in known]:
@@ -181,10 +152,12 @@ def check(name: str, arguments: argparse.Namespace, choices: Mapping[str, Sequen
         if "xla" in known and "xla" not in given:
             raise WrongArguments(f"{name}: `--{option}` must contain xla, with which the others are compared")
     for model in arguments.models:
-        if (heads := MODELS[model].kv_heads) % devices:
-            raise WrongArguments(f"{name}: {devices} devices do not divide the {heads} heads of keys of {model}")
-    if rest := [tokens for tokens in arguments.tokens if tokens % devices]:
-        raise WrongArguments(f"{name}: `--tokens` must be multiples of the {devices} devices, got {rest[0]}")
+        if (heads := MODELS[model].kv_heads) % count:
+            raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
+    if rest := [tokens for tokens in arguments.tokens if tokens % count]:
+        raise WrongArguments(f"{name}: `--tokens` must be multiples of the {count} devices, got {rest[0]}")
+    layout = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
+    return Run(name, arguments, environment.describe(layout, count, code), jax.devices()[:count])
 
 
 # --- Loops of layers --------------------------------------------------------------------------------------------------

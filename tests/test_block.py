@@ -6,6 +6,7 @@ Or, if each device has all rows, only an all-reduce after the last product.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import re
 
@@ -17,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import block, layer_runs
+from benchmarks import backward, block, layer_runs
 from overlap.emulation import emulate
 from overlap.tuning.programs import mesh_of
 from tests.product_cases import normal
@@ -130,3 +131,15 @@ def test_the_benchmark_of_a_blocks_backward_pass_needs_every_product():
     text = program.lower(*block.operands(mesh, *sizes)).compile().as_text()
     # Three products forward, and two for the gradients of each. Without the result of the last one, it would be eight.
     assert len(re.findall(r" (?:dot|custom-call)\(", text)) == 9
+
+
+def test_the_benchmark_of_a_layers_products_finds_what_is_wrong():
+    mesh, sizes = mesh_of(jax.devices()[:2]), layer_runs.MODELS["tiny"]
+    found = {product.name: product for product in backward.products(sizes, 32)}
+    for name in ("dx of q+k+v", "dh and gathered dy of o"):
+        times = backward.measure(found[name], mesh, ("lists", "xla", "roof"), rounds=1, turns=2)
+        assert {"xla", "roof", layer_runs.CONTROL} <= times.keys() <= {"lists", "xla", "roof", layer_runs.CONTROL}
+    scaled = lambda dy, h: [1.1 * (h.T @ lax.all_gather(dy, "x", tiled=True))]  # noqa: E731
+    wrong = dataclasses.replace(found["dW of o"], ours={"fused": scaled})
+    with pytest.raises(AssertionError, match="fused differs from XLA"):
+        backward.measure(wrong, mesh, ("fused", "xla"), rounds=1, turns=1)
