@@ -17,6 +17,7 @@ TABLES = (
     "ladder",
     "block",
     "layer",
+    "backward",
 )
 
 

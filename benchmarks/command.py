@@ -96,10 +96,6 @@ def parser(
         "--example-configs", type=whole_number(1), default=3, help="how many configurations are tried for jax_example"
     )
     result.add_argument(
-        "--kernel-time", action="store_true", help="also measure the longest kernel of a call, by CUPTI"
-    )
-    result.add_argument("--kernel-names", action="store_true", help="also list the kernels of a call, by CUPTI")
-    result.add_argument(
         "--budget-s",
         type=finite_number("seconds", at_least=0),
         default=None,

@@ -33,8 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -94,8 +93,6 @@ class Settings:
       calls: ordinary calls in a row; None: about 15 ms of work.
       warmup_s: how long the roof runs before the first round, in seconds.
       seed: the seed of the inputs.
-      kernel_time: whether to measure the longest kernel of a call.
-      kernel_names: whether to list the kernels of a call.
     """
 
     rounds: int = 7
@@ -104,8 +101,6 @@ class Settings:
     calls: int | None = None
     warmup_s: float = 1.0
     seed: int = 0
-    kernel_time: bool = False
-    kernel_names: bool = False
 
     def loop_iterations(self, problem: Problem) -> int:
         """Returns how many calls one program has."""
@@ -131,8 +126,6 @@ class Result:
       compile_s: seconds to compile and check the method.
       loop_us: microseconds of a call in the loop, for each round.
       wall_us: microseconds of an ordinary call, for each round.
-      kernel_us: microseconds of a call's longest kernel, by CUPTI.
-      kernel_names: the kernels of a call.
       loop_copies: the copies of whole operands in the compiled loop.
     """
 
@@ -145,8 +138,6 @@ class Result:
     compile_s: float | None = None
     loop_us: list[float] = dataclasses.field(default_factory=list)
     wall_us: list[float] = dataclasses.field(default_factory=list)
-    kernel_us: float | None = None
-    kernel_names: str = ""
     loop_copies: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -335,7 +326,7 @@ class Session:
                 result.status = "ERROR " + one_line(error)
 
     def finish(self) -> None:
-        """Checks the results that the timed loops have left behind, and measures kernels if the settings say so."""
+        """Checks the results that the timed loops have left behind."""
         for prepared in self.prepared:
             result = prepared.result
             if not result.ok:
@@ -344,13 +335,6 @@ class Session:
             # Use np.max, since max() may drop a NaN.
             result.error = float(np.max([result.error or 0.0, left_behind]))
             self._judge(result, " after the loop")
-            if not (self.settings.kernel_time or self.settings.kernel_names):
-                continue
-            runs = _kernels(prepared.call, *prepared.operands)
-            if runs and self.settings.kernel_time:
-                result.kernel_us = 1e3 * float(np.median([max(duration for _, duration in run) for run in runs]))
-            if runs and self.settings.kernel_names:
-                result.kernel_names = "; ".join(name for name, _ in runs[0])
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -366,17 +350,6 @@ def agreed(ok: bool) -> bool:
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.int32(ok))))
-
-
-def _kernels(call: Callable[..., jax.Array], *operands: jax.Array) -> list[Sequence[tuple[str, float]]]:
-    """Returns the kernels (name, milliseconds) of each of five calls, by CUPTI. Empty if there is no CUPTI."""
-    try:
-        from jax.experimental.mosaic.gpu import profiler
-
-        measure: Any = profiler.Cupti(finalize=False).measure(call, aggregate=False)
-        return [run for _ in range(5) if (run := measure(*operands)[1])]
-    except Exception:  # The columns of the kernels are optional, and stay empty.
-        return []
 
 
 def one_line(error: BaseException) -> str:

@@ -1,44 +1,53 @@
-"""Sets up the benchmarks of blocks and layers, times their loops of turns, and records the results.
+"""Sets up the benchmarks of blocks, layers and backward products, times their loops of turns, and records the results.
 
-A benchmark uses this module as follows:
-
-    parser = command.tool_parser("block", __doc__)
-    layer_runs.add_options(parser, rounds=7)
-    layer_runs.add_out(parser)
-    run = layer_runs.begin("block", parser.parse_args(argv))
-    run.add("8192x8192x28672", "forward", {"fused": [9.1, 9.2], "xla": [9.5, 9.5]}, reference=[9.5, 9.5])
+XLA is measured twice, since flags make it faster or slower: `RIVALS`. All ratios refer to the faster one. In each round
+the loops run once each, in another random order: an untimed launch, which takes the clocks that the loop before has
+left, and then the timed launch. A time contains the 0.1 to 0.4 ms of starting a loop of about 20 ms. "xla again" is the
+loop of "xla" timed once more: what its ratio differs from 1 by, and how its ratios spread, is the error of a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 import overlap
-from benchmarks import command, environment, report
+from benchmarks import command, environment, known_models, report
 from overlap.cli.arguments import WrongArguments, new_folder, whole_number
-from overlap.tuning.timing import elapsed_s, marginal_s
+from overlap.tuning.timing import elapsed_s
 
-_DRY_DEVICES = 2
-
-
-def add_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
-    """Adds the options that these benchmarks share. `rounds`: the default of `--rounds`."""
-    parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
-    parser.add_argument(
-        "--rounds", type=whole_number(1), default=rounds, help=f"how often everything is timed (default: {rounds})"
-    )
-    parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
-    parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
+# XLA's methods, each with its flags. NVIDIA's images set the flag of "xla hiding". With the flags of "xla windowed" XLA
+# cuts a gather or scatter, and runs each part beside a part of the product.
+RIVALS: dict[str, dict[str, int | bool]] = {
+    "xla": {},
+    "xla hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "xla windowed": {
+        "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+        "xla_gpu_multi_streamed_windowed_einsum": True,
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+    },
+}
+CONTROL = "xla again"
+PASSES = ("forward", "forward and backward")
+MODELS = {
+    "llama-70b": known_models.MODELS["Llama 3 70B"],
+    "llama-8b": known_models.MODELS["Llama 3 8B"],
+    "qwen-32b": known_models.MODELS["Qwen 3 32B"],
+    "tiny": known_models.Model(64, 128, 4, 2, 16),
+}
+_DRY_DEVICES, _DRY_TOKENS = 2, 64
+_US_PER_LOOP, _FLOPS_PER_US = 20e3, 600e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,77 +56,53 @@ class Run:
 
     Attributes:
       name: the name of the benchmark, which is the operation in its table.
-      out: the folder of its table, or None.
+      arguments: the options.
       facts: where and with what the benchmark runs, by name.
       devices: the devices to use, each a `jax.Device`, which type checkers do not accept as a type.
     """
 
     name: str
-    out: pathlib.Path | None
+    arguments: argparse.Namespace
     facts: Mapping[str, str]
     devices: Sequence[Any]
 
-    def add(
-        self,
-        shape: str,
-        case: str,
-        times: Mapping[str, Sequence[float]],
-        reference: Sequence[float],
-        notes: Mapping[str, str] | None = None,
-    ) -> None:
+    def problems(self) -> Iterator[tuple[str, known_models.Model, int]]:
+        """Yields the name and the sizes of each model, with each number of tokens."""
+        return ((name, MODELS[name], tokens) for name in self.arguments.models for tokens in self.arguments.tokens)
+
+    def turns(self, flops: float) -> int:
+        """Returns how many turns of `flops` operations, on all devices together, take about 20 ms."""
+        of_device = flops / len(self.devices)
+        return 1 if self.arguments.dry_run else max(1, int(_US_PER_LOOP / (of_device / _FLOPS_PER_US)))
+
+    def add(self, shape: str, case: str, times: Mapping[str, Sequence[float]]) -> None:
         """Prints the times of one problem, and adds them to the table. Only process 0 does so.
 
         Args:
           shape: the sizes of the problem, separated by x.
           case: what else distinguishes the problem, such as the pass; for the column `layout`.
-          times: for each method the microseconds of a turn, in each round.
-          reference: XLA's times, to which the ratios refer.
-          notes: remarks on methods.
+          times: for each method the microseconds of a turn, in each round: "xla", others of `RIVALS`, and more.
         """
         if jax.process_index():
             return
+        best = min((times[name] for name in RIVALS if name in times), key=statistics.median)
         problem = {"op": self.name, "devices": len(self.devices), "shape": shape, "dtype": "bf16", "layout": case}
-        rows = [
-            problem
-            | {"method": method, "status": "ok", **report.spread("loop_us", us), "rounds": len(us)}
-            | {"xla_over_this": report.ratio(reference, us), "note": (notes or {}).get(method, "")}
-            for method, us in times.items()
-        ]
-        ratios = ["–" if row["xla_over_this"] is None else f"{row['xla_over_this']:.3f}" for row in rows]
+        rows: list[dict[str, Any]] = []
+        for method, us in times.items():
+            # The control is compared with its twin.
+            of_rounds = np.divide(times["xla"] if method == CONTROL else best, us).tolist()
+            row = {"method": method, "status": "ok", "roof_over_this": report.ratio(times.get("roof", ()), us)}
+            row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
+            rows.append(problem | row | {"rounds": len(us)})
+        form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
+        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3f}"
         shown = [
-            [row["method"], f"{row['loop_us']:.0f}", of, row["note"]] for row, of in zip(rows, ratios, strict=True)
+            form.format_map(row | {"roof_over_this": row["roof_over_this"] or math.nan}).split("|") for row in rows
         ]
-        report.print_table(f"{self.name} {shape} {case}", ("method", "µs", "xla/this", "note"), shown)
-        if self.out is not None:
-            print(f"wrote {report.add(self.out, rows, self.facts)}", flush=True)
-
-
-def begin(name: str, arguments: argparse.Namespace, **more_facts: str) -> Run:
-    """Sets up the devices, and returns the run. With the option `--dry-run`, the run uses 2 CPU devices.
-
-    Raises:
-      WrongArguments: there is no GPU, the code differs from the commit, or there are fewer devices than `--devices`.
-    """
-    dry_run = getattr(arguments, "dry_run", None)
-    if dry_run:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", _DRY_DEVICES)
-    elif dry_run is None:
-        command.need_gpus("it needs GPUs")
-    else:
-        command.need_gpus()
-    code = command.code_facts(arguments.commit, dry_run=bool(dry_run))
-    overlap.initialize()
-    count = arguments.devices or jax.device_count()
-    if count > jax.device_count():
-        raise WrongArguments(f"{name}: `--devices` must be at most {jax.device_count()} here, got {count}")
-    processes = jax.process_count()
-    layout = "one process" if processes == 1 else f"{processes} processes"
-    facts = environment.describe(layout, count, code) | more_facts
-    return Run(name, getattr(arguments, "out", None), facts, jax.devices()[:count])
-
-
-# --- Loops of layers --------------------------------------------------------------------------------------------------
+        headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
+        report.print_table(f"{self.name} {shape} {case}", headings, shown)
+        if self.arguments.out is not None:
+            print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
 
 
 def numbers(text: str) -> list[int]:
@@ -125,32 +110,139 @@ def numbers(text: str) -> list[int]:
     return [whole_number(1)(each) for each in text.split(",")]
 
 
+def begin(
+    name: str, doc: str | None, choices: Mapping[str, Sequence[str]], argv: Sequence[str] | None, tokens: str
+) -> Run:
+    """Reads the options, sets up the devices, and returns the run. With `--dry-run` it uses 2 CPU devices.
+
+    `choices` has by the name of an option what it may select. By default that is all but "tiny" and "xla windowed".
+
+    Raises:
+      WrongArguments: there is no GPU, the code differs from the commit, or the devices are too few or divide no sizes.
+    """
+    parser = command.tool_parser(name, doc)
+    choices = {"models": tuple(MODELS), **choices}
+    for option, known in choices.items():
+        default = ",".join(each for each in known if each not in ("tiny", "xla windowed"))
+        parser.add_argument(
+            f"--{option}", type=lambda text: text.split(","), default=default, help=f"some of {', '.join(known)}"
+        )
+    parser.add_argument("--tokens", type=numbers, default=tokens, help="of all devices, separated by commas")
+    parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
+    parser.add_argument("--rounds", type=whole_number(1), default=35, help="how often everything is timed (35)")
+    parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
+    parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
+    parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and tiny sizes, to test the harness")
+    arguments = parser.parse_args(argv)
+    if arguments.dry_run:
+        arguments.models, arguments.tokens, arguments.rounds = ["tiny"], [_DRY_TOKENS], 1
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", _DRY_DEVICES)
+    else:
+        command.need_gpus()
+    code = command.code_facts(arguments.commit, dry_run=arguments.dry_run)
+    overlap.initialize()
+    count = arguments.devices or jax.device_count()
+    if count > jax.device_count():
+        raise WrongArguments(f"{name}: `--devices` must be at most {jax.device_count()} here, got {count}")
+    for option, known in choices.items():
+        given = getattr(arguments, option)
+        if unknown := [each for each in given if each not in known]:
+            raise WrongArguments(f"{name}: `--{option}` must be of {', '.join(known)}, got {', '.join(unknown)}")
+        if "xla" in known and "xla" not in given:
+            raise WrongArguments(f"{name}: `--{option}` must contain xla, with which the others are compared")
+    for model in arguments.models:
+        if (heads := MODELS[model].kv_heads) % count:
+            raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
+    if rest := [tokens for tokens in arguments.tokens if tokens % count]:
+        raise WrongArguments(f"{name}: `--tokens` must be multiples of the {count} devices, got {rest[0]}")
+    layout = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
+    return Run(name, arguments, environment.describe(layout, count, code), jax.devices()[:count])
+
+
+# --- Loops of layers --------------------------------------------------------------------------------------------------
+
+
 def normalized(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Scales the values to a mean square of 1, so that they neither grow nor vanish over the turns of a loop."""
+    """Scales each row to a mean square of 1, so that no row grows or vanishes over the turns of a loop.
+
+    (Scaled together, the rows of a gated MLP would: their norms are squared in every turn. Zeros take less power.)
+    """
     wide = values.astype(jnp.float32)
-    return (wide * lax.rsqrt(jnp.mean(wide * wide) + 1e-12)).astype(dtype)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-12)).astype(dtype)
 
 
-def times_us(launches: Mapping[str, Callable[[], Any]], rounds: int, turns: int) -> dict[str, list[float]]:
-    """Times loops. Returns for each name the time of a turn in each round, in microseconds.
+def flags_of(method: str, mesh: Mesh) -> dict[str, int | bool] | None:
+    """Returns the compiler options of a method. They are for GPUs only."""
+    return RIVALS.get(method) if mesh.devices.flat[0].platform == "gpu" else None
 
-    In each round the loops are timed in another random order.
+
+def compiled(
+    program: Callable[[str], Any],
+    methods: Sequence[str],
+    given: Callable[[str], tuple[Any, ...]],
+    allowed: float,
+    carried: bool = False,
+) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Compiles the loops of some methods, and compares their first results with XLA's.
+
+    Returns for each method a function that starts its loop, and returns the outputs.
 
     Args:
-      launches: by name, functions that start a loop and return its outputs.
+      program: returns the jitted loop of a method, a function of `given` to a tuple.
+      methods: the names of the methods; "xla" is one of them.
+      given: returns the arguments of a method's loop.
+      allowed: the largest relative difference from XLA.
+      carried: whether a launch gets what the one before has returned. Then the last output is compared, else the first.
+
+    Raises:
+      AssertionError: a method's result differs from XLA's.
+    """
+    loops: dict[str, Callable[[], tuple[Any, ...]]] = {}
+    expected: Any = None
+    for name in sorted(methods, key=lambda name: name != "xla"):
+        state = given(name)
+        loop = program(name).lower(*state).compile()
+
+        def launch(loop: Any = loop, state: list[Any] = [*state]) -> tuple[Any, ...]:  # noqa: B006
+            out = loop(*state)
+            if carried:
+                state[:] = out
+            return out
+
+        loops[name] = launch
+        results = loops[name]()[-1 if carried else 0]
+        expected = jax.tree.map(jnp.copy, results) if expected is None else expected
+        if name == "roof":  # It is not the same result: it lacks the sum over the devices.
+            continue
+        distance = max(map(float, jax.tree.leaves(jax.tree.map(_distance, results, expected))))
+        assert distance < allowed, f"{name} differs from XLA by {distance:.1e}"
+    return {name: loops[name] for name in methods}
+
+
+@jax.jit
+def _distance(result: jax.Array, expected: jax.Array) -> jax.Array:
+    wide = expected.astype(jnp.float32)
+    return jnp.linalg.norm(result.astype(jnp.float32) - wide) / jnp.linalg.norm(wide)
+
+
+def times_us(loops: Mapping[str, Callable[[], Any]], rounds: int, turns: int) -> dict[str, list[float]]:
+    """Times loops. Returns for each name, and for `CONTROL`, the time of a turn in each round, in microseconds.
+
+    Args:
+      loops: by name, functions that start a loop and return its outputs. One is "xla".
       rounds: how many rounds.
       turns: how many turns each loop has.
     """
-    outs: list[Any] = [None]
-
-    def seconds_of(launch: Callable[[], Any]) -> Callable[[int], float]:
-        def start() -> None:
-            outs[0] = launch()
-
-        return lambda count: elapsed_s(start, lambda: outs, count)
-
-    times: dict[str, list[float]] = {name: [] for name in launches}
+    loops = {**loops, CONTROL: loops["xla"]}
+    out: list[Any] = [None]
+    times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(rounds):
-        for name in np.random.default_rng(number).permutation(list(launches)):
-            times[name].append(1e6 * marginal_s(seconds_of(launches[name]), 1) / turns)
+        for name in np.random.default_rng(number).permutation(list(loops)):
+
+            def start(loop: Callable[[], Any] = loops[name]) -> None:
+                out[0] = loop()
+
+            elapsed_s(start, lambda: out, 1)
+            times[name].append(1e6 * elapsed_s(start, lambda: out, 1) / turns)
     return times

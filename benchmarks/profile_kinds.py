@@ -1,8 +1,7 @@
-"""Reads the kernels of a GPU from a profile of jax, and adds up their time by kind of kernel."""
+"""Reads the kernels of a GPU from a profile of jax, and tells their kinds apart."""
 
 from __future__ import annotations
 
-import collections
 import pathlib
 import re
 from typing import NamedTuple
@@ -51,22 +50,3 @@ def kernels(profile: pathlib.Path) -> list[list[Kernel]]:
         for name in sorted(planes)
         if name.startswith("/device:GPU")
     ]
-
-
-def device_us_by_kind(folder: str, turns: int) -> dict[str, float]:
-    """Returns the time of a GPU's kernels by kind, in microseconds per turn: the mean over the GPUs.
-
-    The result is empty if no GPU was profiled.
-
-    Kernels in several streams may run at the same time, so the sum over all kinds may be more than the time of a turn.
-
-    Args:
-      folder: where `jax.profiler.trace` has written its files.
-      turns: how many turns the profiled program has.
-    """
-    gpus = [gpu for path in pathlib.Path(folder).rglob("*.xplane.pb") for gpu in kernels(path)]
-    total: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for gpu in gpus:
-        for kernel in gpu:
-            total[kind_of(kernel.name)] += kernel.us
-    return {kind: us / turns / max(len(gpus), 1) for kind, us in total.items()}

@@ -19,10 +19,10 @@ from benchmarks.problems import TableProblem
 
 COLUMNS = (
     "op", "devices", "shape", "dtype", "layout", "method", "status",
-    "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90", "kernel_us",
+    "loop_us", "loop_us_p10", "loop_us_p90", "wall_us", "wall_us_p10", "wall_us_p90",
     "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
     "xla_over_this", "roof_over_this", "bf16_over_this", "xla_over_this_wall", "roof_over_this_wall",
-    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s", "kernel_names",
+    "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s",
     "note", "clocks",
 )  # fmt: skip
 
@@ -57,13 +57,13 @@ class Table:
         problem = self.problem
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         row |= {"op": problem.op, "devices": problem.devices, "shape": problem.shape, "dtype": problem.dtype}
-        row |= {"layout": problem.layout, "first_call_s": result.first_call_s, "kernel_names": result.kernel_names}
+        row |= {"layout": problem.layout, "first_call_s": result.first_call_s}
         row |= {"method": result.method, "status": result.status, "note": result.note, "clocks": self.clocks}
         row |= {"error": result.error, "error_bound": result.error_bound, "compile_s": result.compile_s}
         if not result.ok:
             # A wrong result gets no times.
             return row
-        row |= {"rounds": len(result.loop_us), "kernel_us": result.kernel_us, "loop_overhead_us": self.loop_overhead_us}
+        row |= {"rounds": len(result.loop_us), "loop_overhead_us": self.loop_overhead_us}
         row["loop_copies"] = "; ".join(result.loop_copies)
         row |= spread("loop_us", result.loop_us) | spread("wall_us", result.wall_us)
         if result.loop_us:
@@ -103,7 +103,7 @@ def add(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[
 
 _SHOWN = (
     ("loop_us", "loop µs", ".1f"), ("loop_us_p10", "p10", ".1f"), ("loop_us_p90", "p90", ".1f"),
-    ("wall_us", "wall µs", ".1f"), ("kernel_us", "kernel µs", ".1f"), ("tflops_per_device", "TFLOP/s", ".0f"),
+    ("wall_us", "wall µs", ".1f"), ("tflops_per_device", "TFLOP/s", ".0f"),
     ("percent_of_peak", "% peak", ".1f"), ("received_gb_per_s_per_device", "NVLink GB/s", ".0f"),
     ("xla_over_this", "xla/this", ".3f"), ("roof_over_this", "roof/this", ".3f"),
     ("xla_over_this_wall", "wall xla/this", ".3f"), ("error", "error", ".2e"), ("first_call_s", "first call s", ".2f"),
@@ -118,7 +118,7 @@ def show(table: Table) -> None:
     texts = [["–" if row[name] is None else f"{row[name]:{form}}" for name, _, form in _SHOWN] for row in rows]
     print_table(title, columns, [[row["method"], *text] for row, text in zip(rows, texts, strict=True)])
     for row in rows:
-        for name in ("status", "note", "kernel_names", "loop_copies"):
+        for name in ("status", "note", "loop_copies"):
             if row[name] not in (None, "", "ok"):
                 print(f"  {row['method']}, {name}: {row[name]}", flush=True)
 

@@ -79,7 +79,7 @@ def refused(line: str, capsys) -> str:
         ("--dry-run --out /proc/x", "--out: cannot write to '/proc/x'"),
         ("--dry-run --out /dev/full", "--out: cannot write to '/dev/full'"),
         *((f"block --dry-run --{name} {text}", f"--{name}") for name in
-          ("devices", "rounds", "hidden", "inner", "tokens") for text in NUMBERS),
+          ("devices", "rounds", "tokens") for text in NUMBERS),
         ("block --out file", "--out: cannot write to 'file'"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import command, current, harness, matmul, methods, report
+from benchmarks import command, current, matmul, methods, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.problems import DTYPES, LAYOUTS, SUITES, TableProblem, parse
 from overlap.tuning.operations import AXIS, product
@@ -265,19 +265,6 @@ def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
     assert result.status.startswith("ERROR ValueError")
 
 
-def test_kernel_names_are_written_and_stay_empty_without_cupti(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dataclasses.replace(QUICK, kernel_names=True)
-    run = functools.partial(
-        measure, PROBLEM, mesh, Method("xla", functools.partial(product, PROBLEM.library)), settings=settings
-    )
-    (result,) = run()
-    assert result.ok and result.kernel_names == "" and result.kernel_us is None
-    monkeypatch.setattr(harness, "_kernels", lambda *_: [[("nvjet_hsh", 0.5), ("reduce", 0.1)]] * 5)
-    (result,) = run()
-    assert result.ok and result.kernel_us is None
-    assert report.Table(PROBLEM, [result]).rows()[0]["kernel_names"] == "nvjet_hsh; reduce"
-
-
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +278,7 @@ def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.Com
 
 
 def test_a_dry_run_of_the_suite_measures_all_layouts(tmp_path: pathlib.Path) -> None:
-    done = run(tmp_path, "--suite", "standard", "--dtype", "bf16", "--kernel-names")
+    done = run(tmp_path, "--suite", "standard", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     (table,) = current.tables(tmp_path)
     rows = table.rows

@@ -6,7 +6,9 @@ Or, if each device has all rows, only an all-reduce after the last product.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import block
+from benchmarks import backward, block, layer_runs
 from overlap.emulation import emulate
 from overlap.tuning.programs import mesh_of
 from tests.product_cases import normal
@@ -113,12 +115,31 @@ def test_a_block_and_its_gradients(name, devices, check_vma):
 
 
 def test_the_benchmark_of_a_block(monkeypatch):
-    mesh, sizes = mesh_of(jax.devices()[:2]), (32, 64, 128)
-    monkeypatch.setattr(block, "METHODS", {"chosen": None, "xla": "plain"})
+    given = mesh_of(jax.devices()[:2]), (32, 64, 128)
     for pass_of in (block.forward, block.with_backward):
-        assert all(us > 0 for [us] in block.measure(mesh, *sizes, pass_of, rounds=1).values())
+        times = block.measure(*given, pass_of, ("chosen", "xla"), rounds=2, turns=2)
+        assert times.keys() == {"chosen", "xla", layer_runs.CONTROL} and all(len(us) == 2 for us in times.values())
     right = block.mlp
     monkeypatch.setattr(block, "mlp", lambda how, *a: right(how, *a) * (1.0 if how == "plain" else 1.1) + a[0])
-    monkeypatch.setattr(block, "METHODS", {"chosen": None, "xla": "plain"})
     with pytest.raises(AssertionError, match="chosen differs from XLA"):
-        block.measure(mesh, *sizes, block.forward, rounds=1)
+        block.measure(*given, block.forward, ("chosen", "xla"), rounds=1, turns=1)
+
+
+def test_the_benchmark_of_a_blocks_backward_pass_needs_every_product():
+    mesh, sizes = mesh_of(jax.devices()[:2]), (32, 64, 128)
+    program = block.program(block.with_backward("plain"), mesh, 1, "xla")
+    text = program.lower(*block.operands(mesh, *sizes)).compile().as_text()
+    # Three products forward, and two for the gradients of each. Without the result of the last one, it would be eight.
+    assert len(re.findall(r" (?:dot|custom-call)\(", text)) == 9
+
+
+def test_the_benchmark_of_a_layers_products_finds_what_is_wrong():
+    mesh, sizes = mesh_of(jax.devices()[:2]), layer_runs.MODELS["tiny"]
+    found = {product.name: product for product in backward.products(sizes, 32)}
+    for name in ("dx of q+k+v", "dh and gathered dy of o"):
+        times = backward.measure(found[name], mesh, ("lists", "xla", "roof"), rounds=1, turns=2)
+        assert {"xla", "roof", layer_runs.CONTROL} <= times.keys() <= {"lists", "xla", "roof", layer_runs.CONTROL}
+    scaled = lambda dy, h: [1.1 * (h.T @ lax.all_gather(dy, "x", tiled=True))]  # noqa: E731
+    wrong = dataclasses.replace(found["dW of o"], ours={"fused": scaled})
+    with pytest.raises(AssertionError, match="fused differs from XLA"):
+        backward.measure(wrong, mesh, ("fused", "xla"), rounds=1, turns=1)

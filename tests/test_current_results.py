@@ -107,9 +107,11 @@ def test_a_run_that_compares_nothing_is_no_current_result(options: list[str]) ->
     command._check_table(parser.parse_args(["--out", results, "--variants", "fused", "fused:stages=3"]))
 
 
-@pytest.mark.parametrize(("table", "methods"), [("matmul", {"fused", "xla"}), ("block", {"fused", "chosen", "xla"})])
+@pytest.mark.parametrize(
+    ("table", "methods"), [("matmul", {"fused", "xla"}), ("block", {"chosen", "xla", "xla again"})]
+)
 def test_the_harness_adds_to_the_current_table(table: str, methods: set[str], tmp_path: pathlib.Path) -> None:
-    options = ["--methods", "fused,xla"] if table == "matmul" else []
+    options = ["--methods", "fused,xla" if table == "matmul" else "chosen,xla"]
     line = [sys.executable, "-m", f"benchmarks.{table}", "--dry-run", *options, "--out", str(tmp_path)]
     done = subprocess.run(line, cwd=performance.ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import pytest
 from jax.sharding import AxisType
 
-from benchmarks import layer, profile_kinds
+from benchmarks import layer, layer_runs, profile_kinds
 
 pytestmark = pytest.mark.one_jax
-METHODS = ("chosen", "layers xla", "XLA", "windowed")
+METHODS = ("chosen", "layers xla", "xla", "xla windowed")
 
 
 def case(backward: bool) -> layer.Case:
     mesh = jax.make_mesh((2,), (layer.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    return layer.Case(mesh, layer.MODELS["tiny"], 32, backward)
+    return layer.Case(mesh, layer_runs.MODELS["tiny"], 32, backward)
 
 
 @pytest.mark.parametrize(
@@ -28,15 +26,15 @@ def case(backward: bool) -> layer.Case:
     ],
 )
 def test_all_methods_compute_the_same_layer(backward, methods):
-    found = layer.measure(case(backward), methods, rounds=1, turns=2, breakdown=False)
-    assert found["times"].keys() == set(methods) and all(us > 0 for [us] in found["times"].values())
+    found = layer.measure(case(backward), methods, rounds=1, turns=2)
+    assert found.keys() == {*methods, layer_runs.CONTROL} and all(us > 0 for [us] in found.values())
 
 
 def test_a_wrong_layer_is_noticed(monkeypatch):
     right = layer.plain
     monkeypatch.setattr(layer, "plain", lambda *given: 1.1 * right(*given) + 0.1)
     with pytest.raises(AssertionError, match="chosen differs from XLA by"):
-        layer.measure(case(False), ("chosen",), rounds=1, turns=2, breakdown=False)
+        layer.measure(case(False), ("chosen", "xla"), rounds=1, turns=2)
 
 
 def test_kernels_are_told_apart_by_their_names():
@@ -52,29 +50,19 @@ def test_kernels_are_told_apart_by_their_names():
     assert {name: profile_kinds.kind_of(name) for name in kinds} == kinds
 
 
-def test_a_profile_without_gpus_has_no_kinds(tmp_path):
-    with jax.profiler.trace(str(tmp_path)):
-        jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
-    assert profile_kinds.device_us_by_kind(str(tmp_path), 1) == {}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--methods zz", "`--methods` must be of chosen, fused, layers xla, XLA, windowed, got zz"),
-        ("--models zz", "`--models` must be of llama-70b, qwen-32b, tiny, got zz"),
+        ("--methods zz", "`--methods` must be of chosen, fused, layers xla, xla, xla hiding, xla windowed, got zz"),
+        ("--methods fused", "`--methods` must contain xla"),
+        ("--models zz", "`--models` must be of llama-70b, llama-8b, qwen-32b, tiny, got zz"),
+        ("--tokens 7,8 --devices 2", "`--tokens` must be multiples of the 2 devices, got 7"),
+        ("--devices 3", "3 devices do not divide the 8 heads of keys of llama-70b"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, words, monkeypatch):
-    monkeypatch.setattr(layer.command, "need_gpus", lambda *_: None)
-    monkeypatch.setattr(layer.command, "code_facts", lambda *_, **__: {})
-    monkeypatch.setattr(layer.layer_runs.overlap, "initialize", lambda: None)
-    with pytest.raises(layer.WrongArguments, match=words):
+    monkeypatch.setattr(layer_runs.command, "need_gpus", lambda *_: None)
+    monkeypatch.setattr(layer_runs.command, "code_facts", lambda *_, **__: {})
+    monkeypatch.setattr(layer_runs.overlap, "initialize", lambda: None)
+    with pytest.raises(layer_runs.WrongArguments, match=words):
         layer.main(options.split())
-
-
-def test_sizes_that_devices_do_not_divide_are_refused():
-    check = functools.partial(layer._check, layer._parser().parse_args([]))
-    with pytest.raises(layer.WrongArguments, match="3 devices do not divide the 8 heads of keys of llama-70b"):
-        check(3)
-    check(4)
