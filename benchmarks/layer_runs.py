@@ -2,7 +2,7 @@
 
 XLA is measured twice, since flags make it faster or slower: `RIVALS`. All ratios refer to the faster one. In each round
 the loops run once each, in another random order: an untimed launch, which takes the clocks that the loop before has
-left, and then the timed launch. A time contains the 0.1 to 0.4 ms of starting a loop of about 20 ms. "xla again" is the
+left, and then the timed launch. A time contains the 0.1 to 0.4 ms of starting a loop of about 100 ms. "xla again" is the
 loop of "xla" timed once more: what its ratio differs from 1 by, and how its ratios spread, is the error of a table.
 """
 
@@ -47,7 +47,7 @@ MODELS = {
     "tiny": known_models.Model(64, 128, 4, 2, 16),
 }
 _DRY_DEVICES, _DRY_TOKENS = 2, 64
-_US_PER_LOOP, _FLOPS_PER_US = 20e3, 600e6
+_US_PER_LOOP, _FLOPS_PER_US = 100e3, 600e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Run:
         return ((name, MODELS[name], tokens) for name in self.arguments.models for tokens in self.arguments.tokens)
 
     def turns(self, flops: float) -> int:
-        """Returns how many turns of `flops` operations, on all devices together, take about 20 ms."""
+        """Returns how many turns of `flops` operations, on all devices together, take about 100 ms, for which the clocks need to settle."""
         of_device = flops / len(self.devices)
         return 1 if self.arguments.dry_run else max(1, int(_US_PER_LOOP / (of_device / _FLOPS_PER_US)))
 
@@ -129,7 +129,7 @@ def begin(
         )
     parser.add_argument("--tokens", type=numbers, default=tokens, help="of all devices, separated by commas")
     parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
-    parser.add_argument("--rounds", type=whole_number(1), default=35, help="how often everything is timed (35)")
+    parser.add_argument("--rounds", type=whole_number(1), default=21, help="how often everything is timed (21)")
     parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
     parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and tiny sizes, to test the harness")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
@@ -222,6 +223,26 @@ def test_clean_if_a_device_is_late(victim, monkeypatch):
 def test_without_room_other_kernels_gather_the_rows(monkeypatch):
     monkeypatch.setattr(crossover, "has_room", lambda *_: False)
     assert kernel_of(SHORT, 2).run(cores=2).counts["launches"] > 1
+
+
+H100S = AbstractMesh(
+    (2,), ("x",), abstract_device=AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+)
+
+
+@pytest.mark.parametrize(("gain", "implementation"), [(1.2, "fused"), (0.9, "xla")])
+def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementation, monkeypatch):
+    def verdict(problem, gpu):
+        ratio = gain if problem.op == "matmul_reduce_scatter" else 1.2
+        return ratio < 1, f"{problem} {ratio}"
+
+    monkeypatch.setattr(crossover, "verdict", verdict)
+    x, q, k = struct(4096, 8192), struct(8192, 4096), struct(8192, 512)
+    choice = overlap.explain(overlap.all_gather_lhs_matmul, x, [q, k, k], "x", mesh=H100S, with_backward=True)
+    (backward,) = choice.backward
+    assert choice.implementation == "fused" and backward.implementation == implementation
+    assert "8192x8192x5120" in backward.reason and "`lhs` gathered beside it" in backward.plan
+    assert str(choice).splitlines()[1:] == [str(backward)]
 
 
 # --- Each defect gives a report or wrong numbers ----------------------------------------------------------------------

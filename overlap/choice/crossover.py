@@ -90,7 +90,7 @@ class Measured:
     def verdict(self) -> tuple[bool, str]:
         """Whether XLA was faster, and a text that says which was."""
         if _is_close(self.ratio):
-            # Where devices communicate, the kernel runs: then the backward pass may take kernels, too.
+            # Where devices communicate, the kernel runs: then the backward pass may take kernels too, which gain more.
             xla_runs = self.ratio < 1 and not self.problem.communicates
             alike = f"the kernel and XLA were measured to be about as fast ({self.ratio:.2f} x) for {self.problem}"
             return xla_runs, alike

@@ -71,6 +71,11 @@ def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **k
         choice = decide(*args, **kwargs)
         if not arguments.flag("with_backward", with_backward):
             return choice
+        if op not in _DECIDE:
+            raise ValueError(
+                f"`with_backward` must be False for {op.__name__}, whose products run inside `jax.shard_map`: explain "
+                "the operation that its own explanation names, on a device's part of the arrays"
+            )
         return dataclasses.replace(choice, backward=_of_backward_pass(op, args, kwargs))
 
 
