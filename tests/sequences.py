@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.choice import crossover
 from overlap.emulation import EmulationError, Launch, emulate, run_sequence
 
 Axes = str | tuple[str, ...]
@@ -76,7 +78,7 @@ JOINED = dataclasses.replace(TILES, joined=True)
 ONE_SHOT = dataclasses.replace(TILES, one_shot=True)
 Kind = Literal[
     "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
-    "one shot", "matmul",
+    "one shot", "passenger", "matmul",
 ]  # fmt: skip
 # For each kind of operation, two shapes per device, as (rows, columns, contraction). If an operand is gathered, the
 # gathered dimension has the size of one shard. If the result is scattered or all-reduced, the divided dimension has the
@@ -93,6 +95,7 @@ SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
     "scatter by ring": [(16, 64, 64), (24, 136, 72)],
     "spread": [(16, 64, 64), (24, 136, 72)],  # The first is summed in blocks of columns, the second in blocks of rows.
     "one shot": [(16, 64, 64), (72, 40, 72)],
+    "passenger": [(16, 64, 64), (24, 136, 72)],
     "matmul": [(16, 64, 64), (72, 64, 72)],
 }
 
@@ -129,6 +132,10 @@ class Call:
                 return lambda a, b: overlap.matmul_all_reduce(a, b, self.axes, **fused)
             case "several":
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
+            case "passenger":
+                gather = functools.partial(overlap.all_gather_lhs_matmul, axis_name=self.axes, implementation="fused")
+                # The gradient is a sum of two products, beside which the left operand travels.
+                return lambda a, b: jax.vjp(gather, jnp.resize(a, self.shape[:2]), [b.T, b.T])[1]([a, a])
             case _:
                 transport = "ring" if self.kind == "ring" else "pull"
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
@@ -139,7 +146,7 @@ class Call:
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
         whole_k = k * group if self.kind == "rhs k" else k
-        by_rows = self.kind in ("scatter m", "scatter by ring") or (self.kind == "spread" and self.shape[0] > 16)
+        by_rows = self.kind in ("scatter m", "scatter by ring", "passenger") or (self.kind == "spread" and self.shape[0] > 16)
         by_columns = self.kind == "scatter n" or (self.kind == "spread" and not by_rows)
         whole_rows, whole_columns = rows * group if by_rows else rows, columns * group if by_columns else columns
         draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
@@ -165,7 +172,8 @@ def launch_of(call: Call) -> Launch:
     mapped = jax.shard_map(
         call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    with emulate(cores=2, detect_races=False, keep=True) as run:
+    has_room = mock.patch.object(crossover, "has_room", lambda *_: True)  # Sizes are tiny here.
+    with has_room, emulate(cores=2, detect_races=False, keep=True) as run:
         jax.jit(mapped)(*call.operands())
     (launch,) = run.launches
     # The traced programs stay alive. Without freezing them, garbage collection would take a fifth of the time.

@@ -11,7 +11,7 @@ from tests.sequences import Call, Layout, Trial, layout
 
 IN_A_CHUNK, MOST = 25, 15
 # These have all kinds and layouts, few of them on eight devices, which take long.
-CHUNKS, LONG = (35, 36, 47, 71, 113, 126), (9, 17, 50)
+CHUNKS, LONG = (46, 76, 97, 115, 117, 137, 161), (9, 17, 50)
 PARTS = [
     pytest.param(chunk, part, marks=[] if chunk in CHUNKS and part.start == 0 else pytest.mark.slow)
     for chunk in (*CHUNKS, *LONG)
