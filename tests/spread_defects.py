@@ -111,7 +111,7 @@ def send_strips_before_parts(patch):
     def strips_first(self, chunks, number, first, counter, buffers_smem=None):
         if buffers_smem is not None:
             return 0
-        (strips, buffers), of_strips = self.results, self.flags[1].at[0]
+        (strips, buffers), of_strips = self.others, self.flags[1].at[0]
         carried = copy(self, strips, communicator.draw(of_strips, strips.count), 0, of_strips, buffers)
         return carried + copy(self, chunks, number, first, counter)
 
@@ -149,7 +149,7 @@ def leave_when_results_are_only_read(patch):
 def strips_are_no_transfers(patch):
     """Does not count strips as transfers: the device says that it is done after its last part, though strips remain."""
     run, strips = Communicator.run, []
-    patch.setattr(Communicator, "run", lambda self: (strips.append(self.results[0].count), run(self))[0])
+    patch.setattr(Communicator, "run", lambda self: (strips.append(self.others[0].count), run(self))[0])
     patch.setattr(communicator, "Handshake", lambda *args: Handshake(*args[:4], args[4] - strips[-1]))
 
 
