@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.choice import crossover
 from overlap.emulation import EmulationError, Launch, emulate, run_sequence
 
 Axes = str | tuple[str, ...]
@@ -146,7 +144,9 @@ class Call:
         devices, sizes = len(self.layout.order), dict(self.layout.sizes)
         group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
         whole_k = k * group if self.kind == "rhs k" else k
-        by_rows = self.kind in ("scatter m", "scatter by ring", "passenger") or (self.kind == "spread" and self.shape[0] > 16)
+        by_rows = self.kind in ("scatter m", "scatter by ring", "passenger") or (
+            self.kind == "spread" and self.shape[0] > 16
+        )
         by_columns = self.kind == "scatter n" or (self.kind == "spread" and not by_rows)
         whole_rows, whole_columns = rows * group if by_rows else rows, columns * group if by_columns else columns
         draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
@@ -172,8 +172,7 @@ def launch_of(call: Call) -> Launch:
     mapped = jax.shard_map(
         call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    has_room = mock.patch.object(crossover, "has_room", lambda *_: True)  # Sizes are tiny here.
-    with has_room, emulate(cores=2, detect_races=False, keep=True) as run:
+    with emulate(cores=2, detect_races=False, keep=True) as run:
         jax.jit(mapped)(*call.operands())
     (launch,) = run.launches
     # The traced programs stay alive. Without freezing them, garbage collection would take a fifth of the time.

@@ -35,7 +35,12 @@ WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
     ((struct(128, 64, dtype=F16), struct(64, 256)), {}, ValueError, ["float16", "bfloat16", "cast"]),
     ((struct(8, 8, dtype=jnp.int8), struct(8, 8, dtype=jnp.int8)), {}, ValueError, ["floating-point", "int8"]),
     ((struct(3, 8, 8), struct(2, 8, 8)), {}, ValueError, ["leading dimensions", "(3,)", "(2,)"]),
-    ((GOOD[0], [np.zeros((64, 256))] * 2), {}, ValueError, ["`lhs` and `rhs`", "one array", "list of 2", "give each matrix"]),
+    (
+        (GOOD[0], [np.zeros((64, 256))] * 2),
+        {},
+        ValueError,
+        ["`lhs` and `rhs`", "one array", "list of 2", "give each matrix"],
+    ),
     ((struct(128, 128), GOOD[1]), {}, ValueError, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
     (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
     (GOOD, {"axis_name": ("x", "x")}, ValueError, ["`axis_name`", "once", "('x', 'x')"]),
@@ -87,7 +92,12 @@ SPREAD, ONCE = FUSED | {"config": SMALL}, FUSED | {"config": SMALL.replace(one_s
 WRONG_SUMS_FOR_ALL = [
     ((struct(128, 64), struct(32, 256)), {}, ValueError, ["`lhs`", "`rhs`", "k=64", "k=32"]),
     ((struct(128, 128), GOOD[1]), {}, ValueError, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
-    ((GOOD[0], [np.zeros((64, 256))] * 2), {}, ValueError, ["`lhs` and `rhs`", "one array", "list of 2", "give each matrix"]),
+    (
+        (GOOD[0], [np.zeros((64, 256))] * 2),
+        {},
+        ValueError,
+        ["`lhs` and `rhs`", "one array", "list of 2", "give each matrix"],
+    ),
     (GOOD, {"axis_name": "y"}, ValueError, ["`axis_name`", "'y'", "('x',)"]),
     (GOOD, {"bias": struct(128)}, ValueError, ["`bias`", "(256,)", "(128,)"]),
     (GOOD, {"addend": struct(64, 256)}, ValueError, ["`addend`", "(128, 256)", "(64, 256)"]),

@@ -156,12 +156,6 @@ fused = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", implemen
 SHORT = Gradient(64, 128, (64, 40))
 
 
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """Makes all transfers count as short enough for a passenger: sizes here are tiny."""
-    monkeypatch.setattr(crossover, "has_room", lambda *_: True)
-
-
 def kernel_of(form, devices, around=lambda f: f, seed=0):
     """Returns the kernel of a gradient, and how to check every bit of it."""
     mesh, arrays = make_mesh(x=devices), form.arrays(devices, seed)
@@ -218,11 +212,6 @@ def test_a_gradient_of_a_gradient():
 def test_clean_if_a_device_is_late(victim, monkeypatch):
     pull_last(monkeypatch, victim, devices=3)
     kernel_of(SHORT, 3).run(cores=2, completion="late", seed=victim)
-
-
-def test_without_room_other_kernels_gather_the_rows(monkeypatch):
-    monkeypatch.setattr(crossover, "has_room", lambda *_: False)
-    assert kernel_of(SHORT, 2).run(cores=2).counts["launches"] > 1
 
 
 H100S = AbstractMesh(

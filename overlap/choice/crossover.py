@@ -130,12 +130,6 @@ def estimated_log_ratio(problem: Problem, gpu: str = "h200") -> float:
     return math.log(xla / fused)
 
 
-def has_room(problem: Problem, more_bytes: float, gpu: str = "h200") -> bool:
-    """Whether a kernel that multiplies for longer than it sends can receive `more_bytes` in that time as well."""
-    product, sent = _work_us(problem, gpu)
-    return (sent + more_bytes / _DATA_SHEETS[gpu][2]) / _SENT_BY_KERNEL <= product
-
-
 def most_gain(problem: Problem, gpu: str = "h200") -> float:
     """Returns XLA's time over the kernel's if the kernel hid all communication; infinity if devices send nothing."""
     if not problem.communicates:

@@ -13,7 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from overlap.choice.problem import Problem
-from overlap.choice.rates import COLLECTIVES, Rates, rates_of
+from overlap.choice.rates import Rates, rates_of
 from overlap.choice.shared_loads import OperandTiles, operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper import limits as hopper
@@ -43,11 +43,6 @@ SCATTER_US = 6.0
 BROADCAST_US = 8.0
 # In a sum that all devices get by "one_shot": the time from when a part is in shared memory until all devices have it.
 ONE_SHOT_US = 6.0
-
-
-def copied_sooner_than_received(copied_bytes: float, received_bytes: float) -> bool:
-    """Whether copying `copied_bytes` within a device takes less time than receiving `received_bytes` from its peers."""
-    return 2 * copied_bytes / COLLECTIVES.hbm_bytes_per_us < received_bytes / COLLECTIVES.pulled_bytes_per_us
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +12,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
-from overlap.choice.model import copied_sooner_than_received
 from overlap.choice.problem import Problem
 from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import AS_BEFORE, backward
@@ -174,31 +172,6 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._move_shards(cotangents, layouts, self._scatter)
 
-    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: Any, plan: LaunchPlan) -> jax.Array | None:
-        # The contraction runs over the rows of all shards: this is a product whose right operand is gathered along k.
-        from overlap.collectives.all_gather_rhs_matmul import AllGatherRhs
-
-        if self.along != "m" or self.transport != "pull" or plan.layouts.transpose_lhs or g.dtype != lhs.dtype:
-            return None
-        contracted_batch = math.prod(lhs.shape[:-2])
-        lhs, g = (x.reshape(-1, x.shape[-1]) for x in (lhs, g))
-        # The kernel computes the transpose. Unless `rhs` lies transposed, the result must be copied to be transposed
-        # back: use the kernel only if that copy costs less than the gather that it hides.
-        itemsize = lhs.dtype.itemsize
-        copied_bytes, received_bytes = lhs.shape[1] * g.shape[1] * itemsize, (self.group.size - 1) * lhs.size * itemsize
-        if not plan.layouts.transpose_rhs and not copied_sooner_than_received(copied_bytes, received_bytes):
-            return None
-        found = backward(
-            AllGatherRhs(self.group, "k", contracted_batch=contracted_batch),
-            [g],
-            [lhs],
-            dtype,
-            OperandLayouts(True, False),
-            plan,
-            "backward pass, cotangent of `rhs`",
-        )
-        return found if found is None or plan.layouts.transpose_rhs else found.T
-
     def lhs_cotangent(
         self,
         gs: Sequence[jax.Array],
@@ -217,7 +190,12 @@ class AllGather(Operation):
             return None
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
-        if passenger is not None and not scatter.has_room_for(passenger, gs, rhs_list, plan):
+        # Chunks of a passenger are whole rows, or parts of 16 bytes. On the ring, devices read nothing of their peers.
+        if passenger is not None and (
+            self.transport == "ring"
+            or passenger.shape[-1] * passenger.dtype.itemsize % limits.TMA_ROW_BYTES
+            or not passenger.size
+        ):
             passenger = None
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"

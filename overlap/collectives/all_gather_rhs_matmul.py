@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +30,6 @@ from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
-from overlap.kernels.target import Target
 from overlap.single_gpu.matmul import MATMUL
 
 NAME = "all_gather_rhs_matmul"
@@ -39,28 +37,10 @@ NAME = "all_gather_rhs_matmul"
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherRhs(AllGather):
-    """A product whose right operand is gathered. See `AllGather`.
-
-    Attributes:
-      contracted_batch: number of batch elements that are contracted as well, as in the cotangent of weights. A shard
-        then has rows of each batch element, one below the other. A transposed `lhs` lies in memory as
-        [contracted_batch, D, k_shard / contracted_batch, m], with all but the last dimension folded into one.
-    """
-
-    contracted_batch: int = 1
+    """A product whose right operand is gathered. See `AllGather`."""
 
     name = NAME
     transposes = frozenset({"lhs"})
-
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        rows = call.operands.rhs_list[0].shape[0] // self.contracted_batch
-        if self.contracted_batch > 1 and rows % config.tile_k:
-            # A k step would have rows of two batch elements.
-            raise NotImplementedError(
-                f"the fused kernel needs the rows of a shard's batch elements to be a multiple of {config.tile_k}, got "
-                f'{rows}: use implementation="xla"'
-            )
-        super().check(call, config, target, mesh)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
@@ -69,24 +49,9 @@ class AllGatherRhs(AllGather):
         if self.group.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
-            out = gathered_rhs.launch(rows, plan, self.group, self.along, self.contracted_batch)
+            out = gathered_rhs.launch(rows, plan, self.group, self.along)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
-
-    # --- The same by XLA ---
-
-    def _gather(self, x: Any, dimension: int) -> Any:
-        return self._by_batch_element(super()._gather, x, dimension)
-
-    def _scatter(self, x: Any, dimension: int) -> Any:
-        return self._by_batch_element(super()._scatter, x, dimension)
-
-    def _by_batch_element(self, move: Callable[[Any, int], Any], x: Any, dimension: int) -> Any:
-        """Returns `move(x, dimension)`, with the rows of each batch element gathered or scattered separately."""
-        if x is None or self.contracted_batch == 1:
-            return move(x, dimension)
-        # Only [k, n] operands are gathered along k, so `x` has two dimensions.
-        return move(x.reshape(self.contracted_batch, -1, x.shape[-1]), dimension).reshape(-1, x.shape[-1])
 
 
 def prepare(

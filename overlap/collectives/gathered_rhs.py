@@ -31,12 +31,11 @@ from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, marks, semaphore_signal
-from overlap.primitives.integers import quotient
 from overlap.primitives.marks import Work
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, contracted_batch: int = 1) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> jax.Array:
     """Runs the kernel on checked operands.
 
     Args:
@@ -44,7 +43,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, c
       plan: the configuration and the layouts.
       group: the devices.
       along: the dimension along which the shards are gathered: "n" or "k".
-      contracted_batch: number of batch elements that are contracted as well (`AllGatherRhs`).
 
     Returns:
       [m, n].
@@ -66,10 +64,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any, c
     )
     # The shards have a dimension of their own, so that TMA clips the last k step, or the last columns, of each shard.
     if along == "k":
-        if plan.layouts.transpose_lhs:
-            lhs = lhs.reshape(contracted_batch, size, rows // contracted_batch, m)
-        else:
-            lhs = lhs.reshape(m, size, rows)
+        lhs = lhs.reshape((size, rows, m) if plan.layouts.transpose_lhs else (m, size, rows))
     inputs = lhs, rhs
     out_types = (
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
@@ -126,11 +121,7 @@ class _Body:
             return lhs_gmem, k_step * self.kernel.config.tile_k
         step, row = schedule.rows_of_k_step(tile.step, k_step)
         shard = schedule.shard(self.me, step)
-        if not self.kernel.types.layouts.transpose_lhs:
-            return lhs_gmem.at[:, shard], row
-        batch_rows = lhs_gmem.shape[2]
-        batch = 0 if lhs_gmem.shape[0] == 1 else quotient(row, batch_rows)
-        return lhs_gmem.at[batch, shard], row - batch * batch_rows
+        return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row
 
     def _rhs_at(self, tile: Tile) -> Any:
         def of_k_step(k_step: Index) -> tuple[OneOf, Index]:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.choice import crossover, dispatch
+from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.choice.rates import gpu_of
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
 from overlap.frame import sharded
@@ -145,16 +143,6 @@ class Summed(Operation):
             passenger=None,
         )
         return MATMUL.launch(joined, dataclasses.replace(plan, operation=MATMUL))[0], operands.passenger
-
-    def has_room_for(self, passenger: jax.Array, lefts: Any, rights: Any, plan: LaunchPlan) -> bool:
-        """Whether a passenger can travel beside this sum: as the kernel sends it, and while the links are idle."""
-        row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
-        if self.transport != "push" or row_bytes % limits.TMA_ROW_BYTES or 0 in passenger.shape:
-            return False
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
-        of_sum = Operands(lefts[0], (rights[0],), more_lefts=tuple(lefts[1:]), more_rights=tuple(rights[1:]))
-        problem = self.problem(of_sum, layouts, passenger.dtype)
-        return crossover.has_room(problem, (self.group.size - 1) * passenger.nbytes, gpu_of(plan.target))
 
     def typed(self, operands: Operands) -> Operands:
         # All operands may be typed as the same on all devices. The parts differ all the same, so the kernel's results

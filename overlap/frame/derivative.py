@@ -144,8 +144,7 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
         passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
         if (one := operation.lhs_cotangent(gs, whole.rhs_list, passenger, wanted.lhs, plan)) is not None:
             direct, gathered = one
-            if gathered is not None:
-                whole, is_kept = dataclasses.replace(whole, lhs=gathered), True
+            whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
     # One product, a sum of products with one cotangent, or several products of one left operand.
     pairs = list(zip(whole.lefts * len(gs), (*whole.rhs_list, *whole.more_rights), gs * len(whole.lefts), strict=True))
     if d_lefts is None:
@@ -156,12 +155,7 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     d_lhs, *more_lefts = d_lefts if operation.reduces else [functools.reduce(_add, d_lefts)]
     d_rights = []
     for (left, rhs, g), dtype in zip(pairs, wanted_rights, strict=True):
-        found = None
-        if dtype is not None and not (is_kept or d_kept is not None):
-            found = operation.rhs_cotangent(operands.lhs, g, dtype, plan)
-        if dtype is not None and found is None:
-            found = _rhs_cotangent(plan, left, rhs, g, dtype)
-        d_rights.append(found)
+        d_rights.append(None if dtype is None else _rhs_cotangent(plan, left, rhs, g, dtype))
     given = {name: tuple(found) for name, found in rest.items() if getattr(operands, name) is not None}
     found = Operands(
         d_lhs,

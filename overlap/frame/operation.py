@@ -208,14 +208,6 @@ class Operation:
         del gs, rhs_list, passenger, dtype, plan
         return None
 
-    def rhs_cotangent(self, lhs: jax.Array, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
-        """Returns the cotangent lhsᵀ g of a right operand, by one kernel that gathers `lhs` and multiplies.
-
-        None if there is no such kernel. Then `gathered` and `times` do the same.
-        """
-        del lhs, g, dtype, plan
-        return None
-
     def lhs_and_product_cotangents(
         self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: DTypeLike, plan: LaunchPlan
     ) -> tuple[Sequence[jax.Array], jax.Array] | None:
