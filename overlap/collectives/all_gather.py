@@ -191,12 +191,10 @@ class AllGather(Operation):
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         # Chunks of a passenger are whole rows, or parts of 16 bytes. On the ring, devices read nothing of their peers.
-        if passenger is not None and (
-            self.transport == "ring"
-            or passenger.shape[-1] * passenger.dtype.itemsize % limits.TMA_ROW_BYTES
-            or not passenger.size
-        ):
-            passenger = None
+        if passenger is not None:
+            row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
+            if self.transport == "ring" or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
+                passenger = None
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
         found = backward(scatter, gs, rhs_list, dtype, layouts, plan, purpose, passenger)
