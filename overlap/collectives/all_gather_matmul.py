@@ -321,16 +321,12 @@ def all_gather_lhs_matmul(
         to do.
 
     Differentiable to any order, in forward and reverse mode. If this call runs its kernel, the result has the operands'
-    dtype, there are no scales, and nothing depends on a returned gathered `lhs`, the backward pass may run kernels,
-    each chosen for itself as for a call without `config`:
+    dtype, there are no scales, and nothing depends on a returned gathered `lhs`, the backward pass has a kernel. It is
+    chosen for itself, as for a call without `config`:
 
-    - The cotangent of `lhs` is one `matmul_reduce_scatter` of all right operands, with the same kind of transport. If
-      the gathered `lhs` was not returned, it is gathered again beside this product, where that takes longer than both
-      transfers. Then the cotangent of each `rhs` is a plain product, by XLA.
-    - Else the cotangent of each `rhs` may be an `all_gather_rhs_matmul` along k. This needs that `lhs` travels by
-      "pull", and that leading indices, if there are several, have multiples of 64 rows per shard. For weights of shape
-      [k, n_shard] the result must then be copied, to be transposed. So there it is used only if the copy takes less
-      time than the gather.
+    - The cotangent of `lhs` is one `matmul_reduce_scatter` of all right operands, with the same kind of transport.
+    - If the gathered `lhs` was not returned, it travels once more beside that kernel (by "pull"). The cotangent of each
+      `rhs` is then a plain product, by XLA.
 
     XLA computes all other products, and gathers `lhs` for them if no kernel has.
 
