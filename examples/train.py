@@ -17,7 +17,7 @@ import time
 
 import jax
 import numpy as np
-from gpt import compare, corpus, curves, devices, options, run, writing
+from gpt import compare, corpus, curves, devices, options, run
 from gpt.checkpoints import NotSaved
 from gpt.devices import Refused
 from gpt.options import Options
@@ -66,13 +66,10 @@ def _text(given: argparse.Namespace, chosen: Options) -> np.ndarray:
 def _train(chosen: Options, text: np.ndarray) -> int:
     start = time.perf_counter()
     result = run.train(chosen, text, title="train")
-    prompt, written = writing.write(result.program, result.state, text, size=chosen.sample)
     if jax.process_index() == 0:
         plot = chosen.out / "losses.png"
         curves.draw({"loss": result.steps}, plot, title=_title(chosen))
         first, last = result.steps[0], result.steps[-1]
-        if chosen.sample:
-            print(f"{prompt!r} goes on: {written!r}")
         print(
             f"Loss {first.loss:.4f} at step {first.step}, {last.loss:.4f} at step {last.step}; "
             f"{time.perf_counter() - start:.0f} s. Plot: {plot}"

@@ -18,7 +18,7 @@ from gpt.losses import Step  # noqa: E402
 TINY = (
     "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2"
 )
-TINY += " --dtype float32 --checkpoint-every 4 --sample 5 --implementation xla"
+TINY += " --dtype float32 --checkpoint-every 4 --implementation xla"
 
 
 def told(out: pathlib.Path, arguments: str = "", *, compared: bool = False) -> options.Options:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from gpt import run
+from gpt import progress, run
 from gpt.curves import differences
 from gpt.losses import Step
 from gpt.options import Options, in_another_order
@@ -27,11 +27,13 @@ class Comparison:
 
     Attributes:
       runs: the steps of each run, by name: XLA, XLA in another order, fused.
+      speeds: how fast each run was, see `progress.speed`.
       fused_largest, fused_rms: the largest and the root-mean-square distance of the fused losses from XLA's.
       noise_largest, noise_rms: the same distances for XLA in another order.
     """
 
     runs: dict[str, list[Step]]
+    speeds: list[str]
     fused_largest: float
     fused_rms: float
     noise_largest: float
@@ -45,9 +47,10 @@ class Comparison:
     def lines(self) -> list[str]:
         """The result as lines to print."""
         xla, other, fused = self.runs
-        width = max(len(other), len(fused))
+        width = max(map(len, self.runs))
         relation = "within" if self.agree else "NOT within"
         return [
+            *(f"{name:<{width}}  {speed}" for name, speed in zip(self.runs, self.speeds, strict=True)),
             f"Losses of {len(self.runs[xla])} steps, distance from {xla}:",
             f"  {fused:<{width}}  largest {self.fused_largest:.2e}  root mean square {self.fused_rms:.2e}",
             f"  {other:<{width}}  largest {self.noise_largest:.2e}  root mean square {self.noise_rms:.2e}",
@@ -71,16 +74,18 @@ def compare(options: Options, text: np.ndarray) -> Comparison | None:
         f"xla, {axes.data} data × {axes.fsdp} fsdp × {axes.tensor} tensor": ("xla-other-order", other, "xla"),
         "fused": ("fused", options, "fused"),
     }
-    runs = {}
+    runs, speeds = {}, []
     for name, (folder, of_variant, implementation) in variants.items():
         chosen = dataclasses.replace(of_variant, implementation=implementation, out=options.out / folder)
         runs[name] = run.train(chosen, text, title=folder).steps
+        times = [step.seconds for step in runs[name] if step.seconds is not None]
+        speeds.append(progress.speed(chosen, times) if times else "not timed")
         gc.collect()  # Frees the state of this run before the next one begins.
     if not all(runs.values()):
         return None
     reference, noise, fused = (runs[name] for name in runs)
     apart, noise_apart = (list(differences(reference, steps).values()) for steps in (fused, noise))
-    return Comparison(runs, max(apart), _rms(apart), max(noise_apart), _rms(noise_apart))
+    return Comparison(runs, speeds, max(apart), _rms(apart), max(noise_apart), _rms(noise_apart))
 
 
 def _rms(values: list[float]) -> float:

@@ -132,8 +132,3 @@ def batch(text: np.ndarray, seed: int, step: int, *, size: int, sequence: int) -
     """
     starts = np.random.default_rng([seed, step]).integers(0, len(text) - sequence, size)
     return text[starts[:, None] + np.arange(sequence + 1)].astype(np.int32)
-
-
-def as_text(tokens: Sequence[int] | np.ndarray) -> str:
-    """The text of tokens. Bytes that are not UTF-8 become the replacement character."""
-    return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")

@@ -64,7 +64,6 @@ class Options:
     checkpoint_every: int
     print_every: int
     text_mb: int
-    sample: int
     out: pathlib.Path
 
 
@@ -149,20 +148,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="for checkpoints, losses and plot (default: out/train, or out/compare)",
     )
-    run.add_argument("--checkpoint-every", type=at_least_1, default=50, metavar="N", help="steps (default: 50)")
+    run.add_argument("--checkpoint-every", type=at_least_1, default=100, metavar="N", help="steps (default: 100)")
     run.add_argument(
         "--print-every",
         type=at_least_1,
         default=20,
         metavar="N",
         help="steps between two lines, where the output is no terminal (default: 20)",
-    )
-    run.add_argument(
-        "--sample",
-        type=whole_number(at_least=0),
-        default=100,
-        metavar="N",
-        help="bytes that the trained model writes at the end (default: 100)",
     )
     run.add_argument(
         "--compare",
@@ -205,7 +197,6 @@ def complete(given: argparse.Namespace, axes: Axes, *, gpus: bool, processes: in
         checkpoint_every=given.checkpoint_every,
         print_every=given.print_every,
         text_mb=chosen["text_mb"],
-        sample=given.sample,
         out=given.out or pathlib.Path("out", "compare" if given.compare else "train"),
     )
     check(options)

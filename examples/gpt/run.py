@@ -51,9 +51,7 @@ def train(options: Options, text: np.ndarray, *, title: str) -> Result:
         checkpoints = Checkpoints(options.out / CHECKPOINTS, options)
         stack.callback(checkpoints.close)
         training = options.training
-        tokens = training.batch * options.sizes.sequence
-        report = Report(title, steps=training.steps, tokens=tokens, every=options.print_every, quiet=not leads)
-        stack.enter_context(report)
+        report = stack.enter_context(Report(title, options, quiet=not leads))
         done = checkpoints.last_step()
         changed = checkpoints.check() if done else []
         program = Program(options)

@@ -26,7 +26,7 @@ _LAST_RATE = 0.1
 
 
 class Program:
-    """The computations of a run, compiled for the mesh of its options: `first_state`, `step` and `logits`.
+    """The computations of a run, compiled for the mesh of its options: `first_state` and `step`.
 
     A state is {"params": the model's nnx.State in float32, "optimizer": optax's state}. `abstract_state` is a state
     with shapes and shardings instead of arrays.
@@ -52,7 +52,6 @@ class Program:
             self._step = jax.jit(
                 self._update, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P()))
             )
-            self._logits = jax.jit(self._apply)
 
     @property
     def parameters(self) -> int:
@@ -79,11 +78,6 @@ class Program:
         with jax.set_mesh(self.mesh):
             wishes = self._place(np.full(self.mesh.devices.shape, stop), P(*self.mesh.axis_names))
             return self._step(state, self._place(batch, P(None, BATCH_AXES)), wishes)
-
-    def logits(self, state: State, tokens: np.ndarray) -> jax.Array:
-        """The logits after each token of [batch, sequence], in float32, whole on all devices."""
-        with jax.set_mesh(self.mesh):
-            return self._logits(state["params"], self._place(tokens, P(BATCH_AXES)))
 
     def _place(self, array: np.ndarray, spec: P) -> jax.Array:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda index: array[index])
@@ -145,10 +139,6 @@ class Program:
             updates, moments = self._optimizer.update(gradient, state["optimizer"], state["params"])
             params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": moments}, {"loss": loss, "gradient_norm": norm, "stop": stop.any()}
-
-    def _apply(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(self._graph, params)(tokens).astype(jnp.float32)
-        return jax.lax.with_sharding_constraint(logits, P())
 
 
 def _optimizer(options: Options) -> optax.GradientTransformation:
