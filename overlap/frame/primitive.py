@@ -49,13 +49,13 @@ class Primitive:
             # side effect of tracing. A primitive would not let them through.
             return self.run(operands, plan)
         leaves, structure = jax.tree.flatten(operands)
-        traced, types = _tracer_of(self.run, plan.without_function, structure)(*leaves)
+        traced, types = tracer_of(self.run, plan.without_function, structure)(*leaves)
         static = _Static(traced, self, plan, structure, jax.tree.structure(types))
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
 
 @functools.lru_cache(maxsize=1024)
-def _tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, structure: Any) -> Callable[..., Any]:
+def tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, structure: Any) -> Callable[..., Any]:
     """Returns a function that traces an operation: from its operands' leaves to the jaxpr and the results' types.
 
     jax keeps a jaxpr for the function that it was traced from, keyed by the types of the operands and by all of jax's
@@ -85,7 +85,13 @@ class _Static:
 @_operation_p.def_impl
 def _run(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
     _require_same_devices(jax.tree.unflatten(static.operands, leaves))
-    return _evaluate(*leaves, static=static)
+    return _compiled(*leaves, traced=static.traced)
+
+
+@functools.partial(jax.jit, static_argnames="traced")
+def _compiled(*leaves: jax.Array, traced: core.ClosedJaxpr) -> list[jax.Array]:
+    """Runs a call outside of `jax.jit`. Equal calls have the same jaxpr, so they are compiled once."""
+    return core.jaxpr_as_fun(traced)(*leaves)
 
 
 def _require_same_devices(operands: Operands) -> None:
