@@ -54,7 +54,7 @@ class Primitive:
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)  # A jaxpr takes about 1 MB.
 def tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, structure: Any) -> Callable[..., Any]:
     """Returns a function that traces an operation: from its operands' leaves to the jaxpr and the results' types.
 
