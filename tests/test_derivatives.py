@@ -119,15 +119,17 @@ def test_cotangents_of_what_a_batch_shares_beside_the_operands():
 
 
 def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
+    from overlap.frame import primitive
     from overlap.single_gpu import matmul
 
     lhs, rhs, run = normal(5, M, K), normal(6, K, N), []
-    launch = matmul._launch
-    monkeypatch.setattr(matmul, "_launch", lambda operands, plan: run.append(plan) or launch(operands, plan))
+    launch = matmul._sealed
+    monkeypatch.setattr(matmul, "_sealed", lambda operands, plan: run.append(plan) or launch(operands, plan))
     with emulate(cores=2):
         jax.grad(lambda a, b: overlap.matmul(a, b, implementation="fused").astype(F32).sum(), (0, 1))(lhs, rhs)
         assert [plan.out_dtype for plan in run] == [BF16] * 3
         run.clear()
+        primitive.tracer_of.cache_clear()
         jax.grad(lambda a: overlap.matmul(a, rhs, implementation="fused").astype(F32).sum())(lhs)
         assert len(run) == 2  # An operand without a gradient needs no product.
 

@@ -6,8 +6,8 @@ Two kinds of modules:
               work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no private name: the
               first depends on jax's version, the second on how jax names the axes of kernels
     mends     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
-              `cluster_arrivals.py`, `cluster_refs.py` and `warp_loops.py` change jax's own modules. Only `apply` makes
-              these changes, and only with a version of jax on which they were checked (`mend.py`)
+              `cluster_arrivals.py`, `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules.
+              Only `apply` makes these changes, and only with a version of jax on which they were checked (`mend.py`)
 
 Where mends are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no
@@ -21,6 +21,7 @@ from overlap._compat.backends import backends_are_initialized
 from overlap._compat.cliques import device_ids, kernels_in_cliques
 from overlap._compat.cluster_arrivals import CLUSTER_ARRIVALS
 from overlap._compat.cluster_refs import CLUSTER_REFS
+from overlap._compat.equal_texts import equal_texts
 from overlap._compat.job_store import job_store
 from overlap._compat.kernel_axes import has_axis_of_jax
 from overlap._compat.mend import Mend, apply
@@ -41,6 +42,7 @@ __all__ = [
     "apply",
     "backends_are_initialized",
     "device_ids",
+    "equal_texts",
     "has_axis_of_jax",
     "job_store",
     "kernels_in_cliques",

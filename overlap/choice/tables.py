@@ -229,10 +229,11 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
     the nearest in size, then one from a complete search. An entry measured with another version of jax is better than
     none: another version changes all times a little, but rarely their order.
     """
+    alike = _alike(problem)
     fitting = [
         entry
         for entry in entries
-        if entry.kind == target.kind and _alike(entry.problem) == _alike(problem) and _accepts(problem, entry, target)
+        if entry.kind == target.kind and _alike(entry.problem) == alike and _accepts(problem, entry, target)
     ]
     return min(
         fitting,
@@ -264,6 +265,7 @@ def _report_unusable(problem: Problem, error: str) -> None:
     logger.warning("the tuning table's entry for %s is ignored: its `config` cannot run: %s", problem, error)
 
 
+@functools.lru_cache(maxsize=4096)
 def _alike(problem: Problem) -> Problem:
     """Returns a canonical form of `problem`: the same for two problems that may use each other's entries."""
     dtype, out_dtype = ("float16" if name == "bfloat16" else name for name in (problem.dtype, problem.out_dtype))

@@ -175,6 +175,12 @@ class LaunchPlan:
         return None if activation is None else lambda values: activation(values, operands.scalars)
 
     @property
+    def without_function(self) -> LaunchPlan:
+        """The plan for the kernel alone. A cache may keep it, since it holds nothing that belongs to the caller."""
+        activation = self.activation
+        return self if activation is None else dataclasses.replace(self, activation=activation.without_function)
+
+    @property
     def program(self) -> epilogue.Program | None:
         """The activation as a kernel computes it; None for none."""
         return None if self.activation is None else self.activation.program

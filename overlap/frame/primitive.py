@@ -9,6 +9,7 @@ rules.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,28 +49,49 @@ class Primitive:
             # side effect of tracing. A primitive would not let them through.
             return self.run(operands, plan)
         leaves, structure = jax.tree.flatten(operands)
-        traced, types = jax.make_jaxpr(
-            lambda *leaves: self.run(jax.tree.unflatten(structure, leaves), plan), return_shape=True
-        )(*leaves)
-        static = _Static(self, plan, structure, jax.tree.structure(types), traced)
+        traced, types = tracer_of(self.run, plan.without_function, structure)(*leaves)
+        static = _Static(traced, self, plan, structure, jax.tree.structure(types))
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
-    """The static data of one call: the structures of operands and results (`PyTreeDef`s), and the traced operation."""
+@functools.lru_cache(maxsize=256)  # A jaxpr takes about 1 MB.
+def tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, structure: Any) -> Callable[..., Any]:
+    """Returns a function that traces an operation: from its operands' leaves to the jaxpr and the results' types.
 
-    operation: Primitive
-    plan: LaunchPlan
-    operands: Any
-    results: Any
+    jax keeps a jaxpr for the function that it was traced from, keyed by the types of the operands and by all of jax's
+    own state, such as the mesh. So equal calls get the same function here, and then the same jaxpr from jax.
+    """
+
+    def of_leaves(*leaves: jax.Array) -> Results:
+        return run(jax.tree.unflatten(structure, leaves), plan)
+
+    return jax.make_jaxpr(of_leaves, return_shape=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """The static data of one call: the traced operation, the structures of operands and results (`PyTreeDef`s).
+
+    Calls with the same jaxpr are equal, so that jax lowers one of them for all.
+    """
+
     traced: core.ClosedJaxpr
+    operation: Primitive = dataclasses.field(compare=False)
+    plan: LaunchPlan = dataclasses.field(compare=False)
+    operands: Any = dataclasses.field(compare=False)
+    results: Any = dataclasses.field(compare=False)
 
 
 @_operation_p.def_impl
 def _run(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
     _require_same_devices(jax.tree.unflatten(static.operands, leaves))
-    return _evaluate(*leaves, static=static)
+    return _compiled(*leaves, traced=static.traced)
+
+
+@functools.partial(jax.jit, static_argnames="traced")
+def _compiled(*leaves: jax.Array, traced: core.ClosedJaxpr) -> list[jax.Array]:
+    """Runs a call outside of `jax.jit`. Equal calls have the same jaxpr, so they are compiled once."""
+    return core.jaxpr_as_fun(traced)(*leaves)
 
 
 def _require_same_devices(operands: Operands) -> None:
@@ -100,7 +122,7 @@ def _types(*_: Any, static: _Static) -> list[Any]:
     return static.traced.out_avals
 
 
-mlir.register_lowering(_operation_p, mlir.lower_fun(_evaluate, multiple_results=True))
+mlir.register_lowering(_operation_p, mlir.lower_fun(_evaluate, multiple_results=True), inline=False)
 
 
 def _jvp(leaves: Sequence[jax.Array], tangents: Sequence[Any], *, static: _Static) -> tuple[list[jax.Array], list[Any]]:

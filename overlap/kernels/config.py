@@ -39,8 +39,8 @@ def _require_valid(sizes: PullSizes | Config) -> None:
             if not isinstance(value, bool):
                 raise ValueError(f"`{name}` must be True or False, got {value!r}")
         elif name in _CHOICES:
-            *most, last = map(repr, _CHOICES[name])
             if not (isinstance(value, str) and value in _CHOICES[name]):
+                *most, last = map(repr, _CHOICES[name])
                 raise ValueError(f"`{name}` must be {', '.join(most)} or {last}, got {value!r}")
         else:
             object.__setattr__(sizes, name, _size(name, value))

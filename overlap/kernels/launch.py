@@ -140,7 +140,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
         leave_to_xla(name, reason, must_fuse=otherwise is None)
         lowered = otherwise
     elif "cuda" in context.module_context.platforms:
-        _compat.apply(*mends)
+        _compat.apply(*mends, *_compat.equal_texts())
     # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
     return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)

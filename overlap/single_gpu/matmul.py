@@ -67,15 +67,10 @@ class Matmul(Operation):
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # The plan is a static argument, which the cache of `jax.jit` keeps alive. So drop the caller's function from
-        # the plan.
-        kept = (
-            plan if plan.activation is None else dataclasses.replace(plan, activation=plan.activation.without_function)
-        )
         rows = as_rows(operands, plan.layouts)
         # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
-        # would be lost in a function that is cached or sealed.
-        out = (_launch if marks.current() is None else product.launch)(rows, kept)
+        # would be lost in a function that is sealed.
+        out = (_sealed if marks.current() is None else product.launch)(rows, plan)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
 
@@ -98,10 +93,6 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     )
     kernel = of_leaves(lambda given: product.launch(given, plan))
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
-
-
-# Without this `jax.jit`, each call outside `jax.jit` would trace and compile its kernel again.
-_launch = jax.jit(_sealed, static_argnums=1)
 
 
 def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
