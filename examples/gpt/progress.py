@@ -16,7 +16,7 @@ from gpt.losses import Step
 from gpt.options import Options
 
 # Of the data sheets, for dense products in bfloat16.
-_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
+_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 # The reported step time is the median of this many steps.
 _RECENT = 20
 
