@@ -14,6 +14,9 @@ from collections.abc import Sequence
 NCCL_SONAME = "libnccl.so.2"
 # The first NCCL with ncclGetPeerDevicePointer, which XLA calls for its peers' addresses.
 NCCL_WITH_PEER_POINTERS = (2, 30)
+# With one process per GPU: 2.30.7 and 2.31.2 take address space for each program with a fused kernel, until there is
+# none left (https://github.com/NVIDIA/nccl/issues/2331). 2.32.3 maps memory once, however many programs ask for it.
+NCCL_OF_PROCESSES = (2, 32, 3)
 # CUdevice_attribute, and flags of cuMemHostRegister, in cuda.h.
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 _POINTER_DEVICE_ORDINAL = 9  # CUpointer_attribute

@@ -67,7 +67,7 @@ def _answers(monkeypatch, answer) -> None:
 def test_doctor_on_gpus(monkeypatch, capsys, with_gpus):
     answers = {gpu_checks.JAX_DEVICES: (True, "gpu 8 NVIDIA H200"), checks.EMULATED_RUN: (True, "fine")}
     _answers(monkeypatch, lambda code, **keywords: answers.get(code, (True, "Open MPI v5.0.11")))
-    assert doctor.run(machine=_machine(driver=_h200s(8), nccl=_nccl((2, 30, 7)))) == 0
+    assert doctor.run(machine=_machine(driver=_h200s(8), nccl=_nccl((2, 32, 3)))) == 0
     said = capsys.readouterr().out
     assert "8 × NVIDIA H200 (sm_90), driver 580.65.06" in said
     assert "PROBLEM" not in said
@@ -141,13 +141,18 @@ def test_doctor_when_the_driver_or_nccl_gives_no_answer(with_gpus):
 
 @pytest.mark.parametrize(
     ("version", "jax", "status"),
-    [((2, 28, 9), "0.11.2", NOTE), ((2, 28, 9), "0.12.0.1", PROBLEM), ((2, 30, 7), "0.12.1", OK)],
+    [
+        ((2, 28, 9), "0.11.2", NOTE),
+        ((2, 28, 9), "0.12.0.1", PROBLEM),
+        ((2, 31, 2), "0.12.1", NOTE),
+        ((2, 32, 3), "0.12.1", OK),
+    ],
 )
 def test_doctor_knows_which_nccl_this_jax_needs(version, jax, status):
     fact = gpu_checks.nccl([], _machine(driver=_h200s(2), nccl=_nccl(version), jax=Jax(version=jax)))
     assert fact.status == status
     assert ("psum" in fact.advice) == (status == PROBLEM)
-    assert (">=2.30" in fact.advice) == (status != OK)
+    assert (">=2.32.3" in fact.advice) == (status != OK)
 
 
 def test_the_nccl_that_a_jax_needs():

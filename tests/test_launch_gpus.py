@@ -57,12 +57,12 @@ def test_platform_choice(monkeypatch):
 
 def test_nccl_too_old():
     library = _cuda.NcclLibrary((2, 28, 9), "/somewhere/libnccl.so.2", ("/somewhere/libnccl.so.2",))
-    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 found at /somewhere/libnccl\.so\.2; .* >= 2\.30"):
+    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 found at /somewhere/libnccl\.so\.2; .* >= 2\.32\.3"):
         gpus.require_nccl(library)
     several = _cuda.NcclLibrary((2, 28, 9), "/a/libnccl.so.2", ("/a/libnccl.so.2", "/b/libnccl.so.2"))
     with pytest.raises(RuntimeError, match=r"2 copies are loaded: /a/libnccl\.so\.2, /b/libnccl\.so\.2"):
         gpus.require_nccl(several)
-    gpus.require_nccl(_cuda.NcclLibrary((2, 30, 0), "/somewhere/libnccl.so.2", ()))
+    gpus.require_nccl(_cuda.NcclLibrary((2, 32, 3), "/somewhere/libnccl.so.2", ()))
     gpus.require_nccl(None)
 
 
@@ -106,13 +106,13 @@ def test_initialize_with_old_nccl_stops_before_joining(monkeypatch, job):
     assert job.hooks == ["failure", "exit", "exit"]
     assert job.joined == [("127.0.0.1:1", 4, 1, [1])]
     # With a suitable NCCL, it also makes room for the windows of several programs, unless that was done before.
-    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 30, 7), "/new/libnccl.so.2", ()))
+    monkeypatch.setattr(_cuda, "nccl", lambda: _cuda.NcclLibrary((2, 32, 3), "/new/libnccl.so.2", ()))
     monkeypatch.setenv("NCCL_WIN_STRIDE", "1")
     start.initialize()
     assert os.environ["NCCL_WIN_STRIDE"] == "1"
     monkeypatch.delenv("NCCL_WIN_STRIDE")
     start.initialize()
-    assert int(os.environ["NCCL_WIN_STRIDE"]) >= 10 * 141 << 30
+    assert int(os.environ["NCCL_WIN_STRIDE"]) >= 4 * 141 << 30
     monkeypatch.setenv("NCCL_WIN_STRIDE", "")  # monkeypatch restores it after the test.
     # Each of several hosts compiles its own program.
     assert "autotuning" not in os.environ.get("XLA_FLAGS", "")

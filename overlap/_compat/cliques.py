@@ -106,7 +106,7 @@ def _by_cliques(lower: Callable[..., Any], clique_of: Callable[..., Any], addres
             call = outs[0].owner
             if kernel is not None:
                 call = kernel.put_before(call, within, args)
-                addresses.note_program(ctx.module_context.module, _device_ids.get() or ())
+                addresses.note_mesh(_device_ids.get() or ())
         _name_devices(call, clique)
         return outs
 

@@ -117,7 +117,7 @@ def peer_access(facts: Sequence[Fact], machine: Machine) -> Fact:
 def nccl(facts: Sequence[Fact], machine: Machine) -> Fact:
     """Which NCCL XLA would use, whether it is new enough, and which files have NCCL's name but are not NCCL."""
     library, fakes = machine.nccl.library, machine.nccl.fakes
-    upgrade = "pip install --upgrade 'nvidia-nccl-cu13>=2.30'"
+    upgrade = "pip install --upgrade 'nvidia-nccl-cu13>=2.32.3'"
     if machine.nccl.error:
         return Fact("NCCL", PROBLEM, f"loading it fails: {machine.nccl.error}", _library_advice())
     if fakes:
@@ -140,12 +140,12 @@ def nccl(facts: Sequence[Fact], machine: Machine) -> Fact:
             f"this jax needs >= {oldest[0]}.{oldest[1]} for its small all-reduces (psum), in one process as well: "
             f"{upgrade}",
         )
-    if library.version[:2] < _cuda.NCCL_WITH_PEER_POINTERS:
+    if library.version < _cuda.NCCL_OF_PROCESSES:
         return Fact(
             "NCCL",
             NOTE,
             str(library),
-            f"enough for one process with all GPUs; one process per GPU needs >= 2.30: {upgrade}",
+            f"enough for one process with all GPUs; one process per GPU needs >= 2.32.3: {upgrade}",
         )
     return Fact("NCCL", OK, str(library))
 

@@ -25,7 +25,6 @@ import overlap
 from overlap.cli import soak_programs
 from overlap.cli.devices import why_not_gpus
 from overlap.cli.soak_programs import CASES, Axis, Case
-from overlap.primitives import windows
 
 _EMULATED_DEVICES = 4
 # How many programs are started before their results are checked.
@@ -61,9 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     meshes = list(soak_programs.meshes(devices))
     kinds = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
-    if (room := windows.most_programs() if jax.process_count() > 1 else None) is not None and room < len(kinds):
-        # Each kind of program takes address space that is never freed.
-        kinds = random.Random(arguments.seed).sample(kinds, room)
     steps = arguments.steps or (1 if emulated else 200)
     where = f"{len(devices)} emulated CPU devices ({emulated})" if emulated else f"{len(devices)} GPUs"
     leads = jax.process_index() == 0

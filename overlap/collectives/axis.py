@@ -59,7 +59,7 @@ def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
     """
     if group.size == 1 or target.platform != "gpu":
         return
-    windows.require_room()
+    windows.require_shared_memory()
     if isinstance(mesh, jax.sharding.Mesh):
         clique = Clique.of(mesh, frozenset(name for name, _ in group.axes))
         assert clique is not None

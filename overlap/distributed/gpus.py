@@ -65,14 +65,15 @@ def local_device_ids(job: Job, gpu_count: int) -> list[int]:
 
 def require_nccl(library: _cuda.NcclLibrary | None) -> None:
     """Raises RuntimeError if XLA will use an NCCL that cannot address the memory of other processes."""
-    if library is None or library.version[:2] >= _cuda.NCCL_WITH_PEER_POINTERS:
+    if library is None or library.version >= _cuda.NCCL_OF_PROCESSES:
         return  # If there is no NCCL at all, jax's own message is better.
     several = len(library.copies) > 1
     copies = f" ({len(library.copies)} copies are loaded: {', '.join(library.copies)})" if several else ""
     raise RuntimeError(
         f"NCCL {'.'.join(map(str, library.version))} found at {library.path}{copies}; the fused kernels with one "
-        "process per GPU need >= 2.30: pip install --upgrade 'nvidia-nccl-cu13>=2.30' (nvidia-nccl-cu12 for CUDA 12), "
-        'or run one process with all GPUs. A program that runs implementation="xla" only can pass check_nccl=False.'
+        "process per GPU need >= 2.32.3: pip install --upgrade 'nvidia-nccl-cu13>=2.32.3' (nvidia-nccl-cu12 for CUDA "
+        '12), or run one process with all GPUs. A program that runs implementation="xla" only can pass '
+        "check_nccl=False."
     )
 
 

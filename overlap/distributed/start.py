@@ -65,7 +65,7 @@ def initialize(
     Raises:
       RuntimeError: if devices have been used already; if a process has not come within `timeout_s`; if the processes
         run different versions of jax or overlap; if `coordinator_port` is not free; if the launcher's variables are
-        incomplete; if a host has more processes than GPUs; if NCCL is older than 2.30; or, with mpirun on several
+        incomplete; if a host has more processes than GPUs; if NCCL is older than 2.32.3; or, with mpirun on several
         hosts, if mpi4py is missing or belongs to another MPI.
       ValueError: if `coordinator_port` is not a TCP port, or `timeout_s` not a positive number.
 
@@ -125,9 +125,9 @@ def _join(
             local_device_ids = gpus.local_device_ids(job, gpu_count)
         if check_nccl:
             gpus.require_nccl(_cuda.nccl())
-            # With NCCL's default, the size of the GPU's memory, the address space is full after the first program. A
-            # larger stride costs address space only.
-            os.environ.setdefault(windows.STRIDE_VARIABLE, str(windows.stride_bytes(job.local_size)))
+            # NCCL's default, the size of the GPU's memory, has room for the pool once. A larger stride costs address
+            # space only.
+            os.environ.setdefault(windows.STRIDE_VARIABLE, str(windows.STRIDE_BYTES))
             flags = os.environ.get("XLA_FLAGS", "")
             several_hosts = job.local_size != job.size or "JAX_PARTITION_INDEX" in os.environ
             if several_hosts and _OWN_AUTOTUNING not in flags:

@@ -36,9 +36,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.primitives.axes import kernel_axis
-from overlap.primitives.windows import note_program
+from overlap.primitives.windows import note_mesh
 
-__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "OwnMemory", "Params", "landing_place", "note_program", "require_told", "tell"]
+__all__ = ["FLAG_BYTES", "TABLE_FLAGS", "OwnMemory", "Params", "landing_place", "note_mesh", "require_told", "tell"]
 
 FLAG_BYTES = 4
 # The table, in flags: entries of 8 bytes, laid out as Mosaic GPU's own.

@@ -28,8 +28,8 @@ def run(mode, transport="pull", processes=None):
         pytest.skip("starts jobs of its own")
     command = [sys.executable, "-m", "tests.waits_program", mode, transport]
     if processes:
-        if (version := _cuda.nccl().version) < (*_cuda.NCCL_WITH_PEER_POINTERS, 0):
-            pytest.skip(f"one process per GPU needs NCCL 2.30, found {version}")
+        if (version := _cuda.nccl().version) < _cuda.NCCL_OF_PROCESSES:
+            pytest.skip(f"one process per GPU needs NCCL 2.32.3, found {version}")
         command = [ROOT / "launch" / "mpirun.sh", "-np", str(processes), "--", *command]
     # The child runs beside this process, which holds most of the GPU memory.
     environment = os.environ | {"OVERLAP_WAIT_TIMEOUT_S": str(LIMIT_S), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
