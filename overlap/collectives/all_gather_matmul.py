@@ -27,13 +27,14 @@ from overlap.collectives.axis import peer_group_of
 from overlap.collectives.pull_transport import PullTransport
 from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.transport import Transport
+from overlap.frame import activation as activations
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
-from overlap.single_gpu.matmul import MATMUL
+from overlap.single_gpu.matmul import Matmul
 
 NAME = "all_gather_lhs_matmul"
 GatherTransport = Literal["pull", "ring"]
@@ -47,13 +48,15 @@ class AllGatherLhs(AllGather):
     Attributes:
       transport_reason: why the transport is used.
       returns_gathered: whether the gathered left operand is a result as well.
+      combines: as in `Operation`.
     """
 
     transport_reason: str = ""
     returns_gathered: bool = False
+    combines: bool = False
 
     name = NAME
-    epilogue = frozenset({"lhs_scale", "rhs_scale"})
+    epilogue = frozenset({"bias", "activation", "lhs_scale", "rhs_scale"})
     transposes = frozenset({"rhs"})
     has_batch = True
 
@@ -87,10 +90,10 @@ class AllGatherLhs(AllGather):
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
-        of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
-        outs: list[Any] = []
-        for index in range(len(of_rows.rhs_list)):
-            outs += MATMUL.launch(of_rows.for_rhs(index), of_one)[0]
+        of_one = Matmul(combines=self.combines)
+        of_rows, plan = folded(operands, keep=False), dataclasses.replace(plan, operation=of_one)
+        each = [of_rows] if self.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
+        outs = [out for given in each for out in of_one.launch(given, plan)[0]]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
@@ -119,7 +122,8 @@ def prepare(
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    operation = AllGatherLhs(group, "m", reason, returns, transport=chosen or "pull")
+    combines = activations.takes_all(keywords.get("activation"), rhs)
+    operation = AllGatherLhs(group, "m", reason, returns, combines, transport=chosen or "pull")
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.kernels.hooks import Epilogue
+from overlap.kernels.config import Config
+from overlap.kernels.hooks import Epilogue, Values
 from overlap.kernels.mainloop import Mainloop
+from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
 
 # An activation is computed for so many columns at a time. For 64, the intermediate values of a long program, such as
@@ -28,14 +30,14 @@ _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 
 class Program(Protocol):
-    """An elementwise function of f32 values and of scalars, made of primitives that a kernel can run."""
+    """An elementwise function of f32 arrays and of scalars, made of primitives that a kernel can run."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The names of the dtypes of the scalars that the function takes, in their order."""
         ...
 
-    def __call__(self, values: Any, scalars: Sequence[Any]) -> Any: ...
+    def __call__(self, values: Sequence[Any], scalars: Sequence[Any]) -> Any: ...
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +59,12 @@ class Vectors:
     scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def entries_of_side(n: int, config: Config) -> int:
+    """Returns how many entries each of several right operands of `n` columns has in `column_scale` and `bias`."""
+    unit = config.cluster_tile[1]
+    return ceil_div(n, unit) * unit
+
+
 def filled(vectors: Sequence[jax.Array] | None, unit: int) -> Any:
     """Concatenates vectors, each padded with zeros to a multiple of `unit` entries; None if `vectors` is None."""
     if vectors is None:
@@ -73,6 +81,8 @@ def epilogue(
     first_column: Index = 0,
     row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
+    side_columns: int = 0,
+    side: int = 0,
 ) -> Epilogue:
     """Returns the epilogue of one tile (`Hooks.epilogue_at`).
 
@@ -84,32 +94,43 @@ def epilogue(
       row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
         rows, broadcast to that shape. None: the scales are read from `vectors.row_scale` at these rows.
       transposed: whether the values, and the results of `row_scales`, are [columns, rows] (`Config.swap_operands`).
+      side_columns: for values of several right operands: how many entries each of them has in `column_scale` and
+        `bias`.
+      side: the right operand whose values are the result if there are several and no `program`.
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
-    def of_columns(vector_gmem: GmemRef, columns: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
-        start = columns.start if _is_zero(first_column) else first_column + columns.start
+    def of_columns(vector_gmem: GmemRef, columns: pl.Slice, shape: tuple[int, ...], before: int) -> jax.Array:
+        first = first_column if before == 0 else first_column + before
+        start = columns.start if _is_zero(first) else first + columns.start
         return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
 
-    def apply(values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
+    def before_program(
+        values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None, before: int
+    ) -> jax.Array:
         shape = values.shape
         if row_scales is not None:
             values = values * row_scales(rows, shape)
         elif vectors.row_scale is not None:
             values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, row_dimension)
         if vectors.column_scale is not None:
-            values = values * of_columns(vectors.column_scale, columns, shape)
+            values = values * of_columns(vectors.column_scale, columns, shape, before)
         if vectors.bias is not None:
-            values = values + of_columns(vectors.bias, columns, shape)
-        if addend is not None:
-            values = values + addend
-        if program is None:
-            return values
-        scalars, width = _unpacked(vectors.scalars, program.scalars), shape[1]
-        parts = [
-            program(lax.slice(values, (0, first), (shape[0], min(first + _WIDTH, width))), scalars).astype(jnp.float32)
-            for first in range(0, width, _WIDTH)
+            values = values + of_columns(vectors.bias, columns, shape, before)
+        return values if addend is None else values + addend
+
+    def apply(values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
+        sums = [
+            before_program(x, rows, columns, addend, index * side_columns)
+            for index, x in enumerate(values if isinstance(values, tuple) else (values,))
+            if program is not None or index == side
         ]
+        if program is None:
+            return sums[0]
+        scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
+        for first in range(0, width, _WIDTH):
+            part = [lax.slice(x, (0, first), (height, min(first + _WIDTH, width))) for x in sums]
+            parts.append(program(part, scalars).astype(jnp.float32))
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
     return apply

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame import by_xla, call
-from overlap.frame.activation import Activation
+from overlap.frame.activation import Activation, on_all
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
@@ -180,7 +180,7 @@ class Product:
         }
         operands = Operands(out, (out,), **added)
         wide = out.astype(accumulator(out.dtype))
-        applied = self.activation and functools.partial(self.activation, scalars=epilogue["scalars"])
+        applied = self.activation and on_all(functools.partial(self.activation, scalars=epilogue["scalars"]), False)
         return by_xla.finish((wide,), operands, self.out_dtype, applied)[0]
 
     # --- The weights ---

@@ -35,15 +35,22 @@ _SCALES = ("lhs_scale", "rhs_scale")
 class Matmul(Operation):
     """The operation `matmul`. It communicates nothing, and its kernel takes all keywords of the epilogue."""
 
+    combines: bool = False
+
     name = "matmul"
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
     takes_block_scales = True
 
+    @property
+    def takes_lists(self) -> bool:
+        # Several right operands of one product share nothing but an activation.
+        return self.combines
+
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
-        batch, m, (n,), k = sizes(as_rows(operands, layouts), layouts)
+        batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        scaled = operands.is_block_scaled
-        return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1, block_scaled=scaled)  # pyright: ignore[reportArgumentType]
+        more: Any = dict(layout=layout, batch=batch or 1, block_scaled=operands.is_block_scaled, sides=len(widths))
+        return Problem(self.name, m, sum(widths), k, *dtypes, **more)
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         del mesh
@@ -57,13 +64,13 @@ class Matmul(Operation):
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
-        problem = self.problem(operands, layouts, dtype)
+        problem = MATMUL.problem(operands, layouts, dtype)
         config, _ = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, LaunchPlan(self, layouts, dtype, plan.target, config))
+        (out,), _ = call.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
@@ -75,14 +82,16 @@ class Matmul(Operation):
         rows = as_rows(operands, plan.layouts)
         # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
         # would be lost in a function that is cached or sealed.
-        out = (_launch if marks.current() is None else product.launch)(rows, kept)
-        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
+        outs = (_launch if marks.current() is None else product.launch)(rows, kept)
+        if rows is not operands:
+            outs = tuple(out.reshape(*operands.lhs.shape[:-1], out.shape[-1]) for out in outs)
+        return outs, None
 
 
 MATMUL = Matmul()
 
 
-def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
+def _sealed(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     """Runs the kernel as one opaque operation.
 
     If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
@@ -90,11 +99,11 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """
     leaves, structure = jax.tree.flatten(operands)
 
-    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
+    def of_leaves(run: Callable[[Operands], tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
 
     otherwise = of_leaves(
-        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
+        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))
     )
     kernel = of_leaves(lambda given: product.launch(given, plan))
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
@@ -107,7 +116,8 @@ _launch = jax.jit(_sealed, static_argnums=1)
 def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
     """Checks the arguments of `matmul`. Returns the operation and the checked call; see `overlap.frame.call`."""
     del mesh
-    return MATMUL, normalize(MATMUL, **given)
+    operation = Matmul(combines=activations.takes_all(given.get("activation"), given["rhs"]))
+    return operation, normalize(operation, **given)
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------
