@@ -56,9 +56,12 @@ def derivative(
         outs, kept = fused(operands, dataclasses.replace(plan, keeps=True))
         results, products = (outs[:1], kept), outs[1:]
     else:
-        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it.
+        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. Where no
+        # kernel has f32 results, as in gathers, z has the result's dtype.
         bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
-        products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
+        if bare.config is None:
+            bare = dataclasses.replace(plan, activation=None)
+        products, kept = fused(sums, bare)
         activation: Any = plan.bound_activation(operands)
         results = tuple(x.astype(plan.out_dtype) for x in activation(products)), kept
     tangent = tangents_of(

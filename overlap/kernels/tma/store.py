@@ -109,7 +109,8 @@ def store(
                 addend = given if addend is None else addend + given
             if epilogue is not None:
                 values = epilogue(values, pl.ds(first_row + above, rows), columns, addend)
-            elif addend is not None:
+            assert not isinstance(values, tuple)
+            if epilogue is None and addend is not None:
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
