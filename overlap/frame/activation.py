@@ -23,6 +23,8 @@ from overlap.frame.arguments import shown
 from overlap.frame.elementwise import NotElementwise, Program, program_of
 from overlap.frame.entries import elementwise_map, typeless
 
+# The name by which policies of `jax.checkpoint` know the values before an activation of several right operands.
+BEFORE_ACTIVATION = "before_activation"
 # An activation with its captured scalars bound: from the values of all right operands to those of the results; None for
 # none.
 type BoundActivation = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]] | None

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import DTypeLike
 
 from overlap.frame import by_xla
+from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, LaunchPlan, Operands, Results, in_f32
 from overlap.kernels.config import FLOAT8, FLOAT16
@@ -54,7 +56,7 @@ def derivative(
     elif plan.operation.combines:
         # The kernel stores z as well, in the result's dtype, as separate products would have it.
         outs, kept = fused(operands, dataclasses.replace(plan, keeps=True))
-        results, products = (outs[:1], kept), outs[1:]
+        results, products = (outs[:1], kept), tuple(checkpoint_name(z, BEFORE_ACTIVATION) for z in outs[1:])
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. Where no
         # kernel has f32 results, as in gathers, z has the result's dtype.

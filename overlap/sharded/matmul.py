@@ -139,7 +139,8 @@ def _prepare(
     plan, out = _planned(operands, shardings, whole, dimensions, used)
     applied, scalars = None, ()
     if activation is not None:
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype))
+        arrays = len(rhs) if whole.combines else 1
+        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), arrays)
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -155,6 +156,7 @@ def _prepare(
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
+    columns = columns[:1] if whole.combines else columns
     product = Product(plan, dimensions.transpose_rhs, whole.out_dtype, applied, config, implementation, keep_gathered)
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
@@ -377,7 +379,7 @@ def sharded_matmul(
         outs = checked.run(operands)
     else:
         outs = _run_eagerly(checked, _decided(checked, operands), operands)
-    return outs[0] if whole.container is None else whole.container(outs)
+    return outs[0] if whole.container is None or whole.combines else whole.container(outs)
 
 
 explain.EXPLAINED[sharded_matmul] = decide
