@@ -65,7 +65,7 @@ def derivative(
             bare = dataclasses.replace(plan, activation=None)
         products, kept = fused(sums, bare)
         activation: Any = plan.bound_activation(operands)
-        results = tuple(x.astype(plan.out_dtype) for x in activation(products)), kept
+        results = tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products])), kept
     tangent = tangents_of(
         results,
         operands,
