@@ -90,7 +90,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         peers_read if transport.reads_inputs_only else (),
     )
     described = plan.described(operands)
-    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.program, widths[0], described)
+    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.program, described)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None
@@ -144,7 +144,6 @@ class _Body:
       kernel: the static part of the kernel: configuration, mainloop, work.
       transport: how the shards travel.
       program: the activation; None: there is none.
-      n: the columns of the first result.
       shards: where the shards lie, and which device multiplies them when.
       refs: the kernel's references.
       me: this device's position in the peer group.
@@ -153,7 +152,6 @@ class _Body:
     kernel: ProductKernel
     transport: Transport
     program: epilogue.Program | None
-    n: int
     shards: Shards
     refs: Refs
     me: Index
@@ -165,7 +163,6 @@ class _Body:
         group: PeerGroup,
         transport: Transport,
         program: epilogue.Program | None,
-        n: int,
         operation: str,
         refs: Refs,
     ) -> _Body:
@@ -175,7 +172,7 @@ class _Body:
         shards = Shards(
             operation, group, schedule, kernel.config, kernel.work.pieces_per_tile, lhs_gmem, scratch_gmem, scales
         )
-        return _Body(kernel, transport, program, n, shards, refs, group.me())
+        return _Body(kernel, transport, program, shards, refs, group.me())
 
     def tile_at(self, index: Index) -> Tile:
         schedule, config = self.shards.schedule, self.kernel.config
@@ -252,11 +249,10 @@ class _Body:
 
         return epilogue.epilogue(
             vectors,
-            self.program if side is None else None,
+            self.program,
             mainloop,
             first_column=first_column,
             row_scales=None if vectors.row_scale is None else row_scales,
             transposed=config.swap_operands,
-            side_columns=epilogue.entries_of_side(self.n, config),
-            side=side or 0,
+            side=side,
         )

@@ -87,9 +87,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
-    outs, scratch, _ = kernel.launch(
-        inputs, out_types, functools.partial(_Body, kernel, plan.program, widths[0], schedule, group)
-    )
+    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, plan.program, schedule, group))
 
     def by_batch(x: jax.Array) -> jax.Array:
         """Rearranges [D, batch, rows, columns], the order of rows in the shards, to [batch, D · rows, columns]."""
@@ -108,7 +106,6 @@ class _Body:
     Attributes:
       kernel: the static part of the kernel: configuration, mainloop, work.
       program: the activation; None: there is none.
-      n: the columns of the first result.
       schedule: the tiles, chunks and flags.
       group: the devices.
       refs: the kernel's references.
@@ -116,7 +113,6 @@ class _Body:
 
     kernel: ProductKernel
     program: epilogue.Program | None
-    n: int
     schedule: JoinedSchedule
     group: PeerGroup
     refs: Refs
@@ -206,13 +202,12 @@ class _Body:
         first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
         return epilogue.epilogue(
             vectors,
-            self.program if side is None else None,
+            self.program,
             mainloop,
             first_column=first_column,
             row_scales=row_scales if scales_gmem else None,
             transposed=swapped,
-            side_columns=epilogue.entries_of_side(self.n, self.kernel.config),
-            side=side or 0,
+            side=side,
         )
 
 

@@ -160,9 +160,11 @@ def _trace(function: Callable[..., jax.Array], shapes: list[tuple[int, ...]], dt
             "values: use jax.numpy instead of NumPy in it"
         ) from wrong
     except Exception as wrong:
+        single = "one array of any shape (or of as many arrays as there are right operands)"
+        wanted = single if len(shapes) == 1 else f"{len(shapes)} arrays of any one shape"
         first_line = next(iter(str(wrong).splitlines()), "")
         raise ValueError(
-            f"`activation` must be elementwise, a function of {_of_arrays(shapes)}, got {_name(function)}, which "
+            f"`activation` must be elementwise, a function of {wanted}, got {_name(function)}, which "
             f"fails on trial, for shape {shapes[0]}: {type(wrong).__name__}: {first_line.rstrip('.')}; {_WAY_OUT}"
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
@@ -171,12 +173,6 @@ def _trace(function: Callable[..., jax.Array], shapes: list[tuple[int, ...]], dt
             "array alone"
         )
     return closed
-
-
-def _of_arrays(shapes: list[tuple[int, ...]]) -> str:
-    if len(shapes) > 1:
-        return f"{len(shapes)} arrays of any one shape"
-    return "one array of any shape (or of as many arrays as there are right operands)"
 
 
 def _name(function: Callable[..., Any]) -> str:

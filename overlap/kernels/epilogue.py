@@ -17,10 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.kernels.config import Config
 from overlap.kernels.hooks import Epilogue, Values
 from overlap.kernels.mainloop import Mainloop
-from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
 
 # An activation is computed for so many columns at a time. For 64, the intermediate values of a long program, such as
@@ -59,12 +57,6 @@ class Vectors:
     scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def entries_of_side(n: int, config: Config) -> int:
-    """Returns how many entries each of several right operands of `n` columns has in `column_scale` and `bias`."""
-    unit = config.cluster_tile[1]
-    return ceil_div(n, unit) * unit
-
-
 def filled(vectors: Sequence[jax.Array] | None, unit: int) -> Any:
     """Concatenates vectors, each padded with zeros to a multiple of `unit` entries; None if `vectors` is None."""
     if vectors is None:
@@ -81,8 +73,7 @@ def epilogue(
     first_column: Index = 0,
     row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
-    side_columns: int = 0,
-    side: int = 0,
+    side: int | None = None,
 ) -> Epilogue:
     """Returns the epilogue of one tile (`Hooks.epilogue_at`).
 
@@ -94,38 +85,36 @@ def epilogue(
       row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
         rows, broadcast to that shape. None: the scales are read from `vectors.row_scale` at these rows.
       transposed: whether the values, and the results of `row_scales`, are [columns, rows] (`Config.swap_operands`).
-      side_columns: for values of several right operands: how many entries each of them has in `column_scale` and
-        `bias`.
-      side: the right operand whose values are the result if there are several and no `program`.
+      side: the right operand of several in a tile whose values, without the activation, are the result.
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
-    def of_columns(vector_gmem: GmemRef, columns: pl.Slice, shape: tuple[int, ...], before: int) -> jax.Array:
-        first = first_column if before == 0 else first_column + before
-        start = columns.start if _is_zero(first) else first + columns.start
-        return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
-
     def before_program(
-        values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None, before: int
+        values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None, place: tuple[int, int]
     ) -> jax.Array:
-        shape = values.shape
+        shape, (index, sides) = values.shape, place
+
+        def of_columns(vector_gmem: GmemRef) -> jax.Array:
+            # The vectors of the right operands in a tile follow each other, all padded to the same length.
+            first = first_column if index == 0 else vector_gmem.shape[0] // sides * index
+            start = columns.start if _is_zero(first) else first + columns.start
+            return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
+
         if row_scales is not None:
             values = values * row_scales(rows, shape)
         elif vectors.row_scale is not None:
             values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, row_dimension)
         if vectors.column_scale is not None:
-            values = values * of_columns(vectors.column_scale, columns, shape, before)
+            values = values * of_columns(vectors.column_scale)
         if vectors.bias is not None:
-            values = values + of_columns(vectors.bias, columns, shape, before)
+            values = values + of_columns(vectors.bias)
         return values if addend is None else values + addend
 
     def apply(values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
-        sums = [
-            before_program(x, rows, columns, addend, index * side_columns)
-            for index, x in enumerate(values if isinstance(values, tuple) else (values,))
-            if program is not None or index == side
-        ]
-        if program is None:
+        given = values if isinstance(values, tuple) else (values,)
+        wanted = range(len(given)) if side is None else (side,)
+        sums = [before_program(given[i], rows, columns, addend, (i, len(given))) for i in wanted]
+        if program is None or side is not None:
             return sums[0]
         scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
         for first in range(0, width, _WIDTH):

@@ -188,7 +188,7 @@ def _products(
 ) -> list[jax.Array]:
     """inputs @ kernel + bias for each layer, by one call. Each result has its layer's name for `jax.checkpoint`.
 
-    An `activation` makes one result of them, without a name.
+    An `activation` of all makes one result of them, named "hidden".
     """
     first, count = layers[0], len(layers)
     kernels = [layer.kernel[...] for layer in layers]
@@ -221,7 +221,7 @@ def _products(
     except (ValueError, NotImplementedError) as wrong:
         raise type(wrong)(f"{title}: {wrong}") from wrong
     if activation is not None:
-        return [outs]  # pyright: ignore[reportReturnType]
+        return [checkpoint_name(outs, "hidden")]  # pyright: ignore[reportArgumentType]
     if residual is not None and not is_alike:
         outs = [outs[0] + residual]
     return [checkpoint_name(y, layer.name) for y, layer in zip(outs, layers, strict=True)]

@@ -142,6 +142,10 @@ def _cut(
       ValueError, NotImplementedError: as raised by `normalize` for the whole call, by `check`, and by
         `sharded.product_sharding`.
     """
+    if type(arrays["rhs"]) in (list, tuple):
+        raise NotImplementedError(
+            "the fused kernel takes one `rhs` outside `jax.shard_map` along Explicit axes: XLA runs"
+        )
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
     wide = accumulator(operands["lhs"].dtype)

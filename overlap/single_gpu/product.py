@@ -46,7 +46,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     leading = (batches * split,) if batch is not None or split > 1 else ()
     inputs = _matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors()
     out_types = [jax.ShapeDtypeStruct((*leading, m, n), out_dtype)] * (1 + types.sides * plan.keeps)
-    outs = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, k_steps, plan.program, n))
+    outs = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
         return tuple(outs)
     product = outs[0].reshape(batches, split, m, n).sum(axis=1)
@@ -87,7 +87,6 @@ class _Body:
       order: the order of the tiles of one batch element, or of one piece of k of a batch element.
       k_steps: how many k steps each tile has.
       program: the activation; None: there is none.
-      n: the columns of the result.
       refs: the kernel's references.
     """
 
@@ -95,7 +94,6 @@ class _Body:
     order: TileOrder
     k_steps: int
     program: epilogue.Program | None
-    n: int
     refs: Refs
 
     def tile_at(self, index: Index) -> Tile:
@@ -141,15 +139,8 @@ class _Body:
         _, vectors = self.refs.inputs
         scale = vectors.row_scale
         of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))
-        swapped, program = self.kernel.config.swap_operands, self.program if side is None else None
-        return epilogue.epilogue(
-            of_tile,
-            program,
-            self.kernel.mainloop,
-            transposed=swapped,
-            side_columns=epilogue.entries_of_side(self.n, self.kernel.config),
-            side=side or 0,
-        )
+        swapped = self.kernel.config.swap_operands
+        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop, transposed=swapped, side=side)
 
 
 def _result(out_gmem: GmemRef, tile: Tile) -> GmemRef:
