@@ -143,7 +143,7 @@ class _Keywords[Each, EachScale](TypedDict, total=False):
 
     addend: Each | None
     bias: Each | None
-    activation: Callable[[jax.Array], jax.Array] | None
+    activation: Callable[..., jax.Array] | None
     lhs_scale: Scale | None
     rhs_scale: EachScale | None
     transpose_lhs: bool
@@ -254,7 +254,7 @@ def all_gather_lhs_matmul(
     *,
     addend: AnyArray | Sequence[AnyArray | None] | None = None,
     bias: AnyArray | Sequence[AnyArray | None] | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     lhs_scale: Scale | None = None,
     rhs_scale: Scale | Sequence[Scale] | None = None,
     transpose_lhs: bool = False,
@@ -284,10 +284,10 @@ def all_gather_lhs_matmul(
         any order.
       addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation. For several right
         operands, a list with an addend or None for each. Only XLA's implementation takes it.
-      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each. Only XLA's
-        implementation takes it.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result. Only XLA's
-        implementation takes it.
+      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`: of one array, then applied to each
+        result; or of as many arrays as there are right operands (`lambda gate, up: jax.nn.silu(gate) * up`), which
+        makes one result of them.
       lhs_scale: a factor of the product, in float32. Either one value per row of this shard, gathered with the rows:
         [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]. Or a scalar, which must be the same on all
         devices of the axis.
@@ -315,9 +315,10 @@ def all_gather_lhs_matmul(
 
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. If `rhs` is a
-      list or tuple, a list or tuple of such arrays. With `return_gathered`, a pair of the above and the gathered `lhs`:
-      [..., D · m_shard, k], or transposed if `lhs` is. The gathered `lhs` is typed as the same on all devices of the
-      axis, so `out_specs` may leave the axis out. Deterministic: repeated calls give the same bits.
+      list or tuple, a list or tuple of such arrays, or a single one if the activation takes all of them. With
+      `return_gathered`, a pair of the above and the gathered `lhs`: [..., D · m_shard, k], or transposed if `lhs` is.
+      The gathered `lhs` is typed as the same on all devices of the axis, so `out_specs` may leave the axis out.
+      Deterministic: repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`; an unknown or repeated axis; or wrong ranks, dtypes, sizes or config.
@@ -349,6 +350,8 @@ def all_gather_lhs_matmul(
       ... )
       >>> y = jax.jit(layer)(x, w)
       >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
+      >>> swiglu = lambda gate, up: jax.nn.silu(gate) * up
+      >>> hidden = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x", activation=swiglu)
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """

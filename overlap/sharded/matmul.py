@@ -237,7 +237,7 @@ def sharded_matmul(
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -255,7 +255,7 @@ def sharded_matmul[Side: AnyArray](
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -273,7 +273,7 @@ def sharded_matmul(
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -293,7 +293,7 @@ def sharded_matmul(
     mesh: AnyMesh | None = None,
     bias: AnyArray | Sequence[AnyArray | None] | None = None,
     addend: AnyArray | Sequence[AnyArray | None] | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -333,7 +333,9 @@ def sharded_matmul(
         that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
         operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result; or of as
+        many arrays as there are right operands, which makes one result of them (of their values in the dtype of the
+        result, where no kernel does it).
       preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
         is in float32; products that are summed over devices are sent in this dtype.
       transpose_rhs: whether `rhs` lies transposed in memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -236,13 +236,13 @@ def decide(
 
 def matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
+    rhs: AnyArray | Sequence[AnyArray],
     *,
-    addend: AnyArray | None = None,
-    bias: AnyArray | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    addend: AnyArray | Sequence[AnyArray | None] | None = None,
+    bias: AnyArray | Sequence[AnyArray | None] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     lhs_scale: Scale | None = None,
-    rhs_scale: Scale | None = None,
+    rhs_scale: Scale | Sequence[Scale] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
@@ -255,7 +255,8 @@ def matmul(
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
         floating-point dtype.
       rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype as `lhs` (float8 kinds may be mixed). Same
-        leading dimensions as `lhs`, or one of the two has none.
+        leading dimensions as `lhs`, or one of the two has none. Or a list or tuple of such matrices, if `activation`
+        takes an array for each; `addend`, `bias` and `rhs_scale` are then lists, too.
       addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
@@ -263,7 +264,9 @@ def matmul(
         elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
         `jax.vmap` work through them. Loops of a known length are unrolled. The kernel's `erf`, `log1p` and the
         like are within 2 ulp of the true values; its `tan` is NaN above 12867. With a function that the kernel cannot
-        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation.
+        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation. If it has as many parameters
+        without a default as there are right operands, it makes one result of theirs, for example
+        `lambda gate, up: jax.nn.silu(gate) * up`. Gradients then use their values in the dtype of the result.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.

@@ -353,17 +353,15 @@ def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: Operan
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
     box_smem, start = load.box_smem, load.start
     sides = operand_gmem.refs if isinstance(operand_gmem, SideBySide) else (operand_gmem,)
-    if load.across:
-        boxes, _, columns = box_smem.shape
-        assert len(sides) == 1 or columns == SIDE_COLUMNS
-        for i in range(boxes):
-            first = start + i // len(sides) * columns
-            _load_box(sides[i % len(sides)], (k_start, first), box_smem.at[i], load, 1)
-        return
-    columns = box_smem.shape[0] if len(sides) == 1 else SIDE_COLUMNS
-    for i in range(box_smem.shape[0] // columns):
-        box = box_smem if len(sides) == 1 else box_smem.at[pl.ds(i * columns, columns)]
-        _load_box(sides[i % len(sides)], (start + i // len(sides) * columns, k_start), box, load, 0)
+    columns = SIDE_COLUMNS if len(sides) > 1 else box_smem.shape[-1 if load.across else 0]
+    boxes = box_smem.shape[0] if load.across else box_smem.shape[0] // columns
+    for i in range(boxes):
+        side_gmem, first = sides[i % len(sides)], start + i // len(sides) * columns
+        if load.across:
+            _load_box(side_gmem, (k_start, first), box_smem.at[i], load, 1)
+        else:
+            box = box_smem if boxes == 1 else box_smem.at[pl.ds(i * columns, columns)]
+            _load_box(side_gmem, (first, k_start), box, load, 0)
 
 
 def _load_box(
