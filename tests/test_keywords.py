@@ -119,7 +119,7 @@ EXTRAS = [
 # The keywords and layouts that each fused kernel supports; it names the others in its refusal.
 TAKES = {
     "matmul": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk", "rhs batch"},
-    "all_gather_lhs_matmul": {"lhs_scale", "rhs_scale", "rhs nk"},
+    "all_gather_lhs_matmul": {"bias", "activation", "lhs_scale", "rhs_scale", "rhs nk"},
     "all_gather_rhs_matmul": {"lhs km"},
     "matmul_reduce_scatter": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},
     "matmul_all_reduce": {"bias", "addend", "activation", "lhs_scale", "rhs_scale", "lhs km", "rhs nk"},

@@ -52,6 +52,8 @@ class Problem:
         "nt" means that only the right operand is stored transposed.
       batch: how many products of these sizes one call computes.
       block_scaled: whether the operands have one scale for each block of elements.
+      sides: how many right operands lie side by side in each tile, for an activation of all of them. `n` counts the
+        columns of all.
     """
 
     op: str
@@ -64,6 +66,7 @@ class Problem:
     layout: Layout = "nn"
     batch: int = 1
     block_scaled: bool = False
+    sides: int = 1
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -76,7 +79,8 @@ class Problem:
         batch = f"{self.batch} × " if self.batch > 1 else ""
         op = _PUBLIC.get(self.op, self.op)
         scales = " with scales of blocks" if self.block_scaled else ""
-        return f"{op} {batch}{self.shape} {dtypes}{layout}{scales}{devices}"
+        sides = f" of {self.sides} right operands side by side" if self.sides > 1 else ""
+        return f"{op} {batch}{self.shape} {dtypes}{layout}{scales}{sides}{devices}"
 
     @property
     def shape(self) -> str:
@@ -217,7 +221,8 @@ class Problem:
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
         layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
         m, n = (self.m, self.n) if transport == "one_shot" else self.block
-        sizes = limits.Sizes(m, n, self.k, self.dtype, out_dtype, layouts, transport, block_scaled=self.block_scaled)
+        more = dict(block_scaled=self.block_scaled, sides=self.sides)
+        sizes = limits.Sizes(m, n // self.sides, self.k, self.dtype, out_dtype, layouts, transport, **more)  # pyright: ignore[reportArgumentType]
         limits.check(sizes, config, target)
 
     def check_blocks(self, config: Config) -> None:

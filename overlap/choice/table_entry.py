@@ -191,6 +191,7 @@ _RULES = {
     **dict.fromkeys(("dtype", "out_dtype"), _one_of(*_DTYPES)),
     "layout": _one_of(*LAYOUTS),
     "block_scaled": _SWITCH,
+    "sides": _integer(1),
     "kind": _Rule(f"not empty, and {_TEXT.words}", lambda value: _is_text(value) and bool(value)),
     "jax": _TEXT,
     "overlap": _TEXT,
@@ -204,6 +205,7 @@ _RULES = {
 # Fields that may be missing in an entry written by an older version, and the values that they then get.
 _OPTIONAL: dict[str, Any] = {
     "block_scaled": False,
+    "sides": 1,
     "jax": "",
     "overlap": "",
     "others": {},

@@ -269,7 +269,8 @@ def _report_unusable(problem: Problem, error: str) -> None:
 def _alike(problem: Problem) -> Problem:
     """Returns a canonical form of `problem`: the same for two problems that may use each other's entries."""
     dtype, out_dtype = ("float16" if name == "bfloat16" else name for name in (problem.dtype, problem.out_dtype))
-    return dataclasses.replace(problem.bucket, dtype=dtype, out_dtype=out_dtype)
+    # Right operands that lie side by side are multiplied as one of their total width is.
+    return dataclasses.replace(problem.bucket, dtype=dtype, out_dtype=out_dtype, sides=1)
 
 
 def _distance(a: Problem, b: Problem) -> float:

@@ -71,8 +71,8 @@ class AllGather(Operation):
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         # Several right operands count as one of their total width.
-        scaled = operands.is_block_scaled
-        return Problem(op, m, sum(widths), k, *dtypes, self.group.size, layout, max(batch or 1, 1), scaled)  # pyright: ignore[reportArgumentType]
+        more: Any = layout, max(batch or 1, 1), operands.is_block_scaled, len(widths) if self.combines else 1
+        return Problem(op, m, sum(widths), k, *dtypes, self.group.size, *more)
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         del call
@@ -94,9 +94,8 @@ class AllGather(Operation):
         for name, n in zip(call.names, call.sizes[2], strict=True):
             transport = self.transport if several else ""
             try:
-                of_one = limits.Sizes(
-                    problem.m, n, k, *dtypes, call.layouts, transport, m_name, block_scaled=problem.block_scaled
-                )
+                more: Any = dict(block_scaled=problem.block_scaled, sides=problem.sides)
+                of_one = limits.Sizes(problem.m, n, k, *dtypes, call.layouts, transport, m_name, **more)
                 limits.check(of_one, config, target)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None

@@ -27,13 +27,14 @@ from overlap.collectives.axis import peer_group_of
 from overlap.collectives.pull_transport import PullTransport
 from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.transport import Transport
+from overlap.frame import activation as activations
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
-from overlap.single_gpu.matmul import MATMUL
+from overlap.single_gpu.matmul import Matmul
 
 NAME = "all_gather_lhs_matmul"
 GatherTransport = Literal["pull", "ring"]
@@ -47,13 +48,15 @@ class AllGatherLhs(AllGather):
     Attributes:
       transport_reason: why the transport is used.
       returns_gathered: whether the gathered left operand is a result as well.
+      combines: as in `Operation`.
     """
 
     transport_reason: str = ""
     returns_gathered: bool = False
+    combines: bool = False
 
     name = NAME
-    epilogue = frozenset({"lhs_scale", "rhs_scale"})
+    epilogue = frozenset({"bias", "activation", "lhs_scale", "rhs_scale"})
     transposes = frozenset({"rhs"})
     has_batch = True
 
@@ -87,10 +90,10 @@ class AllGatherLhs(AllGather):
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
-        of_rows, of_one = folded(operands, keep=False), dataclasses.replace(plan, operation=MATMUL)
-        outs: list[Any] = []
-        for index in range(len(of_rows.rhs_list)):
-            outs += MATMUL.launch(of_rows.for_rhs(index), of_one)[0]
+        of_one = Matmul(combines=self.combines)
+        of_rows, plan = folded(operands, keep=False), dataclasses.replace(plan, operation=of_one)
+        each = [of_rows] if self.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
+        outs = [out for given in each for out in of_one.launch(given, plan)[0]]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
@@ -119,7 +122,8 @@ def prepare(
     group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    operation = AllGatherLhs(group, "m", reason, returns, transport=chosen or "pull")
+    combines = activations.takes_all(keywords.get("activation"), rhs)
+    operation = AllGatherLhs(group, "m", reason, returns, combines, transport=chosen or "pull")
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 
@@ -139,7 +143,7 @@ class _Keywords[Each, EachScale](TypedDict, total=False):
 
     addend: Each | None
     bias: Each | None
-    activation: Callable[[jax.Array], jax.Array] | None
+    activation: Callable[..., jax.Array] | None
     lhs_scale: Scale | None
     rhs_scale: EachScale | None
     transpose_lhs: bool
@@ -250,7 +254,7 @@ def all_gather_lhs_matmul(
     *,
     addend: AnyArray | Sequence[AnyArray | None] | None = None,
     bias: AnyArray | Sequence[AnyArray | None] | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     lhs_scale: Scale | None = None,
     rhs_scale: Scale | Sequence[Scale] | None = None,
     transpose_lhs: bool = False,
@@ -280,10 +284,10 @@ def all_gather_lhs_matmul(
         any order.
       addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation. For several right
         operands, a list with an addend or None for each. Only XLA's implementation takes it.
-      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each. Only XLA's
-        implementation takes it.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result. Only XLA's
-        implementation takes it.
+      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`: of one array, then applied to each
+        result; or of as many arrays as there are right operands (`lambda gate, up: jax.nn.silu(gate) * up`), which
+        makes one result of them.
       lhs_scale: a factor of the product, in float32. Either one value per row of this shard, gathered with the rows:
         [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]. Or a scalar, which must be the same on all
         devices of the axis.
@@ -311,9 +315,10 @@ def all_gather_lhs_matmul(
 
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. If `rhs` is a
-      list or tuple, a list or tuple of such arrays. With `return_gathered`, a pair of the above and the gathered `lhs`:
-      [..., D · m_shard, k], or transposed if `lhs` is. The gathered `lhs` is typed as the same on all devices of the
-      axis, so `out_specs` may leave the axis out. Deterministic: repeated calls give the same bits.
+      list or tuple, a list or tuple of such arrays, or a single one if the activation takes all of them. With
+      `return_gathered`, a pair of the above and the gathered `lhs`: [..., D · m_shard, k], or transposed if `lhs` is.
+      The gathered `lhs` is typed as the same on all devices of the axis, so `out_specs` may leave the axis out.
+      Deterministic: repeated calls give the same bits.
 
     Raises:
       ValueError: not inside `shard_map`; an unknown or repeated axis; or wrong ranks, dtypes, sizes or config.
@@ -342,6 +347,8 @@ def all_gather_lhs_matmul(
       ... )
       >>> y = jax.jit(layer)(x, w)
       >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
+      >>> swiglu = lambda gate, up: jax.nn.silu(gate) * up
+      >>> hidden = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x", activation=swiglu)
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """

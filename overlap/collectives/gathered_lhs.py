@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +25,10 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
-from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, Tile
+from overlap.kernels.hooks import BlockScales, Epilogue, Further, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup
@@ -47,17 +47,18 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
       keeps_own: whether the gathered left operand is a result.
 
     Returns:
-      [(batch,) D · m_shard, n] for each right operand; the gathered left operand, or None.
+      [(batch,) D · m_shard, n] for each right operand, or one if the activation combines them, and then one for each
+      value that the plan keeps; the gathered left operand, or None.
     """
     lhs, config = operands.lhs, plan.config
     assert config is not None
     *batch, m_shard, k = lhs.shape
-    widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list]
+    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, forwards=transport.forwards)
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     schedule = AllGatherSchedule.of(
         group.size,
         lhs.shape,
-        widths,
+        widths if types.sides == 1 else [types.sides * widths[0]],
         lhs.dtype.itemsize,
         config,
         keeps_own=keeps_own,
@@ -71,24 +72,25 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale), blocks
     scales: Any = blocks[0] if blocks else row_scale
     out_types = (
-        [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in widths],
+        [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in plan.result_widths(operands)],
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
     )
     # The indices of the inputs that peers read: the left operand (0) and, if its scales travel, these scales. In the
     # list of inputs the scales, of rows or of blocks, follow the right operands.
-    peers_read = (0, *([1 + len(widths)] if schedule.scaled else []))
+    peers_read = (0, *([1 + len(operands.rhs_list)] if schedule.scaled else []))
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}",
         plan.target,
         config,
-        plan.types(operands, m_shard, forwards=transport.forwards),
+        types,
         work,
         transport.flag_shapes(schedule),
         transport.smem_types(schedule, config, lhs.dtype),
         peers_read if transport.reads_inputs_only else (),
     )
-    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.described(operands))
+    described = plan.described(operands)
+    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.program, described)
     outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
     gathered = scratch.reshape(*rows, k) if keeps_own else None
@@ -141,6 +143,7 @@ class _Body:
     Attributes:
       kernel: the static part of the kernel: configuration, mainloop, work.
       transport: how the shards travel.
+      program: the activation; None: there is none.
       shards: where the shards lie, and which device multiplies them when.
       refs: the kernel's references.
       me: this device's position in the peer group.
@@ -148,6 +151,7 @@ class _Body:
 
     kernel: ProductKernel
     transport: Transport
+    program: epilogue.Program | None
     shards: Shards
     refs: Refs
     me: Index
@@ -158,6 +162,7 @@ class _Body:
         schedule: AllGatherSchedule,
         group: PeerGroup,
         transport: Transport,
+        program: epilogue.Program | None,
         operation: str,
         refs: Refs,
     ) -> _Body:
@@ -167,7 +172,7 @@ class _Body:
         shards = Shards(
             operation, group, schedule, kernel.config, kernel.work.pieces_per_tile, lhs_gmem, scratch_gmem, scales
         )
-        return _Body(kernel, transport, shards, refs, group.me())
+        return _Body(kernel, transport, program, shards, refs, group.me())
 
     def tile_at(self, index: Index) -> Tile:
         schedule, config = self.shards.schedule, self.kernel.config
@@ -177,12 +182,17 @@ class _Body:
         return Tile(step, m, n, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
-        _, rhs_gmem, vectors, blocks = self.refs.inputs
+        (_, rhs_gmem, vectors, blocks), (outs_gmem, *_) = self.refs.inputs, self.refs.outputs
+        sides, has_epilogue = self.kernel.types.sides, self.program is not None or jax.tree.leaves(vectors)
         hooks = Hooks(
             load_lhs=self._load_rows,
-            rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
-            out_at=self._out_at,
-            epilogue_at=self._epilogue_at if jax.tree.leaves(vectors) else None,
+            rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
+            out_at=functools.partial(self._out_at, outs_gmem if sides == 1 else outs_gmem[:1]),
+            epilogue_at=self._epilogue_at if has_epilogue else None,
+            further=[
+                Further(functools.partial(self._out_at, [ref]), functools.partial(self._epilogue_at, side=side))
+                for side, ref in enumerate(outs_gmem[1:] if sides > 1 else ())
+            ],
             block_scales_at=self._block_scales_at if blocks else None,
         )
         return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
@@ -204,13 +214,13 @@ class _Body:
         lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
         return BlockScales(lhs, lhs_tile, OneOf(rhs_gmem, tile.side), tile.n)
 
-    def _out_at(self, tile: Tile) -> OneOf:
+    def _out_at(self, outs_gmem: Sequence[GmemRef], tile: Tile) -> OneOf:
         # The shards have a dimension of their own, so that TMA clips a tile at the last row of its shard.
-        outs_gmem, *_ = self.refs.outputs
         shard = self.shards.schedule.shard(self.me, tile.step)
         return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
-    def _epilogue_at(self, tile: Tile) -> Epilogue:
+    def _epilogue_at(self, tile: Tile, side: int | None = None) -> Epilogue:
+        """The epilogue of a result or, with `side`, of the values before the activation that are kept."""
         # Scales of rows are padded to whole tiles for each batch element, scales of columns for each right operand.
         # Scales that the transport brings lie in the order of the steps, scales that XLA gathers in the order of the
         # devices.
@@ -239,9 +249,10 @@ class _Body:
 
         return epilogue.epilogue(
             vectors,
-            None,
+            self.program,
             mainloop,
             first_column=first_column,
             row_scales=None if vectors.row_scale is None else row_scales,
             transposed=config.swap_operands,
+            side=side,
         )

@@ -37,10 +37,10 @@ from overlap.collectives import communicator
 from overlap.collectives.all_gather import folded
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import Epilogue, Hooks, OneOf, Tile
+from overlap.kernels.hooks import Epilogue, Further, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, semaphore_signal
@@ -67,11 +67,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
-    widths = [plan.layouts.k_n(rhs.shape)[1] for rhs in rhs_list]
-    schedule = JoinedSchedule.of(group.size, lhs.shape, widths, lhs.dtype.itemsize, config, scaled=scaled)
+    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0])
+    tiled = widths if types.sides == 1 else (types.sides * widths[0],)
+    schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, config.tile_k))
     out_types = (
-        [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in widths],
+        [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in plan.result_widths(of_rows)],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
         [jax.ShapeDtypeStruct((schedule.read_rows,), jnp.float32)] * scaled,
     )
@@ -79,14 +80,14 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         f"overlap_{NAME}",
         plan.target,
         config,
-        plan.types(of_rows, schedule.rows),
+        types,
         work,
         communicator.flag_shapes(schedule.flags_shape, copies_own=True),
         communicator.smem_types(config, schedule.chunking, lhs.dtype),
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )
     inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
-    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, schedule, group))
+    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, plan.program, schedule, group))
 
     def by_batch(x: jax.Array) -> jax.Array:
         """Rearranges [D, batch, rows, columns], the order of rows in the shards, to [batch, D · rows, columns]."""
@@ -104,12 +105,14 @@ class _Body:
 
     Attributes:
       kernel: the static part of the kernel: configuration, mainloop, work.
+      program: the activation; None: there is none.
       schedule: the tiles, chunks and flags.
       group: the devices.
       refs: the kernel's references.
     """
 
     kernel: ProductKernel
+    program: epilogue.Program | None
     schedule: JoinedSchedule
     group: PeerGroup
     refs: Refs
@@ -123,13 +126,18 @@ class _Body:
 
     def hooks(self) -> Hooks:
         (_, rhs_gmem, vectors), (outs_gmem, scratch_gmem, _) = self.refs.inputs, self.refs.outputs
+        sides = self.kernel.types.sides
         return Hooks(
             load_lhs=lambda tile, load: load(scratch_gmem),
-            rhs_at=lambda tile: OneOf(rhs_gmem, tile.side),
-            out_at=lambda tile: OneOf(outs_gmem, tile.side),
+            rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
+            out_at=lambda tile: OneOf(outs_gmem if sides == 1 else outs_gmem[:1], tile.side),
+            further=[
+                Further(lambda tile, ref=ref: ref, functools.partial(self._epilogue_at, side=side))
+                for side, ref in enumerate(outs_gmem[1:] if sides > 1 else ())
+            ],
             before_lhs=self._wait_for_rows,
             communicate=self._communicate,
-            epilogue_at=self._epilogue_at if jax.tree.leaves(vectors) else None,
+            epilogue_at=self._epilogue_at if self.program is not None or jax.tree.leaves(vectors) else None,
         )
 
     def _wait_for_rows(self, tile: Tile) -> None:
@@ -180,7 +188,8 @@ class _Body:
             pull_scales=pull_scales,
         ).run()
 
-    def _epilogue_at(self, tile: Tile) -> Epilogue:
+    def _epilogue_at(self, tile: Tile, side: int | None = None) -> Epilogue:
+        """The epilogue of a result or, with `side`, of the values before the activation that are kept."""
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
@@ -193,11 +202,12 @@ class _Body:
         first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
         return epilogue.epilogue(
             vectors,
-            None,
+            self.program,
             mainloop,
             first_column=first_column,
             row_scales=row_scales if scales_gmem else None,
             transposed=swapped,
+            side=side,
         )
 
 

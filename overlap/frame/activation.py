@@ -9,6 +9,7 @@ applies the function itself, and jax differentiates that.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ from jax.typing import DTypeLike
 from overlap.frame.arguments import shown
 from overlap.frame.elementwise import NotElementwise, Program, program_of
 from overlap.frame.entries import elementwise_map, typeless
+
+# The name by which policies of `jax.checkpoint` know the values before an activation of several right operands.
+BEFORE_ACTIVATION = "before_activation"
+# An activation with its captured scalars bound: from the values of all right operands to those of the results; None for
+# none.
+type BoundActivation = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]] | None
 
 # An activation is traced on both shapes, and both programs must be equal: a function that computes with the sizes of
 # its argument gives two different programs. No tile has the large shape, and no tile is as large.
@@ -35,10 +42,13 @@ _WAY_OUT = (
 class Activation:
     """An elementwise function of f32 values and of the scalars that it captures. Equal activations compute the same.
 
+    It takes one array and is applied to each result; or it takes as many arrays as there are right operands, and makes
+    one result of theirs.
+
     Attributes:
       program: the function as the kernel computes it.
-      entry_jaxpr: the function of the scalars and of one value, [], as a closed jaxpr. It keeps the derivative rules of
-        the user's function (`jax.custom_jvp` and the like), which the program does not have.
+      entry_jaxpr: the function of the scalars and of one value, [], per array, as a closed jaxpr. It keeps the
+        derivative rules of the user's function (`jax.custom_jvp` and the like), which the program does not have.
     """
 
     program: Program
@@ -49,9 +59,39 @@ class Activation:
         """The program alone. A cache may keep it, since it holds nothing that belongs to the caller."""
         return Activation(self.program, None)
 
-    def __call__(self, values: jax.Array, scalars: Sequence[Any]) -> jax.Array:
-        """Applies the function by XLA to an array of any shape. It has derivatives of any order."""
-        return elementwise_map(self.entry_jaxpr, *(jnp.broadcast_to(_wide(x), values.shape) for x in scalars), values)
+    def __call__(self, *values: jax.Array, scalars: Sequence[Any]) -> jax.Array:
+        """Applies the function by XLA to arrays of any shape. It has derivatives of any order."""
+        wide = [jnp.broadcast_to(_wide(x), values[0].shape) for x in scalars]
+        return elementwise_map(self.entry_jaxpr, *wide, *values)
+
+
+def takes_all(function: Any, rhs: Any) -> bool:
+    """Whether an activation makes one result of those of all right operands, as its number of parameters says.
+
+    It then has as many parameters without a default as there are right operands, two or more. An activation that was
+    traced already knows how many arrays it takes.
+    """
+    count = len(rhs) if type(rhs) in (list, tuple) else 1
+    if count < 2 or not callable(function):
+        return False
+    if isinstance(function, Activation):
+        return function.program.arrays == count
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Some functions that are not written in Python do not tell.
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in kinds and x.default is x.empty for x in parameters) == count
+
+
+def on_all(
+    function: Callable[..., jax.Array], combines: bool
+) -> Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]:
+    """Returns a function from the values of all right operands to those of the results.
+
+    `combines`: whether `function` makes one result of them; else it is applied to each.
+    """
+    return lambda values: (function(*values),) if combines else tuple(map(function, values))
 
 
 def _wide(scalar: Any) -> jax.Array:
@@ -61,12 +101,12 @@ def _wide(scalar: Any) -> jax.Array:
 
 
 def traced(
-    function: Callable[[jax.Array], jax.Array], dtype: DTypeLike = jnp.float32
+    function: Callable[..., jax.Array], dtype: DTypeLike = jnp.float32, arrays: int = 1
 ) -> tuple[Activation, tuple[Any, ...]]:
     """Traces an activation of values of `dtype`; returns it and the values of the scalars that it captures now.
 
     Raises:
-      ValueError: it is no function of one array, or cannot be proven to be elementwise.
+      ValueError: it is no function of `arrays` arrays, or cannot be proven to be elementwise.
     """
     if not callable(function):
         raise ValueError(
@@ -75,7 +115,7 @@ def traced(
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
     # types must say nothing of a mesh.
     with typeless():
-        large, single = (_trace(function, shape, jnp.float32) for shape in (_LARGE, _ONE))
+        large, single = (_trace(function, [shape] * arrays, jnp.float32) for shape in (_LARGE, _ONE))
         try:
             program = program_of(large, _LARGE)
             if program_of(single, _ONE) != program:
@@ -83,36 +123,36 @@ def traced(
         except NotElementwise as why:
             raise ValueError(f"`activation` must be elementwise, got {_name(function)}: {why}; {_WAY_OUT}") from None
         if dtype != jnp.float32:
-            single = _trace(function, _ONE, dtype)
+            single = _trace(function, [_ONE] * arrays, dtype)
         scalars = tuple(large.consts[index] for index in program.captured)
         types = [jax.ShapeDtypeStruct((), _wide(x).dtype) for x in scalars]
-        entry_jaxpr = jax.make_jaxpr(_of_entry(single, program))(*types, jax.ShapeDtypeStruct((), dtype))
+        entry_jaxpr = jax.make_jaxpr(_of_entry(single, program))(*types, *[jax.ShapeDtypeStruct((), dtype)] * arrays)
     return Activation(program, entry_jaxpr), scalars
 
 
 def _of_entry(single: ClosedJaxpr, program: Program) -> Callable[..., jax.Array]:
-    """Makes a function of the scalars and of one value, [], from the jaxpr on an array of shape `_ONE`.
+    """Makes a function of the scalars and of one value, [], per array, from the jaxpr on arrays of shape `_ONE`.
 
     The function keeps none of the jaxpr's constants, which may be tracers.
     """
     types = [(np.shape(const), const.dtype) for const in single.consts]
 
     def of_entry(*operands: jax.Array) -> jax.Array:
-        *scalars, value = operands
+        scalars, values = operands[: len(program.captured)], operands[len(program.captured) :]
         # The result does not depend on constants that are not among the scalars, so zeros stand for them.
         consts: list[Any] = [np.zeros(*shape_and_dtype) for shape_and_dtype in types]
         for index, scalar in zip(program.captured, scalars, strict=True):
             consts[index] = scalar.astype(types[index][1])
-        return jaxpr_as_fun(ClosedJaxpr(single.jaxpr, consts))(value.reshape(_ONE))[0].reshape(())
+        return jaxpr_as_fun(ClosedJaxpr(single.jaxpr, consts))(*(x.reshape(_ONE) for x in values))[0].reshape(())
 
     return of_entry
 
 
-def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], dtype: DTypeLike) -> ClosedJaxpr:
+def _trace(function: Callable[..., jax.Array], shapes: list[tuple[int, ...]], dtype: DTypeLike) -> ClosedJaxpr:
     try:
         # Wrap it in a new lambda: JAX caches traces by function object, and its closure may have changed since.
-        closed, types = jax.make_jaxpr(lambda values: function(values), return_shape=True)(
-            jax.ShapeDtypeStruct(shape, dtype)
+        closed, types = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(
+            *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
         )
     except jax.errors.TracerArrayConversionError as wrong:
         raise ValueError(
@@ -120,10 +160,12 @@ def _trace(function: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], d
             "values: use jax.numpy instead of NumPy in it"
         ) from wrong
     except Exception as wrong:
+        single = "one array of any shape (or of as many arrays as there are right operands)"
+        wanted = single if len(shapes) == 1 else f"{len(shapes)} arrays of any one shape"
         first_line = next(iter(str(wrong).splitlines()), "")
         raise ValueError(
-            f"`activation` must be elementwise, a function of one array of any shape, got {_name(function)}, which "
-            f"fails on trial, for shape {shape}: {type(wrong).__name__}: {first_line.rstrip('.')}; {_WAY_OUT}"
+            f"`activation` must be elementwise, a function of {wanted}, got {_name(function)}, which "
+            f"fails on trial, for shape {shapes[0]}: {type(wrong).__name__}: {first_line.rstrip('.')}; {_WAY_OUT}"
         ) from wrong
     if not isinstance(types, jax.ShapeDtypeStruct):
         raise ValueError(

@@ -40,10 +40,10 @@ def batched(
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
-    batch, m, widths, _ = sizes(one, plan.layouts)
+    batch, m, *_ = sizes(one, plan.layouts)
     leading = (axis_size, *(() if batch is None else (batch,)))
     if axis_size == 0:
-        return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in widths), None
+        return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in plan.result_widths(one)), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
         bare = in_f32(one, plan)
         if bare.config is None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.frame import block_scales
+from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator
 from overlap.kernels.layouts import OperandLayouts
-
-# An activation of the values alone, its captured scalars bound already; None for none.
-BoundActivation = Callable[[jax.Array], jax.Array] | None
 
 
 def products(
     operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
-    """Returns activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand."""
+    """Returns activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i]) for each right operand.
+
+    An activation that combines the right operands makes one result.
+    """
     operands = block_scales.dequantized(operands, layouts)
     bare = not operands.has_epilogue and activation is None
     wide = out_dtype if bare else accumulator(operands.lhs.dtype)
@@ -34,15 +34,14 @@ def finish(
     products: tuple[jax.Array, ...], operands: Operands, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
     """Applies the epilogue to whole products, and returns results of dtype `out_dtype`."""
-    outs = []
+    values = []
     for z, (_, column_scale, bias, addend) in zip(products, operands.per_rhs, strict=True):
         z = z if operands.row_scale is None else z * to_rank(operands.row_scale[..., None], z.ndim)
         z = z if column_scale is None else z * to_rank(column_scale, z.ndim)
         z = z if bias is None else z + to_rank(bias, z.ndim)
         z = z if addend is None else z + to_rank(addend.astype(z.dtype), z.ndim)
-        z = z if activation is None else activation(z)
-        outs.append(z.astype(out_dtype))
-    return tuple(outs)
+        values.append(z)
+    return tuple(x.astype(out_dtype) for x in (values if activation is None else activation(values)))
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import DTypeLike
 
 from overlap.frame import by_xla
+from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, LaunchPlan, Operands, Results, in_f32
 from overlap.kernels.config import FLOAT8, FLOAT16
@@ -48,13 +50,22 @@ def derivative(
     if operands.is_block_scaled:
         return evaluate(), _tangents_by_xla(operands, tangents, plan)
     products: Any = None
-    if plan.activation is None:
+    if plan.activation is None or plan.keeps:
         results = evaluate()
+        products = results[0][1:] if plan.keeps else None
+    elif plan.operation.combines:
+        # The kernel stores z as well, in the result's dtype, as separate products would have it.
+        outs, kept = fused(operands, dataclasses.replace(plan, keeps=True))
+        results, products = (outs[:1], kept), tuple(checkpoint_name(z, BEFORE_ACTIVATION) for z in outs[1:])
     else:
-        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it.
+        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. Where no
+        # kernel has f32 results, as in gathers, z has the result's dtype.
         bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
-        products, kept = by_xla.whole(sums, bare, None) if bare.config is None else fused(sums, bare)
-        results = tuple(plan.activation(z, operands.scalars).astype(plan.out_dtype) for z in products), kept
+        if bare.config is None:
+            bare = dataclasses.replace(plan, activation=None)
+        products, kept = fused(sums, bare)
+        activation: Any = plan.bound_activation(operands)
+        results = tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products])), kept
     tangent = tangents_of(
         results,
         operands,
@@ -105,18 +116,18 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     else:
         whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
         whole = dataclasses.replace(whole, lhs=gathered)
-    sums, gs, d_lefts = _Sums(), list[jax.Array](), None
+    d_scalars = None
+    if plan.activation is not None:
+        d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
+    d_rows, gs, d_lefts = None, list[jax.Array](), None
     rest = {name: [] for name in ("column_scales", "biases", "addends")}
-    for index, ((rhs, column_scale, _, addend), d_out) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
+    for index, ((rhs, column_scale, _, addend), d_sum) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
         wants = wanted.per_rhs[index]
-        d_z = d_out.astype(F32)
-        if plan.activation is not None:
-            d_z, d_scalars = _through_activation(plan, products[index], operands.scalars, d_out)
-            sums.add_to_scalars(d_scalars)
-        d_sum, d_part = d_z, d_out
+        d_part, d_z = d_sum, d_sum.astype(F32)
+        d_sum = d_z
         if operation.reduces:
             # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
-            own, both = d_out if plan.activation is None else d_z.astype(d_out.dtype), None
+            own, both = d_part.astype(plan.out_dtype), None
             wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
             if wanted_lefts and not whole.is_scaled:
                 both = operation.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
@@ -130,11 +141,10 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
             weighted = d_z * sum(_times(plan, *pair, plan.layouts, F32) for pair in pairs)
             d_column = None if wants[1] is None else (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
             if wanted.row_scale is not None:
-                sums.rows = _add(sums.rows, _sum_to_rank((weighted * column).sum(axis=-1), operands.row_scale.ndim))
-        # Where no activation or scale has changed the cotangent, take it as it came: then it may have the operands'
-        # dtype, which a kernel needs, and not f32.
-        unchanged = plan.activation is None or operation.reduces
-        gs.append(d_part if unchanged and not whole.is_scaled else d_z * row * column)
+                d_rows = _add(d_rows, _sum_to_rank((weighted * column).sum(axis=-1), operands.row_scale.ndim))
+        # Where no scale has changed the cotangent, take it as it came: then it may have the operands' dtype, which a
+        # kernel needs, and not f32.
+        gs.append(d_z * row * column if whole.is_scaled else d_part)
         rest["column_scales"].append(d_column)
         rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
         rest["addends"].append(None if wants[3] is None else _sum_to_rank(d_sum, addend.ndim))
@@ -160,31 +170,14 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     found = Operands(
         d_lhs,
         tuple(d_rights[: len(whole.rhs_list)]),
-        row_scale=sums.rows,
-        scalars=operands.scalars if sums.scalars is None else sums.scalars,
+        row_scale=d_rows,
+        scalars=operands.scalars if d_scalars is None else d_scalars,
         more_lefts=tuple(more_lefts),
         more_rights=tuple(d_rights[len(whole.rhs_list) :]),
         **given,
     )
     found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
-
-
-@dataclasses.dataclass
-class _Sums:
-    """The cotangents to which every right operand adds a term.
-
-    Attributes:
-      rows: of the row scale.
-      scalars: of the scalars that the activation captures.
-    """
-
-    rows: Any = None
-    scalars: tuple[Any, ...] | None = None
-
-    def add_to_scalars(self, more: Sequence[Any]) -> None:
-        before = self.scalars or (None,) * len(more)
-        self.scalars = tuple(_add(a, b) for a, b in zip(before, more, strict=True))
 
 
 def _add(total: Any, more: Any) -> Any:
@@ -197,19 +190,21 @@ def _sum_to_rank(x: jax.Array, rank: int) -> jax.Array:
 
 
 def _through_activation(
-    plan: LaunchPlan, z: jax.Array, scalars: Sequence[jax.Array], cotangent: jax.Array
-) -> tuple[jax.Array, tuple]:
-    """Cotangents of the operands of the activation: of z, and of the scalars (None for integers)."""
-    activation: Any = plan.activation
+    plan: LaunchPlan, products: Sequence[jax.Array], operands: Operands, cotangents: Sequence[jax.Array]
+) -> tuple[Sequence[jax.Array], tuple]:
+    """Cotangents of what goes into the activation: of each z, in its dtype, and of the scalars (None for integers)."""
+    scalars = operands.scalars
     floats = [index for index, scalar in enumerate(scalars) if jnp.issubdtype(scalar.dtype, jnp.floating)]
 
-    def of_floats(z: jax.Array, *values: Any) -> jax.Array:
+    def of_floats(products: Sequence[jax.Array], *values: Any) -> tuple[jax.Array, ...]:
         changed = dict(zip(floats, values, strict=True))
-        return activation(z, [changed.get(i, x) for i, x in enumerate(scalars)]).astype(plan.out_dtype)
+        given = dataclasses.replace(operands, scalars=tuple(changed.get(i, x) for i, x in enumerate(scalars)))
+        activation: Any = plan.bound_activation(given)
+        return tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products]))
 
-    d_z, *d_floats = jax.vjp(of_floats, z, *(scalars[index] for index in floats))[1](cotangent)
+    d_products, *d_floats = jax.vjp(of_floats, products, *(scalars[i] for i in floats))[1](tuple(cotangents))
     found = dict(zip(floats, d_floats, strict=True))
-    return d_z, tuple(found.get(index) for index in range(len(scalars)))
+    return d_products, tuple(found.get(index) for index in range(len(scalars)))
 
 
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each laid out as its operand is. So nothing is transposed in memory.

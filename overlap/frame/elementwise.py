@@ -90,9 +90,9 @@ class ElementwiseOp:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """An elementwise function of one array and some scalars.
+    """An elementwise function of arrays of one shape (mostly a single one) and some scalars.
 
-    Its values are numbered: first the array, then the scalars, then the result of each operation.
+    Its values are numbered: first the arrays, then the scalars, then the result of each operation.
 
     Attributes:
       captured: for each scalar, its index among the constants of the traced function.
@@ -102,6 +102,7 @@ class Program:
       dtype: name of the result's dtype.
       why_not_unrolled: why `ops` is not the whole function: a loop that is too long, or of unknown length. A kernel
         then cannot take the program.
+      arrays: how many arrays it takes.
     """
 
     captured: tuple[int, ...]
@@ -110,14 +111,15 @@ class Program:
     output: int
     dtype: str
     why_not_unrolled: str | None = None
+    arrays: int = 1
 
-    def __call__(self, values: Any, scalars: Sequence[Any]) -> Any:
-        """Applies the program to values of any shape, inside a kernel or outside."""
-        known: list[Any] = [values, *scalars]
+    def __call__(self, values: Sequence[Any], scalars: Sequence[Any]) -> Any:
+        """Applies the program to arrays of any shape, inside a kernel or outside."""
+        known: list[Any] = [*values, *scalars]
         for op in self.ops:
             operands = [known[x] if isinstance(x, int) else x.value for x in op.operands]
             if op.primitive is None:
-                known.append(lax.broadcast_in_dim(operands[0], values.shape, ()))
+                known.append(lax.broadcast_in_dim(operands[0], values[0].shape, ()))
             else:
                 known.append(op.primitive.bind(*operands, **dict(op.params)))
         return known[self.output]
@@ -132,7 +134,7 @@ class Program:
         for dtype in (*self.scalars, *(op.dtype for op in self.ops)):
             if dtype not in _KERNEL_DTYPES:
                 return f"it computes in {dtype}"
-        known = ["float32", *self.scalars]
+        known = [*["float32"] * self.arrays, *self.scalars]
         for op in self.ops:
             name = "broadcast" if op.primitive is None else op.primitive.name
             operands = [known[x] if isinstance(x, int) else x.dtype for x in op.operands]
@@ -145,7 +147,7 @@ class Program:
 
 
 def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
-    """Makes the program of a function that was traced on an f32 array of `shape`. Its constants become the scalars.
+    """Makes the program of a function that was traced on f32 arrays of `shape`. Its constants become the scalars.
 
     Raises:
       NotElementwise: the function cannot be proven to be elementwise.
@@ -153,9 +155,10 @@ def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
     if closed.effects:
         raise NotElementwise(f"it has an effect, {next(iter(closed.effects))}")
     dtypes = [_narrow(getattr(const, "dtype", np.result_type(type(const)))) for const in closed.consts]
-    walk = _Walk(shape, dtypes)
-    consts = [_captured(*pair) for pair in enumerate(zip(closed.consts, dtypes, strict=True))]
-    outs = walk.run(getattr(closed, "jaxpr", closed), [*consts, _Value(0, True, "float32")])
+    walk = _Walk(shape, dtypes, len(closed.in_avals))
+    consts = [_captured(walk.arrays + index, *x) for index, x in enumerate(zip(closed.consts, dtypes, strict=True))]
+    arrays = [_Value(index, True, "float32") for index in range(walk.arrays)]
+    outs = walk.run(getattr(closed, "jaxpr", closed), [*consts, *arrays])
     avals = closed.out_avals
     if len(outs) != 1 or tuple(avals[0].shape) != shape:
         raise NotElementwise(f"from shape {shape} it makes {[tuple(aval.shape) for aval in avals]}")
@@ -170,14 +173,13 @@ def program_of(closed: Any, shape: tuple[int, ...]) -> Program:
     return walk.program(out.source)
 
 
-def _captured(index: int, const: tuple[Any, str]) -> _Value:
-    """The value for a constant that the function captures: `index` in its jaxpr's constants, `const` with its dtype."""
-    value, dtype = const
+def _captured(index: int, value: Any, dtype: str) -> _Value:
+    """The value for a constant that the function captures; `index`: the number of the constant among the values."""
     if (shape := tuple(np.shape(value))) != ():
         return _Value(0, False, "", f"it captures an array of shape {shape}")
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return _Value(0, False, "", f"it captures a {dtype}")
-    return _Value(index + 1, False, dtype)
+    return _Value(index, False, dtype)
 
 
 def _narrow(dtype: Any) -> str:
@@ -209,16 +211,18 @@ class _Walk:
     Args:
       shape: the shape of the input.
       scalars: names of the dtypes of the captured constants.
+      arrays: how many arrays the function takes.
     """
 
-    def __init__(self, shape: tuple[int, ...], scalars: list[str]) -> None:
-        self.shape, self.scalars, self.ops = shape, scalars, []
+    def __init__(self, shape: tuple[int, ...], scalars: list[str], arrays: int) -> None:
+        self.shape, self.scalars, self.arrays, self.ops = shape, scalars, arrays, []
         self.why_not_unrolled: str | None = None
 
     def program(self, output: int) -> Program:
         """The program whose result is the value `output`, without the scalars and operations that it does not need."""
-        first = 1 + len(self.scalars)
-        needed = {0, output}
+        arrays = self.arrays
+        first = arrays + len(self.scalars)
+        needed = {*range(arrays), output}
         for index in range(len(self.ops) - 1, -1, -1):
             if first + index in needed:
                 needed.update(x for x in self.ops[index].operands if isinstance(x, int))
@@ -228,11 +232,10 @@ class _Walk:
             for index, op in enumerate(self.ops, start=first)
             if index in needed
         )
-        captured = tuple(x - 1 for x in sorted(needed) if 0 < x < first)
-        dtype = "float32" if output == 0 else self.ops[output - first].dtype
-        return Program(
-            captured, tuple(self.scalars[x] for x in captured), ops, place[output], dtype, self.why_not_unrolled
-        )
+        captured = tuple(x - arrays for x in sorted(needed) if arrays <= x < first)
+        dtype = "float32" if output < arrays else self.ops[output - first].dtype
+        scalars = tuple(self.scalars[x] for x in captured)
+        return Program(captured, scalars, ops, place[output], dtype, self.why_not_unrolled, arrays)
 
     def add(
         self, primitive: Primitive | None, params: dict[str, Any], operands: list[_Value], varying: bool, dtype: str
@@ -243,7 +246,7 @@ class _Walk:
             operands = [x if x.varying else self.add(None, {}, [x], True, x.dtype) for x in operands]
         items = tuple(sorted((key, _hashable(value)) for key, value in params.items()))
         self.ops.append(ElementwiseOp(primitive, items, tuple(x.source for x in operands), dtype))
-        return _Value(len(self.scalars) + len(self.ops), varying, dtype)
+        return _Value(self.arrays + len(self.scalars) + len(self.ops) - 1, varying, dtype)
 
     def run(self, jaxpr: Any, arguments: list[_Value]) -> list[_Value]:
         """Returns the values of a jaxpr's results."""

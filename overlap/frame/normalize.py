@@ -33,20 +33,23 @@ class Call:
       layouts: how the operands lie in memory.
       out_dtype: of all results.
       activation: the traced activation; None for none.
-      by_xla: the caller's own activation function, which is applied where XLA runs; None for none.
+      by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
+        operands; None for none.
       batch: the leading dimensions of the results.
       container: list or tuple if the caller gave several right operands, else None.
       given: the keywords of the epilogue that the caller gave.
+      combines: as in `Operation`.
     """
 
     operands: Operands
     layouts: OperandLayouts
     out_dtype: jnp.dtype
     activation: activations.Activation | None
-    by_xla: Callable[[jax.Array], jax.Array] | None
+    by_xla: activations.BoundActivation
     batch: tuple[int, ...]
     container: type | None
     given: tuple[str, ...] = ()
+    combines: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +65,7 @@ class Call:
         """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
         # If only one of several right operands has leading dimensions, only its result has them.
         outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
-        result = outs[0] if self.container is None else self.container(outs)
+        result = outs[0] if self.container is None or self.combines else self.container(outs)
         return result if gathered is None else (result, gathered)
 
 
@@ -107,6 +110,11 @@ def normalize(
         )
     batch = next(iter(batches), ())
     (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
+    if operation.combines and len(set(widths)) > 1:
+        raise ValueError(
+            f"`activation` takes {len(widths)} arrays, so the matrices of `rhs` must have the same number of columns, "
+            f"got {' and '.join(map(str, widths))}: pad them, or give a function of one array"
+        )
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
     scaled = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
@@ -127,7 +135,7 @@ def normalize(
     )
     epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
     given = tuple(name for name, value in epilogue.items() if value is not None)
-    call = Call(operands, layouts, out_dtype, None, None, batch, container, given)
+    call = Call(operands, layouts, out_dtype, None, None, batch, container, given, operation.combines)
     return call if activation is None else _with_activation(operation, call, activation, scalars, before_activation)
 
 
@@ -142,12 +150,13 @@ def _with_activation(
     if before_activation is not None:
         before_activation(operation, call)
     if scalars is None:
-        applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype))
+        arrays = len(call.operands.rhs_list) if operation.combines else 1
+        applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
         by_xla = activation
     else:
         applied, by_xla = activation, functools.partial(activation, scalars=scalars)
-    operands = dataclasses.replace(call.operands, scalars=scalars)
-    return dataclasses.replace(call, operands=operands, activation=applied, by_xla=by_xla)
+    operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
+    return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
 
 
 def _pairs(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> list[tuple[Any, Any]]:
@@ -188,7 +197,8 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     if type(rhs) in (list, tuple) and container is None:
         raise ValueError(
             f"`rhs` of `{operation.name}` must be one array, got a {type(rhs).__name__} of {len(rhs)}: make a call "
-            "for each (several right operands share the gather of `all_gather_lhs_matmul` alone)"
+            "for each (several right operands share the gather of `all_gather_lhs_matmul`, and there and in `matmul` "
+            "an `activation` of as many arrays)"
         )
     if container is not None and not rhs:
         raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")

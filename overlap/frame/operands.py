@@ -4,6 +4,7 @@ The product is computed as follows. Terms and factors that a call does not give 
 
     out[i] = activation(row_scale · (lhs @ rhs[i]) · column_scale[i] + bias[i] + addend[i])
 
+An activation may also take the values of all right operands, and make one result of them (`Operation.combines`).
 Operations that sum over devices may also sum the products of further pairs (`Operands.more_lefts`, `more_rights`):
 there lhs @ rhs is the sum of all of them. 8-bit operands may have scales of blocks: before the product, each 32
 elements along k are multiplied by their scale.
@@ -12,6 +13,7 @@ elements along k are multiplied by their scale.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice.choose import choose_config
 from overlap.frame import arguments
-from overlap.frame.activation import Activation
+from overlap.frame.activation import Activation, BoundActivation, on_all
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -159,6 +161,7 @@ class LaunchPlan:
       config: the fused kernel's configuration; None: XLA computes the product.
       activation: the activation, of f32 values; None for none.
       must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
+      keeps: whether the values before the activation are results as well, behind the others, for the backward pass.
     """
 
     operation: Operation
@@ -168,11 +171,15 @@ class LaunchPlan:
     config: Config | None
     activation: Activation | None = None
     must_fuse: bool = False
+    keeps: bool = False
 
-    def bound_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+    def bound_activation(self, operands: Operands) -> BoundActivation:
         """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
-        activation = self.activation
-        return None if activation is None else lambda values: activation(values, operands.scalars)
+        return self.activation and self._bound(functools.partial(self.activation, scalars=operands.scalars))
+
+    def _bound(self, function: Callable[..., jax.Array]) -> BoundActivation:
+        of_all = on_all(function, self.operation.combines)
+        return (lambda values: (*of_all(values), *values)) if self.keeps else of_all
 
     @property
     def without_function(self) -> LaunchPlan:
@@ -185,7 +192,7 @@ class LaunchPlan:
         """The activation as a kernel computes it; None for none."""
         return None if self.activation is None else self.activation.program
 
-    def kernel_activation(self, operands: Operands) -> Callable[[jax.Array], jax.Array] | None:
+    def kernel_activation(self, operands: Operands) -> BoundActivation:
         """Returns `program` with its scalars bound, for use by XLA in place of a kernel; None for none.
 
         The returned function has no derivative rules.
@@ -194,7 +201,12 @@ class LaunchPlan:
         if program is None:
             return None
         scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
-        return lambda values: program(values, scalars)
+        return self._bound(lambda *values: program(values, scalars))
+
+    def result_widths(self, operands: Operands) -> tuple[int, ...]:
+        """Returns the columns of each result, those of kept values included."""
+        _, _, widths, _ = sizes(operands, self.layouts)
+        return (widths[:1] if self.operation.combines else widths) + widths * self.keeps
 
     def described(self, operands: Operands) -> str:
         """Returns the operation with the sizes of its operands, as reports of long waits name it."""
@@ -212,14 +224,19 @@ class LaunchPlan:
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
-        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, **more)
+        sides = len(operands.rhs_list) if self.operation.combines else 1
+        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, sides=sides, **more)
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
         assert self.config is not None
         _, unit = self.config.cluster_tile
-        scales, biases = epilogue.filled(operands.column_scales, unit), epilogue.filled(operands.biases, unit)
-        return epilogue.Vectors(row_scale, scales, biases, epilogue.packed(operands.scalars, self.program))
+        biases = operands.biases and [
+            jnp.zeros(n, F32) if bias is None else bias
+            for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)
+        ]
+        scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
+        return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -245,9 +262,9 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
     A tile can then have rows of several batch elements. Arrays may be types.
     """
-    lhs, (rhs,), rows = operands.lhs, operands.rhs_list, operands.row_scale
-    (addend,) = operands.addends or (None,)
-    of_rhs = (rhs, *(operands.rhs_block_scales or ()), *operands.more_rights)
+    lhs, rows = operands.lhs, operands.row_scale
+    addend, *_ = operands.addends or (None,)
+    of_rhs = (*operands.rhs_list, *(operands.rhs_block_scales or ()), *operands.more_rights)
     if len(lhs.shape) == 2 or layouts.transpose_lhs or any(len(x.shape) > 2 for x in of_rhs):
         return operands
     if addend is not None and len(addend.shape) == 2:
@@ -273,7 +290,7 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 
 def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """Returns `plan` for f32 results, without the activation. Its `config` is None if no kernel has f32 results.
+    """Returns `plan` for f32 results, without the activation. Its `config` is None if no kernel has these results.
 
     f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
     one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
@@ -282,6 +299,6 @@ def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
     assert config is not None
     if not problem.accepts(config, plan.target):
         config, _ = choose_config(problem, plan.target)
-    if not problem.accepts(config, plan.target):
+    if plan.operation.combines or not problem.accepts(config, plan.target):
         config = None
-    return dataclasses.replace(plan, activation=None, out_dtype=F32, config=config)
+    return dataclasses.replace(plan, activation=None, keeps=False, out_dtype=F32, config=config)

@@ -42,6 +42,8 @@ class Operation:
     Attributes:
       name: the name of the public function.
       takes_lists: whether `rhs` may be a list.
+      combines: whether the activation takes the values of all right operands, side by side, and makes one result of
+        them.
       sums_pairs: whether `lhs` and `rhs` may be lists of equal length. The products of their pairs are added.
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
       gathers_rows: whether the rows of `lhs` are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
@@ -56,6 +58,7 @@ class Operation:
 
     name = ""
     takes_lists = False
+    combines = False
     sums_pairs = False
     takes_parts = True
     gathers_rows = False
@@ -114,6 +117,12 @@ class Operation:
                     f"the fused kernel of `{self.name}` takes no `{name}` yet: {_WAYS_AROUND[name]}, or use "
                     'implementation="xla"'
                 )
+        if self.combines and ("addend" in call.given or call.operands.is_block_scaled):
+            what = "`addend`" if "addend" in call.given else "scales of blocks"
+            raise NotImplementedError(
+                f"the fused kernel takes no {what} with an `activation` of {len(call.operands.rhs_list)} arrays yet: "
+                'use implementation="xla", which runs by default'
+            )
         if call.activation is not None and (cannot := call.activation.program.why_not_in_kernel):
             raise NotImplementedError(
                 f"the fused kernel cannot take this `activation`: {cannot}; apply it to the result, or use "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.kernels.hooks import Epilogue
+from overlap.kernels.hooks import Epilogue, Values
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
@@ -28,14 +28,14 @@ _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 
 class Program(Protocol):
-    """An elementwise function of f32 values and of scalars, made of primitives that a kernel can run."""
+    """An elementwise function of f32 arrays and of scalars, made of primitives that a kernel can run."""
 
     @property
     def scalars(self) -> tuple[str, ...]:
         """The names of the dtypes of the scalars that the function takes, in their order."""
         ...
 
-    def __call__(self, values: Any, scalars: Sequence[Any]) -> Any: ...
+    def __call__(self, values: Sequence[Any], scalars: Sequence[Any]) -> Any: ...
 
 
 @jax.tree_util.register_dataclass
@@ -73,6 +73,7 @@ def epilogue(
     first_column: Index = 0,
     row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
+    side: int | None = None,
 ) -> Epilogue:
     """Returns the epilogue of one tile (`Hooks.epilogue_at`).
 
@@ -84,32 +85,41 @@ def epilogue(
       row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
         rows, broadcast to that shape. None: the scales are read from `vectors.row_scale` at these rows.
       transposed: whether the values, and the results of `row_scales`, are [columns, rows] (`Config.swap_operands`).
+      side: the right operand of several in a tile whose values, without the activation, are the result.
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
-    def of_columns(vector_gmem: GmemRef, columns: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
-        start = columns.start if _is_zero(first_column) else first_column + columns.start
-        return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
+    def before_program(
+        values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None, place: tuple[int, int]
+    ) -> jax.Array:
+        shape, (index, sides) = values.shape, place
 
-    def apply(values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
-        shape = values.shape
+        def of_columns(vector_gmem: GmemRef) -> jax.Array:
+            # The vectors of the right operands in a tile follow each other, all padded to the same length.
+            first = first_column if index == 0 else vector_gmem.shape[0] // sides * index
+            start = columns.start if _is_zero(first) else first + columns.start
+            return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
+
         if row_scales is not None:
             values = values * row_scales(rows, shape)
         elif vectors.row_scale is not None:
             values = values * mainloop.broadcast_vector(vectors.row_scale, rows, shape, row_dimension)
         if vectors.column_scale is not None:
-            values = values * of_columns(vectors.column_scale, columns, shape)
+            values = values * of_columns(vectors.column_scale)
         if vectors.bias is not None:
-            values = values + of_columns(vectors.bias, columns, shape)
-        if addend is not None:
-            values = values + addend
-        if program is None:
-            return values
-        scalars, width = _unpacked(vectors.scalars, program.scalars), shape[1]
-        parts = [
-            program(lax.slice(values, (0, first), (shape[0], min(first + _WIDTH, width))), scalars).astype(jnp.float32)
-            for first in range(0, width, _WIDTH)
-        ]
+            values = values + of_columns(vectors.bias)
+        return values if addend is None else values + addend
+
+    def apply(values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
+        given = values if isinstance(values, tuple) else (values,)
+        wanted = range(len(given)) if side is None else (side,)
+        sums = [before_program(given[i], rows, columns, addend, (i, len(given))) for i in wanted]
+        if program is None or side is not None:
+            return sums[0]
+        scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
+        for first in range(0, width, _WIDTH):
+            part = [lax.slice(x, (0, first), (height, min(first + _WIDTH, width))) for x in sums]
+            parts.append(program(part, scalars).astype(jnp.float32))
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
     return apply

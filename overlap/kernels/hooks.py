@@ -16,8 +16,11 @@ BLOCK_ROWS = 128
 # An epilogue is called with at least this many rows, except for the last rows of a tile if its number of rows is not a
 # multiple of this.
 LEAST_BLOCK_ROWS = 64
+# The values of some rows and columns of a tile; if the tile has columns of several right operands (`SideBySide`), the
+# values of each of them.
+type Values = jax.Array | tuple[jax.Array, ...]
 # epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
-type Epilogue = Callable[[jax.Array, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
+type Epilogue = Callable[[Values, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,20 @@ class OneOf:
 
     refs: Sequence[GmemRef]
     which: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class SideBySide:
+    """Several right operands of one width. Each tile takes the same columns of all of them (`OperandTypes.sides`).
+
+    In the tile, SIDE_COLUMNS columns of the first are followed by the same columns of the next, and so on. So each
+    warpgroup tile of enough columns has the values of all right operands for the same columns.
+
+    Attributes:
+      refs: the references.
+    """
+
+    refs: Sequence[GmemRef]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,13 +195,27 @@ class BlockScales:
 
 
 @dataclasses.dataclass(frozen=True)
+class Further:
+    """A further result of each tile, computed from the same values, and stored after the result at the same place.
+
+    Attributes:
+      out_at: as in `Hooks`.
+      epilogue_at: as in `Hooks`.
+    """
+
+    out_at: Callable[[Tile], GmemRef | OneOf]
+    epilogue_at: Callable[[Tile], Epilogue]
+
+
+@dataclasses.dataclass(frozen=True)
 class Hooks:
     """The functions of a fused operation that the mainloop's roles call.
 
     Attributes:
       load_lhs: called by the producer as `load_lhs(tile, load)`. It calls `load(ref)` with the reference that holds the
         tile's rows (under `pl.when` if there are several such references), or with a `ByKStep`.
-      rhs_at: a function from a tile to the reference that holds its columns, or to a `OneOf` or a `ByKStep`.
+      rhs_at: a function from a tile to the reference that holds its columns, or to a `OneOf`, a `SideBySide` or a
+        `ByKStep`.
       out_at: a function from a tile to the [rows, n] reference that it is stored to, or to a `OneOf`.
       before_load: called by the producer before it loads the operand tiles of a `Tile`: wait for data here.
       before_lhs: called by the producer before it loads the left operand of a `Tile`: wait here for data that only the
@@ -202,13 +233,14 @@ class Hooks:
         addend)` with f32 values of the product, at most `BLOCK_ROWS` rows of them; the (traced) slices of the output
         that the values are for; and the addend's values there, or None. It returns what is stored. The sum of the terms
         of an `Exchange` is part of the addend. With `Config.swap_operands` all values are transposed: [columns, rows].
+      further: further results.
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
     """
 
     load_lhs: Callable[[Tile, Callable[[GmemRef | OneOf | ByKStep], None]], None]
-    rhs_at: Callable[[Tile], GmemRef | OneOf | ByKStep]
+    rhs_at: Callable[[Tile], GmemRef | OneOf | SideBySide | ByKStep]
     out_at: Callable[[Tile], GmemRef | OneOf]
     before_load: Callable[[Tile], None] | None = None
     before_lhs: Callable[[Tile], None] | None = None
@@ -218,5 +250,6 @@ class Hooks:
     piece_done: Callable[[Tile, Index], None] | None = None
     addend_at: Callable[[Tile], GmemRef] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
+    further: Sequence[Further] = ()
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None

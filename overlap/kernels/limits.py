@@ -36,6 +36,7 @@ class Sizes:
       m_name: what the caller calls `m`, for messages.
       n_name: what the caller calls `n`, for messages.
       block_scaled: whether the operands have block scales.
+      sides: how many right operands, of `n` columns each, lie side by side in a tile.
       part: "m" or "n" if this size is only one device's part of the dimension of the operands.
     """
 
@@ -49,6 +50,7 @@ class Sizes:
     m_name: str = "m"
     n_name: str = "n"
     block_scaled: bool = False
+    sides: int = 1
     part: str = ""
 
 

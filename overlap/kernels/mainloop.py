@@ -43,6 +43,7 @@ class OperandTypes:
       exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
       direct_sends: whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
+      sides: how many right operands a tile has columns of (`SideBySide`).
     """
 
     m: int
@@ -55,6 +56,7 @@ class OperandTypes:
     exchanges: bool = False
     direct_sends: bool = False
     block_scaled: bool = False
+    sides: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

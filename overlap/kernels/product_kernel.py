@@ -111,9 +111,8 @@ class ProductKernel:
         """
         config, work, types = self.config, self.work, self.types
         transport = self.transport or ("pull" if self.smem else "")
-        needs = limits.Sizes(
-            types.m, 0, 0, types.dtype, types.out_dtype, types.layouts, transport, block_scaled=types.block_scaled
-        )
+        of_types = types.dtype, types.out_dtype, types.layouts, transport
+        needs = limits.Sizes(types.m, 0, 0, *of_types, block_scaled=types.block_scaled, sides=types.sides)
         self.mainloop.check_config(needs, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)

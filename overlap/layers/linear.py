@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -166,17 +166,30 @@ class RowParallelLinear(_ParallelLinear):
             return _products(inputs, [self], lhs, out, residual)[0]
 
 
-def column_parallel(inputs: jax.Array, layers: Sequence[ColumnParallelLinear]) -> list[jax.Array]:
-    """The results of several layers on the same inputs, which are gathered once. The first layer's options are used."""
+def column_parallel(
+    inputs: jax.Array, layers: Sequence[ColumnParallelLinear], activation: Callable[..., jax.Array] | None = None
+) -> list[jax.Array]:
+    """The results of several layers on the same inputs, which are gathered once. The first layer's options are used.
+
+    With an `activation` of as many arrays, the list has one result.
+    """
     first = layers[0]
     check_features(first.part_of or first.name, inputs, "in_features", first.in_features)
-    return _products(inputs, layers, between(first, inputs.shape), inside(first, inputs.shape))
+    return _products(inputs, layers, between(first, inputs.shape), inside(first, inputs.shape), activation=activation)
 
 
 def _products(
-    inputs: jax.Array, layers: Sequence[_ParallelLinear], lhs: P, out: P, residual: jax.Array | None = None
+    inputs: jax.Array,
+    layers: Sequence[_ParallelLinear],
+    lhs: P,
+    out: P,
+    residual: jax.Array | None = None,
+    activation: Callable[..., jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """inputs @ kernel + bias for each layer, by one call. Each result has its layer's name for `jax.checkpoint`."""
+    """inputs @ kernel + bias for each layer, by one call. Each result has its layer's name for `jax.checkpoint`.
+
+    An `activation` of all makes one result of them, named "hidden".
+    """
     first, count = layers[0], len(layers)
     kernels = [layer.kernel[...] for layer in layers]
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
@@ -200,12 +213,15 @@ def _products(
             mesh=first.mesh,
             bias=None if first.bias is None else list(promoted[count + 1 :]),
             addend=[residual] if is_alike else None,
+            activation=activation,
             preferred_element_type=first.preferred_element_type,
             keep_gathered=first.keep_gathered,
             implementation=first.implementation,
         )
     except (ValueError, NotImplementedError) as wrong:
         raise type(wrong)(f"{title}: {wrong}") from wrong
+    if activation is not None:
+        return [checkpoint_name(outs, "hidden")]  # pyright: ignore[reportArgumentType]
     if residual is not None and not is_alike:
         outs = [outs[0] + residual]
     return [checkpoint_name(y, layer.name) for y, layer in zip(outs, layers, strict=True)]

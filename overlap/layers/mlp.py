@@ -73,5 +73,6 @@ class GatedMLP(Layer):
         check_residual(self.name, residual, (*x.shape[:-1], self.down.out_features))
         with jax.named_scope(self.name):
             with jax.named_scope("gate_up"):
-                gate, up = column_parallel(x, [self.gate, self.up])
-            return self.down(self.activation(gate) * up, residual)
+                combined = lambda gate, up: self.activation(gate) * up  # noqa: E731
+                (hidden,) = column_parallel(x, [self.gate, self.up], combined)
+            return self.down(hidden, residual)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
 from overlap.frame import arguments
+from overlap.frame.activation import takes_all
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh
@@ -16,8 +18,11 @@ from overlap.sharded.dimensions import Dimensions
 NAME = "sharded_matmul"
 
 
+@dataclasses.dataclass(frozen=True)
 class _Whole(Operation):
     """The product of global arrays as an operation. It is never run: `normalize` uses it to check arguments."""
+
+    combines: bool = False
 
     name = NAME
     takes_lists = True
@@ -72,7 +77,8 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, dimension
         name: bare(name, x) if not several or name == "lhs" or type(x) in (list, tuple) else x
         for name, x in given.items()
     }
-    whole = normalize(_Whole(), **types, preferred_element_type=preferred, transpose_rhs=dimensions.transpose_rhs)
+    operation = _Whole(combines=takes_all(activation, given["rhs"]))
+    whole = normalize(operation, **types, preferred_element_type=preferred, transpose_rhs=dimensions.transpose_rhs)
     for name, x in zip(("lhs", *whole.names), (given["lhs"], *_each(given["rhs"])), strict=True):
         if 0 in x.shape:
             raise ValueError(

@@ -139,7 +139,8 @@ def _prepare(
     plan, out = _planned(operands, shardings, whole, dimensions, used)
     applied, scalars = None, ()
     if activation is not None:
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype))
+        arrays = len(rhs) if whole.combines else 1
+        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), arrays)
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -155,6 +156,7 @@ def _prepare(
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
+    columns = columns[:1] if whole.combines else columns
     product = Product(plan, dimensions.transpose_rhs, whole.out_dtype, applied, config, implementation, keep_gathered)
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
@@ -235,7 +237,7 @@ def sharded_matmul(
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -253,7 +255,7 @@ def sharded_matmul[Side: AnyArray](
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -271,7 +273,7 @@ def sharded_matmul(
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     mesh: AnyMesh | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -291,7 +293,7 @@ def sharded_matmul(
     mesh: AnyMesh | None = None,
     bias: AnyArray | Sequence[AnyArray | None] | None = None,
     addend: AnyArray | Sequence[AnyArray | None] | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
@@ -331,7 +333,9 @@ def sharded_matmul(
         that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
         operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result.
+      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result; or of as
+        many arrays as there are right operands, which makes one result of them (of their values in the dtype of the
+        result, where no kernel does it).
       preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
         is in float32; products that are summed over devices are sent in this dtype.
       transpose_rhs: whether `rhs` lies transposed in memory.
@@ -377,7 +381,7 @@ def sharded_matmul(
         outs = checked.run(operands)
     else:
         outs = _run_eagerly(checked, _decided(checked, operands), operands)
-    return outs[0] if whole.container is None else whole.container(outs)
+    return outs[0] if whole.container is None or whole.combines else whole.container(outs)
 
 
 explain.EXPLAINED[sharded_matmul] = decide

@@ -11,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame import by_xla, call
-from overlap.frame.activation import Activation
+from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
@@ -41,7 +42,7 @@ class Product:
       plan: what is communicated.
       transpose_rhs: whether the right operands lie as [n, k].
       out_dtype: the dtype of the results.
-      activation: the activation of each result, whose scalars are among the operands; None for none.
+      activation: the activation, whose scalars are among the operands; None for none.
       config: `config` as the caller gave it.
       implementation: `implementation` as the caller gave it.
       keep_gathered: whether gathered operands are kept for the backward pass.
@@ -88,7 +89,9 @@ class Product:
                 epilogue["addend"] = self._fold_addend(epilogue["addend"], shape)
             if self.activation is not None:
                 epilogues[i] |= {"activation": self.activation, "scalars": scalars}
-        if plan.operation == "all_gather_lhs_matmul":
+        if self.combines:
+            outs = self._combined(lhs, rhs_list, epilogues, decisions)
+        elif plan.operation == "all_gather_lhs_matmul":
             outs = self._together(lhs, rhs_list, epilogues, decisions)
         else:
             outs = [self._one(lhs, rhs, epilogue, decisions) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
@@ -104,23 +107,64 @@ class Product:
         decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
         """Computes the products with all right operands, with one gather of `lhs`."""
-        single = len(rhs_list) == 1
+        given, epilogue = self._of_all(lhs, rhs_list, epilogues)
+        by_xla, behind = self._decide(given, epilogue, decisions).implementation == "xla", self._is_behind(epilogue)
+        result = self._run(given if behind and not by_xla else given | epilogue)
+        outs = result[0] if self.keep_gathered else result
+        outs = [outs] if len(rhs_list) == 1 else list(outs)
+        return self._finished(outs, epilogues) if behind and not by_xla else outs
+
+    def _of_all(
+        self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[dict[str, Any]]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments of one call with all right operands: those of the product, and those of the epilogue."""
 
         def together(each: list[Any]) -> Any:
-            return each[0] if single else each
+            return each[0] if len(rhs_list) == 1 else each
 
-        given = dict(lhs=lhs, rhs=together(rhs_list), return_gathered=self.keep_gathered)
+        given: dict[str, Any] = dict(lhs=lhs, rhs=together(rhs_list))
+        if self.plan.operation == "all_gather_lhs_matmul":
+            given["return_gathered"] = self.keep_gathered
         epilogue = {name: x for name, x in epilogues[0].items() if name in ("activation", "scalars")}
         for name in ("bias", "addend"):
             if any(name in of_one for of_one in epilogues):
                 epilogue[name] = together([of_one.get(name) for of_one in epilogues])
-        by_xla = self._decide(given, epilogue, decisions).implementation == "xla"
-        result = self._run(given | epilogue if by_xla else given)
-        outs = result[0] if self.keep_gathered else result
-        outs = [outs] if single else outs
-        if by_xla or not epilogue:
-            return outs
-        return [self._finished(out, of_one) for out, of_one in zip(outs, epilogues, strict=True)]
+        return given, epilogue
+
+    @property
+    def combines(self) -> bool:
+        """Whether the activation makes one result of those of all right operands."""
+        return self.activation is not None and self.activation.program.arrays > 1
+
+    def _combined(
+        self,
+        lhs: jax.Array,
+        rhs_list: list[jax.Array],
+        epilogues: list[dict[str, Any]],
+        decisions: list[Explanation] | None,
+    ) -> list[jax.Array]:
+        """Computes the result of an activation of all right operands: in the kernel of the product if there is one.
+
+        Else XLA applies it to products in the results' dtype: in f32 they would cost more than they gain.
+        """
+        gathers = self.plan.operation == "all_gather_lhs_matmul"
+        if gathers or self.plan.operation == "matmul":
+            given, epilogue = self._of_all(lhs, rhs_list, epilogues)
+            try:
+                choice = None if self._is_behind(epilogue) else self._decide(given, epilogue, None)
+            except NotImplementedError:
+                choice = None
+            if choice is not None and choice.implementation == "fused":
+                if decisions is not None:
+                    decisions.append(choice)
+                result = self._run(given | epilogue)
+                return [result[0] if gathers and self.keep_gathered else result]
+        bare, without = dataclasses.replace(self, activation=None), [dict[str, Any]()] * len(rhs_list)
+        if gathers:
+            outs = bare._together(lhs, rhs_list, without, decisions)
+        else:
+            outs = [bare._one(lhs, rhs, {}, decisions) for rhs in rhs_list]
+        return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], epilogues)
 
     def _one(
         self, lhs: jax.Array, rhs: jax.Array, epilogue: dict[str, Any], decisions: list[Explanation] | None
@@ -133,7 +177,7 @@ class Product:
             given["scatter_dimension"] = 1 if plan.dimension == len(plan.out) - 1 else 0
         choice = self._decide(given, epilogue, decisions)
         if choice.implementation == "fused" and self._is_behind(epilogue):
-            return self._finished(self._run(given), epilogue)
+            return self._finished([self._run(given)], [epilogue])[0]
         if choice.implementation == "xla" and plan.operation == "all_gather_rhs_matmul":
             # XLA gathers the weights here and not inside the operation, so that the policy of `jax.checkpoint` sees the
             # gather, and does not keep its result.
@@ -171,17 +215,16 @@ class Product:
             "implementation": self.implementation,
         }
 
-    def _finished(self, out: jax.Array, epilogue: dict[str, Any]) -> jax.Array:
-        """Applies an epilogue to the result of the fused kernel. XLA fuses the epilogue into one loop."""
+    def _finished(self, outs: list[jax.Array], epilogues: list[dict[str, Any]]) -> list[jax.Array]:
+        """Applies epilogues to the results of the fused kernel. XLA fuses each of them into one loop."""
         added = {
-            f"{name}{plural}": (epilogue[name],)
+            f"{name}{plural}": tuple(of_one.get(name) for of_one in epilogues)
             for name, plural in (("bias", "es"), ("addend", "s"))
-            if name in epilogue
         }
-        operands = Operands(out, (out,), **added)
-        wide = out.astype(accumulator(out.dtype))
-        applied = self.activation and functools.partial(self.activation, scalars=epilogue["scalars"])
-        return by_xla.finish((wide,), operands, self.out_dtype, applied)[0]
+        operands = Operands(outs[0], tuple(outs), **added)
+        wide = tuple(out.astype(accumulator(out.dtype)) for out in outs)
+        activation = self.activation and functools.partial(self.activation, scalars=epilogues[0]["scalars"])
+        return list(by_xla.finish(wide, operands, self.out_dtype, activation and on_all(activation, self.combines)))
 
     # --- The weights ---
 

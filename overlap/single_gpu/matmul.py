@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,15 +35,22 @@ _SCALES = ("lhs_scale", "rhs_scale")
 class Matmul(Operation):
     """The operation `matmul`. It communicates nothing, and its kernel takes all keywords of the epilogue."""
 
+    combines: bool = False
+
     name = "matmul"
     epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
     takes_block_scales = True
 
+    @property
+    def takes_lists(self) -> bool:
+        # Several right operands of one product share nothing but an activation.
+        return self.combines
+
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
-        batch, m, (n,), k = sizes(as_rows(operands, layouts), layouts)
+        batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        scaled = operands.is_block_scaled
-        return Problem(self.name, m, n, k, *dtypes, layout=layout, batch=batch or 1, block_scaled=scaled)  # pyright: ignore[reportArgumentType]
+        more: Any = dict(layout=layout, batch=batch or 1, block_scaled=operands.is_block_scaled, sides=len(widths))
+        return Problem(self.name, m, sum(widths), k, *dtypes, **more)
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         del mesh
@@ -57,27 +64,29 @@ class Matmul(Operation):
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
-        problem = self.problem(operands, layouts, dtype)
+        problem = MATMUL.problem(operands, layouts, dtype)
         config, _ = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, LaunchPlan(self, layouts, dtype, plan.target, config))
+        (out,), _ = call.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         rows = as_rows(operands, plan.layouts)
         # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
         # would be lost in a function that is sealed.
-        out = (_sealed if marks.current() is None else product.launch)(rows, plan)
-        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
+        outs = (_sealed if marks.current() is None else product.launch)(rows, plan)
+        if rows is not operands:
+            outs = tuple(out.reshape(*operands.lhs.shape[:-1], out.shape[-1]) for out in outs)
+        return outs, None
 
 
 MATMUL = Matmul()
 
 
-def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
+def _sealed(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     """Runs the kernel as one opaque operation.
 
     If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
@@ -85,11 +94,11 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """
     leaves, structure = jax.tree.flatten(operands)
 
-    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
+    def of_leaves(run: Callable[[Operands], tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
         return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
 
     otherwise = of_leaves(
-        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
+        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))
     )
     kernel = of_leaves(lambda given: product.launch(given, plan))
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
@@ -98,7 +107,8 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
 def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
     """Checks the arguments of `matmul`. Returns the operation and the checked call; see `overlap.frame.call`."""
     del mesh
-    return MATMUL, normalize(MATMUL, **given)
+    operation = Matmul(combines=activations.takes_all(given.get("activation"), given["rhs"]))
+    return operation, normalize(operation, **given)
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------
@@ -123,6 +133,10 @@ def _cut(
       ValueError, NotImplementedError: as raised by `normalize` for the whole call, by `check`, and by
         `sharded.product_sharding`.
     """
+    if type(arrays["rhs"]) in (list, tuple):
+        raise NotImplementedError(
+            "the fused kernel takes one `rhs` outside `jax.shard_map` along Explicit axes: XLA runs"
+        )
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
     wide = accumulator(operands["lhs"].dtype)
@@ -213,13 +227,13 @@ def decide(
 
 def matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
+    rhs: AnyArray | Sequence[AnyArray],
     *,
-    addend: AnyArray | None = None,
-    bias: AnyArray | None = None,
-    activation: Callable[[jax.Array], jax.Array] | None = None,
+    addend: AnyArray | Sequence[AnyArray | None] | None = None,
+    bias: AnyArray | Sequence[AnyArray | None] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
     lhs_scale: Scale | None = None,
-    rhs_scale: Scale | None = None,
+    rhs_scale: Scale | Sequence[Scale] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
@@ -232,7 +246,8 @@ def matmul(
       lhs: [..., m, k], or [..., k, m] with `transpose_lhs`. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any
         floating-point dtype.
       rhs: [..., k, n], or [..., n, k] with `transpose_rhs`. Same dtype as `lhs` (float8 kinds may be mixed). Same
-        leading dimensions as `lhs`, or one of the two has none.
+        leading dimensions as `lhs`, or one of the two has none. Or a list or tuple of such matrices, if `activation`
+        takes an array for each; `addend`, `bias` and `rhs_scale` are then lists, too.
       addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
@@ -240,7 +255,9 @@ def matmul(
         elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
         `jax.vmap` work through them. Loops of a known length are unrolled. The kernel's `erf`, `log1p` and the
         like are within 2 ulp of the true values; its `tan` is NaN above 12867. With a function that the kernel cannot
-        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation.
+        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation. If it has as many parameters
+        without a default as there are right operands, it makes one result of theirs, for example
+        `lambda gate, up: jax.nn.silu(gate) * up`. Gradients then use their values in the dtype of the result.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
       rhs_scale: a factor of the product, in float32: a scalar, or [n] or [1, n], one value per column.

@@ -64,6 +64,11 @@ def smem_bytes(
 def check_types(sizes: Sizes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
     limits.check_dtypes(sizes)
+    if sizes.sides > 1:
+        raise NotImplementedError(
+            f"the fused kernel of Blackwell takes no `activation` of {sizes.sides} arrays yet: apply it to the "
+            'results, or use implementation="xla", which runs by default'
+        )
 
 
 def check_config(sizes: Sizes, config: Config, target: Target) -> None:

@@ -111,7 +111,9 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
             + (", or leave `schedule` out" if config.in_turn else "")
         )
-    limits.check_stores(sizes, config, wg_n)
+    if sizes.sides > 1:
+        limits.check_sides(sizes, config, wg_n)
+    limits.check_stores(sizes, config, wg_n // sizes.sides)
     limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)
 
 

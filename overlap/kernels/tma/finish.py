@@ -10,8 +10,9 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
+from overlap.kernels.config import SIDE_COLUMNS
 from overlap.kernels.grid import rank
-from overlap.kernels.hooks import Exchange, Tile
+from overlap.kernels.hooks import Exchange, Tile, Values
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
@@ -54,9 +55,10 @@ class Sums:
 
 def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -> None:
     """Stores, sends or exchanges one warpgroup's sums of a piece of a tile."""
-    output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, loop.hooks.epilogue_at)
-    if loop.hooks.exchange is not None:
-        _finish_exchanged(loop, buffers, piece, sums, output, loop.hooks.exchange)
+    hooks = loop.hooks
+    output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, hooks.out_at, hooks.epilogue_at)
+    if hooks.exchange is not None:
+        _finish_exchanged(loop, buffers, piece, sums, output, hooks.exchange)
     elif buffers.cluster_sums is not None:
         _finish_in_cluster(loop, buffers, buffers.cluster_sums, piece, sums, output)
     elif loop.partial is None:
@@ -68,13 +70,26 @@ def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -
 
 
 def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput) -> None:
-    width = loop.config.epilogue_tile_n
-    for index in range(buffers.wg_tile.columns // width):
+    width, sides = loop.config.epilogue_tile_n, buffers.sides
 
-        def block(row: int, rows: int, columns: slice, first: int = index * width) -> jax.Array:
-            return sums.block(row, rows, slice(first + columns.start, first + columns.stop))
+    def of_sides(row: int, rows: int, first: int, size: int) -> Values:
+        """The values of `size` columns of the result from column `first` on; of each side if there are several."""
+        if sides == 1:
+            return sums.block(row, rows, slice(first, first + size))
+        before, within = divmod(first, SIDE_COLUMNS)
+        starts = [(before * sides + side) * SIDE_COLUMNS + within for side in range(sides)]
+        return tuple(sums.block(row, rows, slice(start, start + size)) for start in starts)
 
-        store(loop, buffers, output, width, index, block)
+    further = loop.hooks.further
+    for index in range(buffers.wg_tile.columns // sides // width):
+
+        def block(row: int, rows: int, columns: slice, first: int = index * width) -> Values:
+            return of_sides(row, rows, first + columns.start, columns.stop - columns.start)
+
+        for number, other in enumerate((None, *further)):
+            of_other = {} if other is None else dict(out_at=other.out_at, epilogue_at=other.epilogue_at)
+            which = dataclasses.replace(output, stores_before=index * len(further) + number, **of_other)
+            store(loop, buffers, which, width, index, block)
 
 
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:

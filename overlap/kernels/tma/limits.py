@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.kernels.config import FLOAT8, FLOAT16, SWIZZLE_BYTES, Config
+from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -99,6 +99,22 @@ def check_tile_k(sizes: Sizes, config: Config) -> None:
         )
     if config.stages < 2:
         raise ValueError(f"`stages` must be at least 2, since a stage is released one k step late, got {config.stages}")
+
+
+def check_sides(sizes: Sizes, config: Config, wg_columns: int) -> None:
+    """Checks that a warpgroup has the columns of all right operands that lie side by side. Raises ValueError."""
+    unit = sizes.sides * SIDE_COLUMNS
+    if wg_columns % unit:
+        raise ValueError(
+            f"an `activation` of {sizes.sides} arrays needs warpgroup tiles of a multiple of {unit} columns, got "
+            f"{wg_columns} of tile_n={config.tile_n}: set tile_n={TMA_BOX_LIMIT}"
+        )
+    for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k), ("cluster", config.ctas_per_tile)):
+        if value > 1:
+            raise ValueError(
+                f"`{name}` must not cut tiles along k with an `activation` of {sizes.sides} arrays, got {value}: leave "
+                "it out of `config`"
+            )
 
 
 def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
-from overlap.kernels.hooks import ByKStep, OneOf, Tile, at_k_step, with_reference
+from overlap.kernels.hooks import ByKStep, OneOf, SideBySide, Tile, at_k_step, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import cluster_sums, exchange, staging
@@ -59,7 +59,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     """
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
-    lhs_start, rhs_start = tile.m * config.tile_m, tile.n * config.tile_n
+    lhs_start, rhs_start = tile.m * config.tile_m, tile.n * (config.tile_n // buffers.sides)
     lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if not config.shares_loads:
@@ -97,7 +97,7 @@ def produce(
     lhs_load, rhs_load = _operand_loads(loop, buffers, tile)
 
     def load_operand(
-        operand: GmemRef | OneOf | ByKStep, operand_load: staging.OperandLoad, k: Index, stage: Index
+        operand: GmemRef | OneOf | SideBySide | ByKStep, operand_load: staging.OperandLoad, k: Index, stage: Index
     ) -> None:
         choice, k_start = at_k_step(operand, tile.k_first + k, config.tile_k)
         into = dataclasses.replace(
@@ -105,7 +105,7 @@ def produce(
         )
         with_reference(choice, lambda ref: staging.load_k_step(ref, k_start, into))
 
-    def load(lhs_gmem: GmemRef | ByKStep, rhs_gmem: GmemRef | ByKStep) -> None:
+    def load(lhs_gmem: GmemRef | ByKStep, rhs_gmem: GmemRef | SideBySide | ByKStep) -> None:
         load_lhs = functools.partial(load_operand, lhs_gmem, lhs_load)
 
         def load_rhs(k: Index, stage: Index) -> None:

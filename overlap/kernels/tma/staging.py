@@ -29,8 +29,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from overlap.kernels.config import SWIZZLE_BYTES, Config
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.config import SIDE_COLUMNS, SWIZZLE_BYTES, Config
+from overlap.kernels.hooks import SideBySide
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
@@ -74,7 +74,7 @@ class Buffers:
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which the readers of a stage arrive to release it.
       rows: how many rows of the left operand are loaded into a stage (this field and the following ones, up to
-        `taking_turns`, are static).
+        `sides`, are static).
       wg_tiles: how many warpgroup tiles of an output tile are computed, each by one warpgroup.
       wg_tile: the shape of a warpgroup tile.
       copies: how many arrivals at `full` mean that a stage is filled.
@@ -83,6 +83,7 @@ class Buffers:
       stored_barriers: as in `BufferPlan`.
       stages: how many stages there are.
       taking_turns: as in `BufferPlan`.
+      sides: as in `OperandTypes`.
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
@@ -104,6 +105,7 @@ class Buffers:
     stored_barriers: int = dataclasses.field(metadata={"static": True})
     stages: int = dataclasses.field(metadata={"static": True})
     taking_turns: int = dataclasses.field(metadata={"static": True})
+    sides: int = dataclasses.field(metadata={"static": True})
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
     stored: BarrierRef = None
@@ -246,7 +248,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     term = (stages, in_one // wg_tile.rows, wg_tile.rows, out_width)
     terms = box_views(term, types) if types.exchanges and plan.terms_in_stages else ()
     in_lhs, in_rhs = (terms, ()) if lhs_has_room else ((), terms)
-    copies = copies_per_k_step(dtype, layouts, plan) + plan.copies_beside
+    copies = copies_per_k_step(types, plan) + plan.copies_beside
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes
@@ -279,6 +281,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "stored_barriers": plan.stored_barriers,
         "stages": stages,
         "taking_turns": plan.taking_turns,
+        "sides": types.sides,
     }
 
 
@@ -306,11 +309,13 @@ def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[in
     return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
 
 
-def copies_per_k_step(dtype: DTypeLike, layouts: OperandLayouts, plan: BufferPlan) -> int:
-    """Returns how many boxes, and so how many copies, both operands of one k step have together."""
-    width = atom(dtype)
+def copies_per_k_step(types: OperandTypes, plan: BufferPlan) -> int:
+    """Returns how many copies both operands of one k step have together."""
+    width, layouts = atom(types.dtype), types.layouts
     lhs = plan.rows // width if layouts.transpose_lhs else 1
-    return lhs + (1 if layouts.transpose_rhs else plan.rhs_columns // width)
+    if layouts.transpose_rhs:
+        return lhs + (1 if types.sides == 1 else plan.rhs_columns // SIDE_COLUMNS)
+    return lhs + plan.rhs_columns // width
 
 
 def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
@@ -344,15 +349,19 @@ class OperandLoad:
     paired_by: tuple[Any, Index] | None = None
 
 
-def load_k_step(operand_gmem: GmemRef, k_start: Index, load: OperandLoad) -> None:
+def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
     box_smem, start = load.box_smem, load.start
-    if not load.across:
-        _load_box(operand_gmem, (start, k_start), box_smem, load, 0)
-        return
-    boxes, _, columns = box_smem.shape
+    sides = operand_gmem.refs if isinstance(operand_gmem, SideBySide) else (operand_gmem,)
+    columns = SIDE_COLUMNS if len(sides) > 1 else box_smem.shape[-1 if load.across else 0]
+    boxes = box_smem.shape[0] if load.across else box_smem.shape[0] // columns
     for i in range(boxes):
-        _load_box(operand_gmem, (k_start, start + i * columns), box_smem.at[i], load, 1)
+        side_gmem, first = sides[i % len(sides)], start + i // len(sides) * columns
+        if load.across:
+            _load_box(side_gmem, (k_start, first), box_smem.at[i], load, 1)
+        else:
+            box = box_smem if boxes == 1 else box_smem.at[pl.ds(i * columns, columns)]
+            _load_box(side_gmem, (first, k_start), box, load, 0)
 
 
 def _load_box(
