@@ -47,11 +47,12 @@ def mlp(implementation: Method, x: jax.Array, gate: jax.Array, up: jax.Array, do
     if implementation == "plain":
         rows = lax.all_gather(x, AXIS, tiled=True)
         return lax.psum_scatter((jax.nn.silu(rows @ gate) * (rows @ up)) @ down, AXIS, tiled=True)
-    # With return_gathered, the gathered rows are kept for the backward pass, as in plain JAX.
-    (gated, upped), _ = overlap.all_gather_lhs_matmul(
-        x, [gate, up], AXIS, return_gathered=True, implementation=implementation
-    )
-    return overlap.matmul_reduce_scatter(jax.nn.silu(gated) * upped, down, AXIS, implementation=implementation)
+    hidden = overlap.all_gather_lhs_matmul(x, [gate, up], AXIS, activation=_swiglu, implementation=implementation)
+    return overlap.matmul_reduce_scatter(hidden, down, AXIS, implementation=implementation)
+
+
+def _swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
 
 
 def forward(implementation: Method) -> Turn:

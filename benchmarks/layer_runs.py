@@ -1,8 +1,8 @@
 """Sets up the benchmarks of blocks, layers and backward products, times their loops of turns, and records the results.
 
 XLA is measured twice, since flags make it faster or slower: `RIVALS`. All ratios refer to the faster one. In each round
-the loops run once each, in another random order: an untimed launch, which takes the clocks that the loop before has
-left, and then the timed launch. A time contains the 0.1 to 0.4 ms of starting a loop of about 100 ms. "xla again" is the
+the loops run in another random order, each for about 100 ms untimed, since the clocks that the loop before has left
+take a while to change, and then as long timed. A time contains the 0.1 to 0.4 ms of starting that. "xla again" is the
 loop of "xla" timed once more: what its ratio differs from 1 by, and how its ratios spread, is the error of a table.
 """
 
@@ -47,7 +47,9 @@ MODELS = {
     "tiny": known_models.Model(64, 128, 4, 2, 16),
 }
 _DRY_DEVICES, _DRY_TOKENS = 2, 64
-_US_PER_LOOP, _FLOPS_PER_US = 100e3, 600e6
+_US_PER_LOOP, _FLOPS_PER_US = 20e3, 600e6
+# A loop is launched so many times in a row, so that the clocks settle: the GPUs are at their power limit.
+_LAUNCHES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Run:
         return ((name, MODELS[name], tokens) for name in self.arguments.models for tokens in self.arguments.tokens)
 
     def turns(self, flops: float) -> int:
-        """Returns how many turns of `flops` operations, on all devices together, take about 100 ms, for which the clocks need to settle."""
+        """Returns how many turns of `flops` operations, on all devices together, take about 20 ms."""
         of_device = flops / len(self.devices)
         return 1 if self.arguments.dry_run else max(1, int(_US_PER_LOOP / (of_device / _FLOPS_PER_US)))
 
@@ -243,6 +245,6 @@ def times_us(loops: Mapping[str, Callable[[], Any]], rounds: int, turns: int) ->
             def start(loop: Callable[[], Any] = loops[name]) -> None:
                 out[0] = loop()
 
-            elapsed_s(start, lambda: out, 1)
-            times[name].append(1e6 * elapsed_s(start, lambda: out, 1) / turns)
+            elapsed_s(start, lambda: out, _LAUNCHES)
+            times[name].append(1e6 * elapsed_s(start, lambda: out, _LAUNCHES) / (_LAUNCHES * turns))
     return times

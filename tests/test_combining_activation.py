@@ -236,11 +236,10 @@ def test_wrong_calls(rhs, keywords, error, fragments):
 def assembled(case: assembly.Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     """For `tests.assembly`: the gated product of a device's operands or, on several devices, of gathered rows.
 
-    `case.config` has fields of `Config`. "trains": all vectors of the epilogue are given, and the kernel keeps the
-    values before the activation.
+    `case.config` has fields of `Config`. "vectors": all vectors of the epilogue are given.
     """
-    (m, n, k), size, trains = case.shape, mesh.shape["x"], case.config.get("trains", False)
-    config = overlap.Config.of(**{name: x for name, x in case.config.items() if name != "trains"})
+    (m, n, k), size, has_vectors = case.shape, mesh.shape["x"], case.config.get("vectors", False)
+    config = overlap.Config.of(**{name: x for name, x in case.config.items() if name != "vectors"})
     specs = (P("x", None), *[P(None, "x")] * 2, *[P("x")] * 4, P("x", None))
     shapes = [(size * m, k), *[(k, size * n)] * 2, *[(size * n,)] * 4, (size * m, 1)]
     dtypes = [case.dtype] * 3 + ["f32"] * 5
@@ -248,21 +247,18 @@ def assembled(case: assembly.Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[
 
     def call(x: jax.Array, *rest: jax.Array) -> jax.Array:
         *weights, a, b, c, d, rows = rest
-        more: dict[str, Any] = dict(bias=(a, b), rhs_scale=(c, d), lhs_scale=rows) if trains else {}
+        more: dict[str, Any] = dict(bias=(a, b), rhs_scale=(c, d), lhs_scale=rows) if has_vectors else {}
         more |= dict(activation=swiglu, config=config, implementation="fused")
         if size == 1:
             return overlap.matmul(x, tuple(weights), **more)
         return overlap.all_gather_lhs_matmul(x, tuple(weights), "x", **more)
 
-    def run(*operands: jax.Array) -> Any:
-        return jax.jvp(call, operands, jax.tree.map(jnp.zeros_like, operands))[0] if trains else call(*operands)
-
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False), structs
+    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False), structs
 
 
 @pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
 def test_no_spills():
-    given = {"cluster": 2, "trains": True}
+    given = {"cluster": 2, "vectors": True}
     case = assembly.Case(f"{__name__}:assembled", 2, (4096, 14336, 8192), "bf16", config=given)
     (report,) = assembly.assemble_case(case)
     assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks

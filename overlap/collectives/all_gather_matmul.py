@@ -31,6 +31,7 @@ from overlap.frame import activation as activations
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.varying import axes_of, same_along
@@ -59,6 +60,10 @@ class AllGatherLhs(AllGather):
     epilogue = frozenset({"bias", "activation", "lhs_scale", "rhs_scale"})
     transposes = frozenset({"rhs"})
     has_batch = True
+
+    @property
+    def apart(self) -> Operation:
+        return dataclasses.replace(self, combines=False)
 
     @property
     def takes_block_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

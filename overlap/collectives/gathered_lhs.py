@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from overlap.collectives.transport import Shards, Transport
 from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import BlockScales, Epilogue, Further, Hooks, OneOf, SideBySide, Tile
+from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup
@@ -47,8 +47,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
       keeps_own: whether the gathered left operand is a result.
 
     Returns:
-      [(batch,) D · m_shard, n] for each right operand, or one if the activation combines them, and then one for each
-      value that the plan keeps; the gathered left operand, or None.
+      [(batch,) D · m_shard, n] for each right operand, or one if the activation combines them; the gathered left
+      operand, or None.
     """
     lhs, config = operands.lhs, plan.config
     assert config is not None
@@ -182,17 +182,13 @@ class _Body:
         return Tile(step, m, n, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
-        (_, rhs_gmem, vectors, blocks), (outs_gmem, *_) = self.refs.inputs, self.refs.outputs
-        sides, has_epilogue = self.kernel.types.sides, self.program is not None or jax.tree.leaves(vectors)
+        (_, rhs_gmem, vectors, blocks), sides = self.refs.inputs, self.kernel.types.sides
+        has_epilogue = self.program is not None or jax.tree.leaves(vectors)
         hooks = Hooks(
             load_lhs=self._load_rows,
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
-            out_at=functools.partial(self._out_at, outs_gmem if sides == 1 else outs_gmem[:1]),
+            out_at=self._out_at,
             epilogue_at=self._epilogue_at if has_epilogue else None,
-            further=[
-                Further(functools.partial(self._out_at, [ref]), functools.partial(self._epilogue_at, side=side))
-                for side, ref in enumerate(outs_gmem[1:] if sides > 1 else ())
-            ],
             block_scales_at=self._block_scales_at if blocks else None,
         )
         return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
@@ -214,13 +210,13 @@ class _Body:
         lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
         return BlockScales(lhs, lhs_tile, OneOf(rhs_gmem, tile.side), tile.n)
 
-    def _out_at(self, outs_gmem: Sequence[GmemRef], tile: Tile) -> OneOf:
+    def _out_at(self, tile: Tile) -> OneOf:
         # The shards have a dimension of their own, so that TMA clips a tile at the last row of its shard.
+        outs_gmem, *_ = self.refs.outputs
         shard = self.shards.schedule.shard(self.me, tile.step)
         return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
 
-    def _epilogue_at(self, tile: Tile, side: int | None = None) -> Epilogue:
-        """The epilogue of a result or, with `side`, of the values before the activation that are kept."""
+    def _epilogue_at(self, tile: Tile) -> Epilogue:
         # Scales of rows are padded to whole tiles for each batch element, scales of columns for each right operand.
         # Scales that the transport brings lie in the order of the steps, scales that XLA gathers in the order of the
         # devices.
@@ -254,5 +250,4 @@ class _Body:
             first_column=first_column,
             row_scales=None if vectors.row_scale is None else row_scales,
             transposed=config.swap_operands,
-            side=side,
         )

@@ -40,7 +40,7 @@ from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import Epilogue, Further, Hooks, OneOf, SideBySide, Tile
+from overlap.kernels.hooks import Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, semaphore_signal
@@ -130,11 +130,7 @@ class _Body:
         return Hooks(
             load_lhs=lambda tile, load: load(scratch_gmem),
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
-            out_at=lambda tile: OneOf(outs_gmem if sides == 1 else outs_gmem[:1], tile.side),
-            further=[
-                Further(lambda tile, ref=ref: ref, functools.partial(self._epilogue_at, side=side))
-                for side, ref in enumerate(outs_gmem[1:] if sides > 1 else ())
-            ],
+            out_at=lambda tile: OneOf(outs_gmem, tile.side),
             before_lhs=self._wait_for_rows,
             communicate=self._communicate,
             epilogue_at=self._epilogue_at if self.program is not None or jax.tree.leaves(vectors) else None,
@@ -188,8 +184,7 @@ class _Body:
             pull_scales=pull_scales,
         ).run()
 
-    def _epilogue_at(self, tile: Tile, side: int | None = None) -> Epilogue:
-        """The epilogue of a result or, with `side`, of the values before the activation that are kept."""
+    def _epilogue_at(self, tile: Tile) -> Epilogue:
         (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
@@ -207,7 +202,6 @@ class _Body:
             first_column=first_column,
             row_scales=row_scales if scales_gmem else None,
             transposed=swapped,
-            side=side,
         )
 
 

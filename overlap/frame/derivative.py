@@ -50,20 +50,18 @@ def derivative(
     if operands.is_block_scaled:
         return evaluate(), _tangents_by_xla(operands, tangents, plan)
     products: Any = None
-    if plan.activation is None or plan.keeps:
+    if plan.activation is None:
         results = evaluate()
-        products = results[0][1:] if plan.keeps else None
-    elif plan.operation.combines:
-        # The kernel stores z as well, in the result's dtype, as separate products would have it.
-        outs, kept = fused(operands, dataclasses.replace(plan, keeps=True))
-        results, products = (outs[:1], kept), tuple(checkpoint_name(z, BEFORE_ACTIVATION) for z in outs[1:])
     else:
-        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. Where no
-        # kernel has f32 results, as in gathers, z has the result's dtype.
+        # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
+        # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
+        # takes several products, z has the result's dtype.
         bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
-        if bare.config is None:
-            bare = dataclasses.replace(plan, activation=None)
-        products, kept = fused(sums, bare)
+        if plan.operation.combines or bare.config is None:
+            bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
+        several = plan.operation.combines and not bare.operation.takes_lists
+        runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
+        products, kept = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs), runs[0][1]
         activation: Any = plan.bound_activation(operands)
         results = tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products])), kept
     tangent = tangents_of(

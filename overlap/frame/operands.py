@@ -161,7 +161,6 @@ class LaunchPlan:
       config: the fused kernel's configuration; None: XLA computes the product.
       activation: the activation, of f32 values; None for none.
       must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
-      keeps: whether the values before the activation are results as well, behind the others, for the backward pass.
     """
 
     operation: Operation
@@ -171,15 +170,13 @@ class LaunchPlan:
     config: Config | None
     activation: Activation | None = None
     must_fuse: bool = False
-    keeps: bool = False
 
     def bound_activation(self, operands: Operands) -> BoundActivation:
         """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
         return self.activation and self._bound(functools.partial(self.activation, scalars=operands.scalars))
 
     def _bound(self, function: Callable[..., jax.Array]) -> BoundActivation:
-        of_all = on_all(function, self.operation.combines)
-        return (lambda values: (*of_all(values), *values)) if self.keeps else of_all
+        return on_all(function, self.operation.combines)
 
     @property
     def without_function(self) -> LaunchPlan:
@@ -204,9 +201,9 @@ class LaunchPlan:
         return self._bound(lambda *values: program(values, scalars))
 
     def result_widths(self, operands: Operands) -> tuple[int, ...]:
-        """Returns the columns of each result, those of kept values included."""
+        """Returns the columns of each result."""
         _, _, widths, _ = sizes(operands, self.layouts)
-        return (widths[:1] if self.operation.combines else widths) + widths * self.keeps
+        return widths[:1] if self.operation.combines else widths
 
     def described(self, operands: Operands) -> str:
         """Returns the operation with the sizes of its operands, as reports of long waits name it."""
@@ -301,4 +298,4 @@ def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
         config, _ = choose_config(problem, plan.target)
     if plan.operation.combines or not problem.accepts(config, plan.target):
         config = None
-    return dataclasses.replace(plan, activation=None, keeps=False, out_dtype=F32, config=config)
+    return dataclasses.replace(plan, activation=None, out_dtype=F32, config=config)

@@ -70,6 +70,11 @@ class Operation:
     batched_together = frozenset()
 
     @property
+    def apart(self) -> Operation:
+        """The operation whose results are one for each right operand, if it `combines` them; else the same."""
+        return self
+
+    @property
     def summed_over(self) -> int:
         """How many devices' products are summed, if `reduces`."""
         return 1

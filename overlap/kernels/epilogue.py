@@ -73,7 +73,6 @@ def epilogue(
     first_column: Index = 0,
     row_scales: Callable[[pl.Slice, tuple[int, ...]], jax.Array] | None = None,
     transposed: bool = False,
-    side: int | None = None,
 ) -> Epilogue:
     """Returns the epilogue of one tile (`Hooks.epilogue_at`).
 
@@ -85,7 +84,6 @@ def epilogue(
       row_scales: a function from a slice of rows of the output, and the shape of the values, to the scales of these
         rows, broadcast to that shape. None: the scales are read from `vectors.row_scale` at these rows.
       transposed: whether the values, and the results of `row_scales`, are [columns, rows] (`Config.swap_operands`).
-      side: the right operand of several in a tile whose values, without the activation, are the result.
     """
     row_dimension, column_dimension = (1, 0) if transposed else (0, 1)
 
@@ -112,9 +110,8 @@ def epilogue(
 
     def apply(values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         given = values if isinstance(values, tuple) else (values,)
-        wanted = range(len(given)) if side is None else (side,)
-        sums = [before_program(given[i], rows, columns, addend, (i, len(given))) for i in wanted]
-        if program is None or side is not None:
+        sums = [before_program(x, rows, columns, addend, (i, len(given))) for i, x in enumerate(given)]
+        if program is None:
             return sums[0]
         scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
         for first in range(0, width, _WIDTH):

@@ -195,19 +195,6 @@ class BlockScales:
 
 
 @dataclasses.dataclass(frozen=True)
-class Further:
-    """A further result of each tile, computed from the same values, and stored after the result at the same place.
-
-    Attributes:
-      out_at: as in `Hooks`.
-      epilogue_at: as in `Hooks`.
-    """
-
-    out_at: Callable[[Tile], GmemRef | OneOf]
-    epilogue_at: Callable[[Tile], Epilogue]
-
-
-@dataclasses.dataclass(frozen=True)
 class Hooks:
     """The functions of a fused operation that the mainloop's roles call.
 
@@ -233,7 +220,6 @@ class Hooks:
         addend)` with f32 values of the product, at most `BLOCK_ROWS` rows of them; the (traced) slices of the output
         that the values are for; and the addend's values there, or None. It returns what is stored. The sum of the terms
         of an `Exchange` is part of the addend. With `Config.swap_operands` all values are transposed: [columns, rows].
-      further: further results.
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
@@ -250,6 +236,5 @@ class Hooks:
     piece_done: Callable[[Tile, Index], None] | None = None
     addend_at: Callable[[Tile], GmemRef] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
-    further: Sequence[Further] = ()
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None

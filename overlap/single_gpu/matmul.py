@@ -42,6 +42,10 @@ class Matmul(Operation):
     takes_block_scales = True
 
     @property
+    def apart(self) -> Operation:
+        return dataclasses.replace(self, combines=False)
+
+    @property
     def takes_lists(self) -> bool:
         # Several right operands of one product share nothing but an activation.
         return self.combines

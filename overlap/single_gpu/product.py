@@ -20,7 +20,7 @@ from overlap.frame import by_xla
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
-from overlap.kernels.hooks import BlockScales, Further, Hooks, SideBySide, Tile
+from overlap.kernels.hooks import BlockScales, Hooks, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
@@ -32,7 +32,7 @@ NAME = "overlap_matmul"
 
 @in_32_bits
 def launch(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
-    """Runs the kernel on checked operands. Returns [(batch,) m, n], and as much for each value that the plan keeps."""
+    """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
     config: Any = plan.config
     split = config.split_k
     batch, m, (n, *_), k = sizes(operands, plan.layouts)
@@ -45,11 +45,11 @@ def launch(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
     inputs = _matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors()
-    out_types = [jax.ShapeDtypeStruct((*leading, m, n), out_dtype)] * (1 + types.sides * plan.keeps)
-    outs = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, k_steps, plan.program))
+    out_type = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
+    out = kernel.launch(inputs, out_type, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
-        return tuple(outs)
-    product = outs[0].reshape(batches, split, m, n).sum(axis=1)
+        return (out,)
+    product = out.reshape(batches, split, m, n).sum(axis=1)
     product = product if batch is not None else product[0]
     return by_xla.finish((product,), operands, plan.out_dtype, plan.kernel_activation(operands))
 
@@ -105,17 +105,13 @@ class _Body:
         return Tile(result, row, column, k_first=piece * self.k_steps)
 
     def hooks(self) -> Hooks:
-        (matrices, _), (out_gmem, *kept_gmem) = self.refs.inputs, self.refs.outputs
+        (matrices, _), out_gmem = self.refs.inputs, self.refs.outputs
         return Hooks(
             load_lhs=lambda tile, load: load(self._of_batch(matrices.lhs, tile)),
             rhs_at=self._rhs_at,
-            out_at=functools.partial(_result, out_gmem),
+            out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
             addend_at=None if matrices.addends is None else lambda tile: self._of_batch(matrices.addends[0], tile),
             epilogue_at=self._epilogue_at if self.kernel.config.split_k == 1 else None,
-            further=[
-                Further(functools.partial(_result, ref), functools.partial(self._epilogue_at, side=side))
-                for side, ref in enumerate(kept_gmem)
-            ],
             block_scales_at=self._block_scales_at if self.kernel.types.block_scaled else None,
         )
 
@@ -134,14 +130,9 @@ class _Body:
         """Selects the batch element of a tile in `ref`. An operand of `rank` dimensions serves all batch elements."""
         return ref.at[quotient(tile.step, self.kernel.config.split_k)] if len(ref.shape) > rank else ref
 
-    def _epilogue_at(self, tile: Tile, side: int | None = None) -> epilogue.Epilogue:
-        """The epilogue of the result or, with `side`, of the values before the activation that are kept."""
+    def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
         _, vectors = self.refs.inputs
         scale = vectors.row_scale
         of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))
         swapped = self.kernel.config.swap_operands
-        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop, transposed=swapped, side=side)
-
-
-def _result(out_gmem: GmemRef, tile: Tile) -> GmemRef:
-    return out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem
+        return epilogue.epilogue(of_tile, self.program, self.kernel.mainloop, transposed=swapped)

@@ -56,7 +56,7 @@ class Sums:
 def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -> None:
     """Stores, sends or exchanges one warpgroup's sums of a piece of a tile."""
     hooks = loop.hooks
-    output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, hooks.out_at, hooks.epilogue_at)
+    output = WarpgroupOutput(tile, sums.corner, sums.warpgroup, sums.wg_tile_index, hooks.epilogue_at)
     if hooks.exchange is not None:
         _finish_exchanged(loop, buffers, piece, sums, output, hooks.exchange)
     elif buffers.cluster_sums is not None:
@@ -80,16 +80,12 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
         starts = [(before * sides + side) * SIDE_COLUMNS + within for side in range(sides)]
         return tuple(sums.block(row, rows, slice(start, start + size)) for start in starts)
 
-    further = loop.hooks.further
     for index in range(buffers.wg_tile.columns // sides // width):
 
         def block(row: int, rows: int, columns: slice, first: int = index * width) -> Values:
             return of_sides(row, rows, first + columns.start, columns.stop - columns.start)
 
-        for number, other in enumerate((None, *further)):
-            of_other = {} if other is None else dict(out_at=other.out_at, epilogue_at=other.epilogue_at)
-            which = dataclasses.replace(output, stores_before=index * len(further) + number, **of_other)
-            store(loop, buffers, which, width, index, block)
+        store(loop, buffers, output, width, index, block)
 
 
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:

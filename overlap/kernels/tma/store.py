@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Boxes, Epilogue, OneOf, Tile, Values, with_reference
+from overlap.kernels.hooks import Boxes, Epilogue, Tile, Values, with_reference
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
@@ -28,26 +28,21 @@ class WarpgroupOutput:
       corner: first row and column of the warpgroup tile within the output tile.
       warpgroup: the index of the warpgroup, whose epilogue buffers are used.
       wg_tile_index: the index of the warpgroup tile within the output tile.
-      out_at: as in `Hooks`.
       epilogue_at: as in `Hooks`; None: the values are stored without an epilogue.
       terms: a function from the index of a box to the values that are added to it, for each block of rows; None:
         nothing is added.
       boxes: where the tile is stored as boxes; None: it is stored to `Hooks.out_at`.
       terms_replace_sums: whether the terms replace the warpgroup's own values instead of being added to them.
-      stores_before: how many epilogue tiles of further results are stored before an epilogue tile, or between it and
-        the result's.
     """
 
     tile: Tile
     corner: tuple[Index, Index]
     warpgroup: Index
     wg_tile_index: Index
-    out_at: Callable[[Tile], GmemRef | OneOf]
     epilogue_at: Callable[[Tile], Epilogue] | None
     terms: Callable[[int], list[jax.Array]] | None = None
     boxes: Boxes | None = None
     terms_replace_sums: bool = False
-    stores_before: int = 0
 
 
 def store(
@@ -71,7 +66,7 @@ def store(
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
     num_buffers, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
-    epilogue_buffer = remainder(index + output.stores_before, num_buffers)
+    epilogue_buffer = remainder(index, num_buffers)
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row = tile.m * config.tile_m + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
@@ -129,4 +124,4 @@ def store(
         for box, place in enumerate(places):
             plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
 
-    with_reference(output.out_at(tile), send)
+    with_reference(hooks.out_at(tile), send)
