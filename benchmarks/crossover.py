@@ -4,12 +4,13 @@ r"""Writes the table by which the library chooses between its kernels and XLA, f
         --out benchmarks/results
     python3 -m benchmarks.crossover benchmarks/model/h100/[fjks]*.csv.xz benchmarks/model/h200/fitted*.csv.xz \
         benchmarks/model/h200/{few_tiles,judged,judged_more,named,known_long,short}.csv.xz \
-        benchmarks/results/[am]*-one_process.csv --out overlap/choice/crossover.csv
+        benchmarks/results/{[am],backward}*-one_process.csv --out overlap/choice/crossover.csv
 
 (Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
 of the last file count. XLA is compared with the method `fused`, for which the library has chosen the configuration. The
 files to which the model is fitted (`benchmarks.configurations`) have the times of many configurations. From these files
-the command takes the time of the configuration that the model chooses.
+the command takes the time of the configuration that the model chooses. From `benchmarks.backward` it takes sums of
+products, each as one product of the same k in total.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_fil
 FOLDER = pathlib.Path(__file__).resolve().parent
 _SIZES = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
 _KEY = ("gpu", *_SIZES)
+# The methods of `benchmarks.backward` that stand for the kernel and for XLA; of several, the fastest counts.
+_OF_SUMS = {"lists": "fused", "xla hiding": "xla", "fused": ""}
 # `result`: the file from which a row comes, relative to benchmarks/ and without suffixes. That file names the commit,
 # the date and the command.
 FIELDS = (*_KEY, "fused_us", "xla_us", "result")
@@ -50,10 +53,16 @@ def rows_of(path: pathlib.Path) -> list[dict[str, Any]]:
             try:
                 m, n, k = map(int, row["shape"].split("x"))
                 layout = cast(Layout, row.get("layout") or "nn")
-                problem = TableProblem(row["op"], int(row["devices"]), m, n, k, row["dtype"], layout).library
+                op, devices, method = row["op"], int(row["devices"]), row["method"]
+                if op == "backward":
+                    if "dx of" not in layout:
+                        continue
+                    op, layout, k, method = "matmul_reduce_scatter", "nt", k // devices, _OF_SUMS.get(method, method)
+                problem = TableProblem(op, devices, m, n, k, row["dtype"], layout).library
                 key = (_gpu(path), *(getattr(problem, name) for name in _SIZES))
-                if row["method"] in ("fused", "xla") and row["status"] == "ok":
-                    times.setdefault(key, {})[row["method"]] = float(row["loop_us"])
+                if method in ("fused", "xla") and row["status"] == "ok":
+                    of_problem, us = times.setdefault(key, {}), float(row["loop_us"])
+                    of_problem[method] = min(us, of_problem.get(method, us))
             except (KeyError, ValueError) as error:
                 raise ValueError(f"{path} is no result of a benchmark: {type(error).__name__}: {error}") from error
     pairs = {key: time for key, time in times.items() if len(time) == 2}
