@@ -257,8 +257,7 @@ class Problem:
 
         - the schedule "pingpong" in a cluster, or with the smallest tiles
         - tiles of 256 × 64 with `stream_k` above 1, in a cluster
-        - swapped operands with `stream_k` above 1: some of these kernels; also if several right operands lie side by
-          side, in compute threads
+        - swapped operands with `stream_k` above 1: some of these kernels
 
         In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
 
@@ -281,7 +280,7 @@ class Problem:
             and min(config.cluster, config.stream_k) > 1
         ):
             return True
-        if config.swap_operands and (transport == "pull" or self.sides > 1) and config.stream_k > 1:
+        if config.swap_operands and transport == "pull" and config.stream_k > 1:
             return True
         has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
         is_large = config.tile_m * config.tile_n >= 128 * 256

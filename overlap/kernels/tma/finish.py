@@ -70,26 +70,22 @@ def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -
 
 
 def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput) -> None:
-    width, of_sides = loop.config.epilogue_tile_n, _of_sides(sums.block, buffers.sides)
-    for index in range(buffers.wg_tile.columns // buffers.sides // width):
+    width, sides = loop.config.epilogue_tile_n, buffers.sides
+
+    def of_sides(row: int, rows: int, first: int, size: int) -> Values:
+        """The values of `size` columns of the result from column `first` on; of each side if there are several."""
+        if sides == 1:
+            return sums.block(row, rows, slice(first, first + size))
+        before, within = divmod(first, SIDE_COLUMNS)
+        starts = [(before * sides + side) * SIDE_COLUMNS + within for side in range(sides)]
+        return tuple(sums.block(row, rows, slice(start, start + size)) for start in starts)
+
+    for index in range(buffers.wg_tile.columns // sides // width):
 
         def block(row: int, rows: int, columns: slice, first: int = index * width) -> Values:
-            return of_sides(row, rows, slice(first + columns.start, first + columns.stop))
+            return of_sides(row, rows, first + columns.start, columns.stop - columns.start)
 
         store(loop, buffers, output, width, index, block)
-
-
-def _of_sides(block: Callable[[int, int, slice], jax.Array], sides: int) -> Callable[[int, int, slice], Values]:
-    """Returns `block` as a function of columns of the result, of which each of several right operands has values."""
-    if sides == 1:
-        return block
-
-    def of_sides(row: int, rows: int, columns: slice) -> Values:
-        before, within = divmod(columns.start, SIDE_COLUMNS)
-        starts = [(before * sides + side) * SIDE_COLUMNS + within for side in range(sides)]
-        return tuple(block(row, rows, slice(start, start + columns.stop - columns.start)) for start in starts)
-
-    return of_sides
 
 
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
@@ -99,17 +95,13 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output:
     # one used longest ago. Within a share, adjacent boxes use the buffers in turn.
     wait_stores_read(0)
     (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
-    own_rank, sides = rank(loop.config), buffers.sides
+    own_rank = rank(loop.config)
     corner = own_rank * loop.config.tile_m + row, column
-    width = box_width if sides == 1 else SIDE_COLUMNS
     shared = SharedPiece(
-        piece.index_in_tile, loop.work.pieces_per_tile, own_rank, sums.wg_tile_index, corner, sides * width
+        piece.index_in_tile, loop.work.pieces_per_tile, own_rank, sums.wg_tile_index, corner, box_width
     )
     shape = buffers.wg_tile.rows, buffers.wg_tile.columns
-
-    def finish_share(index: Index, total: Callable[[int, int, slice], jax.Array]) -> None:
-        store(loop, buffers, output, width, index, _of_sides(total, sides))
-
+    finish_share = functools.partial(store, loop, buffers, output, box_width)
     finish_together(loop.partial, shape, shared, sums.hand_over, sums.load, finish_share)
 
 

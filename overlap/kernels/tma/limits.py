@@ -109,16 +109,12 @@ def check_sides(sizes: Sizes, config: Config, wg_columns: int) -> None:
             f"an `activation` of {sizes.sides} arrays needs warpgroup tiles of a multiple of {unit} columns, got "
             f"{wg_columns} of tile_n={config.tile_n}: set tile_n={TMA_BOX_LIMIT}"
         )
-    for name, value in (("split_k", config.split_k), ("cluster_along='k'", config.ctas_per_tile)):
+    for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k), ("cluster", config.ctas_per_tile)):
         if value > 1:
             raise ValueError(
-                f"`config` must not have {name} with an `activation` of {sizes.sides} arrays: leave it out"
+                f"`{name}` must not cut tiles along k with an `activation` of {sizes.sides} arrays, got {value}: leave "
+                "it out of `config`"
             )
-    if config.epilogue_tile_n % SIDE_COLUMNS:
-        raise ValueError(
-            f"`epilogue_tile_n` must be a multiple of {SIDE_COLUMNS} with an `activation` of {sizes.sides} arrays, got "
-            f"{config.epilogue_tile_n}: leave it out of `config`"
-        )
 
 
 def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
