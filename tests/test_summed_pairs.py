@@ -182,7 +182,7 @@ FORMS = [  # devices, form, what is around the product
 ]
 
 
-@pytest.mark.parametrize(("devices", "form", "around"), FORMS, ids=str)
+@pytest.mark.parametrize(("devices", "form", "around"), FORMS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_gradient_is_one_kernel(devices, form, around):
     kernel = kernel_of(form, devices, around or (lambda f: f))
     for seed, completion in enumerate(("late", "random", "eager")[: 3 if devices < 4 else 1]):
