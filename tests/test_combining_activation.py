@@ -61,7 +61,7 @@ FORMS = [  # shape, config, further arguments
     ((200, 264, 136), Config(tile_m=64, tile_n=256, stages=2, cluster=2, cluster_along="n"), {}),
     ((257, 72, 72), Config(tile_n=128, stages=2, cluster=2, order_minor="n"), {"right": True, "batch": (2,)}),
     ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
-    ((136, 200, 144), Config.of(tile_n=128, tile_k=128, stages=2, epilogue_tile_n=32), {"right": True, "dtype": F8}),
+    ((136, 200, 144), Config(tile_n=128, tile_k=128, stages=2), {"right": True, "dtype": F8}),
 ]
 
 
@@ -69,9 +69,9 @@ FORMS = [  # shape, config, further arguments
 def test_matmul(shape, config, more):
     given, right = operands(*shape, **more), more.get("right", False)
     x, sides, biases, scales = given
-    wide = {"preferred_element_type": jnp.float32} if config.epilogue_tile_n == 32 else {}
+    wide = {"preferred_element_type": jnp.float32} if "dtype" in more else {}
     keywords: dict[str, Any] = dict(activation=swiglu, bias=biases, rhs_scale=scales, transpose_rhs=right, **wide)
-    with emulate(cores=3) as run:
+    with emulate(cores=4) as run:
         actual = overlap.matmul(x, sides, config=config, implementation="fused", **keywords)
         run.check()
     assert actual.shape == (*x.shape[:-1], shape[1])
@@ -116,13 +116,14 @@ def test_gathered_with_gradients(devices, config, more):
     specs = (lhs, (side,) * 2, (vector,) * 2, (vector,) * 2)
     keywords = {"activation": swiglu, "config": config, "implementation": "fused", **more}
 
-    def of_shards(x, sides, biases, scales):
-        def loss(x, sides, biases, scales):
-            out = overlap.all_gather_lhs_matmul(x, sides, "x", bias=biases, rhs_scale=scales, **keywords)
-            out = out[0] if "return_gathered" in more else out
-            return loss_of(out, lax.axis_index("x") * out.shape[1]), out
+    def call(x, sides, biases, scales):
+        out = overlap.all_gather_lhs_matmul(x, sides, "x", bias=biases, rhs_scale=scales, **keywords)
+        return out[0] if "return_gathered" in more else out
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(x, sides, biases, scales)
+    def of_shards(*given):
+        # The gradient's forward pass runs other kernels than a call that is not differentiated.
+        loss = lambda *given: loss_of(out := call(*given), lax.axis_index("x") * out.shape[1])  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*given), call(*given)
 
     turned = (given[0], tuple(side.T for side in given[1]), *given[2:]) if right else given
     with emulate(cores=3, completion="random") as run:
@@ -217,7 +218,7 @@ WRONG = [  # rhs, keywords, error, what the message must contain
     ((W, W), {"activation": jnp.matmul}, ValueError, ["`activation` must be elementwise"]),
     ((W, W), {"activation": None}, ValueError, ["must be one array", "tuple of 2"]),
     ((W, W), {"config": Config(tile_n=64)}, ValueError, ["warpgroup tiles of a multiple of 128 columns", "tile_n=256"]),
-    ((W, W), {"config": Config(stream_k=2)}, ValueError, ["`stream_k`", "2 arrays"]),
+    ((W, W), {"config": Config(split_k=2)}, ValueError, ["split_k", "2 arrays"]),
     ((W, W), FUSED | {"addend": [np.ones((128, 128)), None]}, NotImplementedError, ["`addend`", "2 arrays", "xla"]),
 ]  # fmt: skip
 
@@ -258,7 +259,8 @@ def assembled(case: assembly.Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[
 
 @pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
 def test_no_spills():
-    given = {"cluster": 2, "vectors": True}
+    # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a kernel with all vectors may spill.
+    given = {"cluster": 2, "vectors": jax.__version_info__ < (0, 12)}
     case = assembly.Case(f"{__name__}:assembled", 2, (4096, 14336, 8192), "bf16", config=given)
     (report,) = assembly.assemble_case(case)
     assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks

@@ -81,16 +81,14 @@ class Matmul(Operation):
         rows = as_rows(operands, plan.layouts)
         # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
         # would be lost in a function that is sealed.
-        outs = (_sealed if marks.current() is None else product.launch)(rows, plan)
-        if rows is not operands:
-            outs = tuple(out.reshape(*operands.lhs.shape[:-1], out.shape[-1]) for out in outs)
-        return outs, None
+        out = (_sealed if marks.current() is None else product.launch)(rows, plan)
+        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
 
 
 MATMUL = Matmul()
 
 
-def _sealed(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
+def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel as one opaque operation.
 
     If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
@@ -98,11 +96,11 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     """
     leaves, structure = jax.tree.flatten(operands)
 
-    def of_leaves(run: Callable[[Operands], tuple[jax.Array, ...]]) -> Callable[..., tuple[jax.Array, ...]]:
+    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
         return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
 
     otherwise = of_leaves(
-        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))
+        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
     )
     kernel = of_leaves(lambda given: product.launch(given, plan))
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)

@@ -31,7 +31,7 @@ NAME = "overlap_matmul"
 
 
 @in_32_bits
-def launch(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
+def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
     config: Any = plan.config
     split = config.split_k
@@ -48,10 +48,10 @@ def launch(operands: Operands, plan: LaunchPlan) -> tuple[jax.Array, ...]:
     out_type = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
     out = kernel.launch(inputs, out_type, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
-        return (out,)
+        return out
     product = out.reshape(batches, split, m, n).sum(axis=1)
     product = product if batch is not None else product[0]
-    return by_xla.finish((product,), operands, plan.out_dtype, plan.kernel_activation(operands))
+    return by_xla.finish((product,), operands, plan.out_dtype, plan.kernel_activation(operands))[0]
 
 
 def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
