@@ -98,17 +98,16 @@ def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
 
 @pytest.mark.one_jax
 def test_the_forms_of_a_call_have_the_keywords_of_the_function():
-    """One overload for each kind of `rhs` and value of `return_gathered`; type checkers see no other keywords."""
+    """Overloads for each kind of `rhs`, `return_gathered` and `activation`; type checkers see no other keywords."""
     own = inspect.signature(all_gather_matmul.all_gather_lhs_matmul).parameters
     shared = typing.get_origin(all_gather_matmul._OfOne).__annotations__
     forms = typing.get_overloads(all_gather_matmul.all_gather_lhs_matmul)
-    assert len(forms) == 9
+    assert len(forms) == 11
     for form in forms:
         *first, last = inspect.signature(form).parameters.values()
-        names = [*(parameter.name for parameter in first), *shared]
-        assert sorted(names) == sorted(own)
+        assert {*(parameter.name for parameter in first), *shared} == own.keys()
         assert last.kind is last.VAR_KEYWORD
-    same = shared.keys() - {"addend", "bias", "rhs_scale"}
+    same = shared.keys() - {"addend", "bias", "rhs_scale", "activation"}
     for name in same:
         assert shared[name].__forward_arg__ == own[name].annotation
     assert {"implementation", "transport", "config"} < same

@@ -25,6 +25,8 @@ def right_calls(x: jax.Array, w: jax.Array, sides: Several, loaded: np.ndarray[A
     assert_type(overlap.all_gather_lhs_matmul(loaded, loaded, "x", return_gathered=True), tuple[jax.Array, jax.Array])
     assert_type(overlap.all_gather_lhs_matmul(x, sides, "x", return_gathered=True), tuple[Several, jax.Array])
     assert_type(overlap.all_gather_lhs_matmul(x, (w, w), "x", return_gathered=True), tuple[Pair, jax.Array])
+    assert_type(overlap.all_gather_lhs_matmul(x, [w, w], "x", activation=lambda gate, up: gate * up), jax.Array)
+    assert_type(overlap.matmul_reduce_scatter([x, x], [w, loaded], "x"), jax.Array)
     assert_type(overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=1, implementation="xla"), jax.Array)
     assert_type(overlap.matmul_reduce_scatter(x, w, "x", transport="push", activation=jax.nn.gelu), jax.Array)
     assert_type(overlap.matmul_all_reduce(x, w, "x", addend=x, lhs_scale=np.float32(2)), jax.Array)

@@ -137,10 +137,10 @@ def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
     return call.explain(prepare, *args, **keywords)
 
 
-# --- The public function: the type of its result depends on `rhs` and `return_gathered` -------------------------------
+# --- The public function: the type of its result depends on `rhs`, `return_gathered` and `activation` -----------------
 
 
-class _Keywords[Each, EachScale](TypedDict, total=False):
+class _Shared[Each, EachScale](TypedDict, total=False):
     """The keywords of all overloads.
 
     `Each` is the type of an array that each right operand has, and `EachScale` that of its scales.
@@ -148,7 +148,6 @@ class _Keywords[Each, EachScale](TypedDict, total=False):
 
     addend: Each | None
     bias: Each | None
-    activation: Callable[..., jax.Array] | None
     lhs_scale: Scale | None
     rhs_scale: EachScale | None
     transpose_lhs: bool
@@ -159,8 +158,15 @@ class _Keywords[Each, EachScale](TypedDict, total=False):
     transport: GatherTransport | None
 
 
+class _Keywords[Each, EachScale](_Shared[Each, EachScale], total=False):
+    activation: Callable[[jax.Array], jax.Array] | None
+
+
+type _OfTwo = Callable[[jax.Array, jax.Array], jax.Array]
+type _OfThree = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 _OfOne = _Keywords[AnyArray, Scale]
 _OfSeveral = _Keywords[Sequence[AnyArray | None], Scale | Sequence[Scale]]
+_OfAll = _Shared[Sequence[AnyArray | None], Scale | Sequence[Scale]]
 
 
 # A single right operand. mypy does not try True and False for a `bool`, so there is an overload for `bool`, too.
@@ -252,6 +258,29 @@ def all_gather_lhs_matmul(
     return_gathered: bool,
     **keywords: Unpack[_OfSeveral],
 ) -> tuple[jax.Array, ...] | tuple[tuple[jax.Array, ...], jax.Array]: ...
+
+
+# Several right operands, and an activation that makes one result of them.
+@overload
+def all_gather_lhs_matmul[Side: AnyArray](
+    lhs: AnyArray,
+    rhs: list[Side] | tuple[AnyArray, ...],
+    axis_name: AxisName,
+    *,
+    activation: _OfTwo | _OfThree,
+    return_gathered: Literal[False] = False,
+    **keywords: Unpack[_OfAll],
+) -> jax.Array: ...
+@overload
+def all_gather_lhs_matmul[Side: AnyArray](
+    lhs: AnyArray,
+    rhs: list[Side] | tuple[AnyArray, ...],
+    axis_name: AxisName,
+    *,
+    activation: _OfTwo | _OfThree,
+    return_gathered: Literal[True],
+    **keywords: Unpack[_OfAll],
+) -> tuple[jax.Array, jax.Array]: ...
 def all_gather_lhs_matmul(
     lhs: AnyArray,
     rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
