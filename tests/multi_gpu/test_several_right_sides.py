@@ -2,15 +2,19 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from tests import oracle, several_sides_cases
+from tests import test_summed_pairs as summed_pairs
 from tests.several_sides_cases import Form
+from tests.test_summed_pairs import Gradient
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 ALL = ("rows", "columns")
@@ -76,3 +80,28 @@ def test_a_layer_as_long_as_real_ones(devices, dtype):
     floor = 2e-3 if is_f8 else 1e-5
     for ours, theirs in errors:
         assert float(ours) <= oracle.ALLOWED * float(theirs) + floor
+
+
+# Sizes are such that all sums of integers up to 2 in magnitude are exact in f16.
+GRADIENTS = [
+    Gradient(1024, 512, (512, 128, 128)),
+    Gradient(200, 136, (264, 72), transpose_rhs=True),
+    Gradient(264, 200, (136, 8), lead=(2,)),
+]
+
+
+@pytest.mark.parametrize("form", GRADIENTS, ids=str)
+def test_every_bit_of_gradients(devices, form):
+    """The sum of two products, and the gathered operand that travels beside it, several times in a row."""
+    mesh, launches = oracle.make_mesh(x=devices), []
+    ours, exact = form.mapped(mesh, summed_pairs.fused), form.mapped(mesh, summed_pairs.plain)
+    same = jax.jit(lambda a, b: jax.tree.map(lambda x, y: (x == y).all(), a, b))
+    for seed in range(4):
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), form.specs)
+        x, weights, d_outs = jax.tree.map(np.asarray, form.arrays(devices, seed))
+        arrays = jax.device_put(
+            (x, weights, d_outs), (shardings[0], [shardings[1]] * len(weights), [shardings[2]] * len(weights))
+        )
+        launches.append((arrays, ours(*arrays)))
+    for arrays, results in launches:
+        assert all(map(bool, jax.tree.leaves(same(results, exact(*arrays)))))
