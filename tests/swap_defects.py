@@ -125,7 +125,7 @@ INJECTED = {
     "columns of the first piece": (
         "pieces",
         "not equal",
-        slip(finish, "_store_all", {"first + columns.start, first + columns.stop": "columns.start, columns.stop"}),
+        slip(finish, "_store_all", {"first + columns.start, columns.stop": "columns.start, columns.stop"}),
     ),
     "first box of two": (
         "wide",

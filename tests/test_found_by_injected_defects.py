@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import gathered_rhs, scattered
+from overlap.collectives import scattered
 from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.emulation import emulate
@@ -104,18 +104,6 @@ def test_gradients_of_a_result_of_another_dtype(operand, result):
         for how in ({"implementation": "fused", "config": SMALL} if result != F32 else {}, {"implementation": "xla"})
     )
     assert_close(found, expected)
-
-
-def test_the_gradient_of_weights_alone_is_fused_too(monkeypatch):
-    launches, launch = [], gathered_rhs.launch
-    monkeypatch.setattr(gathered_rhs, "launch", lambda *args: launches.append(args) or launch(*args))
-    rows, weights = normal(0, 64, 64), normal(1, 64, 128)
-
-    def of_weights(weights, axis, **options):
-        return overlap.all_gather_lhs_matmul(rows[:32], weights, axis, **options)
-
-    gradients(of_weights, (COLUMNS,), COLUMNS, (weights,), implementation="fused", config=SMALL)
-    assert len(launches) == 1
 
 
 def test_what_several_right_operands_add_up_travels_in_the_operands_dtype(monkeypatch):

@@ -382,7 +382,7 @@ def all_gather_lhs_matmul(
       >>> y = jax.jit(layer)(x, w)
       >>> gate, up = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x")  # inside such a layer
       >>> swiglu = lambda gate, up: jax.nn.silu(gate) * up
-      >>> hidden = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x", activation=swiglu)
+      >>> h = overlap.all_gather_lhs_matmul(x_shard, (w_gate, w_up), "x", activation=swiglu)  # inside such a layer
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """

@@ -165,7 +165,7 @@ def matmul_reduce_scatter(
       ...     mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
-      >>> dx = overlap.matmul_reduce_scatter([d_gate, d_up], [w_gate, w_up], "x", transpose_rhs=True)  # a sum of two
+      >>> dx = overlap.matmul_reduce_scatter([a, b], [v, w], "x")  # inside such a layer: a @ v + b @ w
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
