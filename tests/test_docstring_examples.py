@@ -66,7 +66,15 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "wait_timeout_s": dict,
 }
 # Per-shard operands, for lines that stand inside a layer.
-SHARDS = {"x_shard": (16, 64), "w_gate": (64, 64), "w_up": (64, 64)}
+SHARDS = {
+    "a": (64, 64),
+    "b": (64, 32),
+    "u": (64, 64),
+    "v": (32, 64),
+    "x_shard": (16, 64),
+    "w_gate": (64, 64),
+    "w_up": (64, 64),
+}
 
 
 def run(example: doctest.Example, names: dict[str, Any]) -> None:

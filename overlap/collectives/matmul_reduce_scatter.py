@@ -165,7 +165,7 @@ def matmul_reduce_scatter(
       ...     mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
-      >>> dx = overlap.matmul_reduce_scatter([a, b], [v, w], "x")  # inside such a layer: a @ v + b @ w
+      >>> dx = overlap.matmul_reduce_scatter([a, b], [u, v], "x")  # inside such a layer: a @ u + b @ v
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
