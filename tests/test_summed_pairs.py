@@ -19,6 +19,7 @@ from overlap.collectives.passenger import Passenger
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.primitives import copies, wait_stores_read
+from tests import assembly
 from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 from tests.protocol_cases import Kernel
@@ -323,3 +324,15 @@ def test_each_defect_shows(defect, monkeypatch):
     with pytest.raises((EmulationError, AssertionError)):
         for seed, completion in enumerate(("late", "eager", "random")):
             kernel.run(cores=2, scheduler="pct", seed=seed, completion=completion, step_limit=200_000)
+
+
+# --- Assembled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
+@pytest.mark.parametrize(("target", "processes"), [("h200", 2), ("b200", 1)])
+def test_a_gradient_assembles_without_spills(target, processes):
+    shape = 4096, 14336, 8192
+    case = assembly.Case("tests.assembly_products:gradient", 2, shape, "bf16", target, processes=processes)
+    report = assembly.assemble_case(case)[-1]
+    assert (report.name, report.spills, report.stack_frame_bytes) == ("overlap_matmul_reduce_scatter_m", 0, 0)

@@ -190,9 +190,11 @@ class AllGather(Operation):
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         # Chunks of a passenger are whole rows, or parts of 16 bytes. On the ring, devices read nothing of their peers.
+        # With a process per GPU passengers are lowered and assembled, but have not run yet: there XLA gathers.
         if passenger is not None:
             row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
-            if self.transport == "ring" or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
+            by_xla = self.transport == "ring" or jax.process_count() > 1
+            if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
                 passenger = None
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
