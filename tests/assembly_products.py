@@ -22,6 +22,19 @@ EPILOGUES = {
 }
 
 
+def pretend_processes(case: Case) -> None:
+    """Pretends that the job has as many processes as the case.
+
+    This process is alone, and the next case that it assembles may have another number of processes: so nothing that was
+    traced for this number may be kept.
+    """
+    from overlap.collectives import one_shot, scattered
+    from overlap.frame import primitive
+
+    one_shot.lands_in_an_operand = scattered.lands_in_an_operand = lambda: case.processes > 1
+    primitive.tracer_of.cache_clear()
+
+
 def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     """Returns a product of one device and its arguments.
 
@@ -132,7 +145,6 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     from jax.sharding import PartitionSpec as P
 
     import overlap
-    from overlap.collectives import one_shot, scattered
 
     options = dict(case.config)
     op, out, epilogue = options.pop("op"), options.pop("out"), options.pop("epilogue", None)
@@ -140,9 +152,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     rhs_dtype = options.pop("rhs_dtype", case.dtype)
     (m, n, k), size, (left, right) = case.shape, mesh.shape["x"], (letter == "t" for letter in layout)
     columns, whole, transport = op.endswith("_n"), op == "matmul_all_reduce", options.pop("transport", None)
-    # Pretend that the job has as many processes as the case. This process is alone, and the next case that it assembles
-    # may have another number of processes.
-    one_shot.lands_in_an_operand = scattered.lands_in_an_operand = lambda: case.processes > 1
+    pretend_processes(case)
     structs = [
         assembly.struct(mesh, (*batch, *((k, m) if left else (m, k))), case.dtype),
         assembly.struct(mesh, (n, k) if right else (k, n), rhs_dtype),
@@ -180,9 +190,8 @@ def gradient(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     from jax.sharding import PartitionSpec as P
 
     import overlap
-    from overlap.collectives import scattered
 
-    scattered.lands_in_an_operand = lambda: case.processes > 1
+    pretend_processes(case)
     (m, n, k), size, columns = case.shape, mesh.shape["x"], P(None, "x")
 
     def call(x: jax.Array, weights: list[jax.Array], d_outs: list[jax.Array]) -> Any:
