@@ -209,6 +209,28 @@ def test_a_gradient_of_a_gradient():
         assert_close(jax.jit(twice(fused))(*arrays), jax.jit(twice(plain))(*arrays))
 
 
+def test_a_gradient_that_is_wanted_in_f32():
+    """`jax.vmap` adds up in f32 what its elements share. Chunk buffers would then have another dtype than the rows."""
+    form = Gradient(16, 64, (24,))
+
+    def of_directions(function):
+        def loss(d_x, d_w, x, weights, d_outs):
+            def tangent(factor):
+                of_both = lambda x, w: function(x, [w], transpose_rhs=False)[0]  # noqa: E731
+                return jax.jvp(of_both, (x, weights[0]), (d_x, d_w * factor))[1]
+
+            return (jax.vmap(tangent)(jnp.arange(3, dtype=F16)).astype(F32) * d_outs[0]).sum()
+
+        body = lambda x, weights, d_outs: jax.grad(loss, (0, 1))(x, weights[0], x, weights, d_outs)  # noqa: E731
+        specs = form.specs
+        return jax.shard_map(body, mesh=make_mesh(x=2), in_specs=specs, out_specs=specs[:2], check_vma=False)
+
+    arrays = jax.tree.map(lambda x: x * jnp.asarray(0.125, x.dtype), form.arrays(2))
+    with emulate(cores=2) as run:
+        assert_close(jax.jit(of_directions(fused))(*arrays), jax.jit(of_directions(plain))(*arrays))
+    assert run.counts["launches"] > 0
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_clean_if_a_device_is_late(victim, monkeypatch):
     pull_last(monkeypatch, victim, devices=3)
@@ -228,7 +250,8 @@ def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementati
 
     monkeypatch.setattr(crossover, "verdict", verdict)
     x, q, k = struct(4096, 8192), struct(8192, 4096), struct(8192, 512)
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, x, [q, k, k], "x", mesh=H100S, with_backward=True)
+    asked = {"mesh": H100S, "with_backward": True, "preferred_element_type": jnp.dtype(BF16)}
+    choice = overlap.explain(overlap.all_gather_lhs_matmul, x, [q, k, k], "x", **asked)
     (backward,) = choice.backward
     assert choice.implementation == "fused" and backward.implementation == implementation
     assert "8192x8192x5120" in backward.reason and "`lhs` gathered beside it" in backward.plan

@@ -159,6 +159,8 @@ class _Shared[Each, EachScale](TypedDict, total=False):
 
 
 class _Keywords[Each, EachScale](_Shared[Each, EachScale], total=False):
+    """The keywords where each right operand has a result of its own."""
+
     activation: Callable[[jax.Array], jax.Array] | None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.choose import is_collecting
@@ -83,7 +84,9 @@ def _of_backward_pass(op: Callable[..., Any], args: Any, kwargs: dict[str, Any])
     """Traces the backward pass of a call of arrays or their types, and returns what its operations would run."""
     mesh, kwargs = kwargs.get("mesh"), {name: value for name, value in kwargs.items() if name != "mesh"}
     leaves, structure = jax.tree.flatten((args, kwargs))
-    places = [index for index, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
+    places = [
+        index for index, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    ]
 
     def gradient(*arrays: jax.Array) -> Any:
         given = dict(zip(places, arrays, strict=True))

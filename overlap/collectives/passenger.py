@@ -2,8 +2,9 @@
 
 A sum sends nothing until its first tiles are computed, and then less than the links could carry. So its communicators
 begin with chunks of the passenger, which they pull as a gather does (`communicator.py`). No tile reads the result, so
-no flag is raised for it. The backward pass of `all_gather_lhs_matmul` gathers its left operand like this, which the
-products for the cotangents of the right operands need.
+no flag is raised for it. The first handshake ensures that the peers' rows are there, and the second that they stay
+until all peers have read them. The backward pass of `all_gather_lhs_matmul` gathers its left operand like this, which
+the products for the cotangents of the right operands need.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ FLOAT16 = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 FLOAT8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 # The width of the widest swizzle in bytes. The tensor cores of every architecture can read rows of this width, and a
 # cache line has the same width.
-# The columns that each of several right operands has in a row in a tile (`hooks.SideBySide`).
-SIDE_COLUMNS = 64
 SWIZZLE_BYTES = 128
+# How many columns of each of several right operands follow each other in a tile (`hooks.SideBySide`).
+SIDE_COLUMNS = 64
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("cooperative", "pingpong"),
     "order_minor": ("m", "n"),

@@ -137,7 +137,8 @@ def _cut(
     """
     if type(arrays["rhs"]) in (list, tuple):
         raise NotImplementedError(
-            "the fused kernel takes one `rhs` outside `jax.shard_map` along Explicit axes: XLA runs"
+            "the fused kernel takes one `rhs` on arrays that are sharded along Explicit axes, got a "
+            f'{type(arrays["rhs"]).__name__}: call it inside `jax.shard_map`, or use implementation="xla"'
         )
     given = {name: x for name, x in arrays.items() if x is not None}
     operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
