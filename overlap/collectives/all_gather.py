@@ -190,11 +190,10 @@ class AllGather(Operation):
         transport = "ring" if self.transport == "ring" else "push"
         scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
         # Chunks of a passenger are whole rows, or parts of 16 bytes, and pass through buffers of the result's dtype. On
-        # the ring, devices read nothing of their peers. With a process per GPU passengers are lowered and assembled,
-        # but have not run yet. Else XLA gathers.
+        # the ring, devices read nothing of their peers. Else XLA gathers.
         if passenger is not None:
             row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
-            by_xla = self.transport == "ring" or jax.process_count() > 1 or passenger.dtype != dtype
+            by_xla = self.transport == "ring" or passenger.dtype != dtype
             if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
                 passenger = None
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
