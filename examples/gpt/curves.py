@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 from gpt.losses import Step
-from overlap.cli.picture import write_whole
 
 # Line widths, in the order of the runs. The first one is the widest, so that all curves are visible where they agree.
 _WIDTHS = (4.0, 2.2, 1.0)
@@ -48,7 +47,7 @@ def draw(runs: Mapping[str, Sequence[Step]], path: pathlib.Path, *, title: str) 
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-    write_whole(path, lambda temporary: figure.savefig(temporary, dpi=130, format="png"))
+    figure.savefig(path, dpi=130, format="png")
 
 
 def differences(reference: Sequence[Step], steps: Sequence[Step]) -> dict[int, float]:

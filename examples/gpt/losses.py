@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Iterator
 
 from gpt.devices import Refused
-from overlap.cli.picture import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class LossFile:
     def __init__(self, path: pathlib.Path, *, last_step: int) -> None:
         """Opens the file and removes the steps after `last_step`, the last checkpoint: they will be computed again."""
         kept = [step for step in read(path) if step.step <= last_step]
-        write_whole(path, lambda temporary: pathlib.Path(temporary).write_text("".join(map(_line, kept))))
+        path.write_text("".join(map(_line, kept)))
         self._file = path.open("a")
 
     def add(self, step: Step) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from gpt.corpus import VOCABULARY
 from gpt.devices import Axes, Refused
-from overlap.cli.arguments import finite_number, new_folder, old_file, one_of, whole_number
+from overlap.cli.arguments import finite_number, whole_number
 
 # Defaults: on CPU devices for a run of two minutes on two cores; on GPUs large enough to keep them busy; for emulated
 # kernels a run of some minutes. XLA multiplies bfloat16 slowly on CPUs, and the kernels take no float32.
@@ -88,14 +88,14 @@ def parser() -> argparse.ArgumentParser:
     size(model, "sequence", "tokens, that is bytes, that the model sees at once")
     model.add_argument(
         "--dtype",
-        type=one_of("bfloat16", "float32"),
+        choices=("bfloat16", "float32"),
         metavar="DTYPE",
         help="bfloat16 or float32, of products and activations; weights are float32 "
         "(default: float32 on CPU devices, bfloat16 on GPUs and with emulated kernels)",
     )
     model.add_argument(
         "--implementation",
-        type=one_of("auto", "fused", "xla"),
+        choices=("auto", "fused", "xla"),
         default="auto",
         metavar="NAME",
         help="fused, xla, or auto: for each product what was measured to be faster; without GPUs fused "
@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     training.add_argument("--seed", type=seed, default=0, metavar="N", help="of weights, text and batches (default: 0)")
     training.add_argument(
         "--text",
-        type=old_file,
+        type=pathlib.Path,
         nargs="+",
         default=[],
         metavar="FILE",
@@ -144,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
     run = parser.add_argument_group("the run")
     run.add_argument(
         "--out",
-        type=new_folder,
+        type=pathlib.Path,
         metavar="FOLDER",
         help="for checkpoints, losses and plot (default: out/train, or out/compare)",
     )
