@@ -18,6 +18,7 @@ from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import require_equal_parts, require_layout
 from overlap.tuning.progress import shown
+from overlap.tuning.settings import Settings
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             autotune.require_writable(arguments.out, "--out")
         target = _start(arguments)
         problems = _problems(arguments)
-        settings = search.Settings.for_platform(target.platform, arguments.max_configs)
+        settings = Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
             return _dry_run(problems, listed, settings)
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress,
                 found=outcomes.append,
             )
-    except (ValueError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, NotImplementedError) as error:
         refuse("tune", error)
         return 2
     finally:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             _print(outcomes, target, file, len(problems))  # pyright: ignore[reportPossiblyUnboundVariable]
     if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
         return 128 + ended_by
-    return int(any(outcome.result is None or outcome.unwritten for outcome in outcomes))
+    return int(any(outcome.result is None for outcome in outcomes))
 
 
 def _start(arguments: argparse.Namespace) -> Target:
@@ -103,7 +104,7 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     return list(problems)
 
 
-def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
+def _dry_run(problems: Sequence[Problem], target: Target, settings: Settings) -> int:
     """Prints the configurations that would be tried for each problem. Returns the exit status."""
     out = console()
     for problem in problems:
@@ -144,13 +145,7 @@ def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Pat
                 out.print(f"{outcome.problem.shape} {trial.name}: {trial.status}")
     if len(outcomes) < problems:
         out.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
-    text, why = autotune.unwritten(outcomes)
-    if text:
-        # Unchanged, so that the user can save it as a file.
-        out.print(f"tune: {file} could not be written ({why}). What it lacks, as a table:\n{text}", style="red")
-    else:
-        where = "Nothing was written: name a file with --out." if file is None else f"The results are in {file}"
-        out.print(where)
+    out.print("Nothing was written: name a file with --out." if file is None else f"The results are in {file}")
 
 
 _HEADINGS = ("problem", "configuration", "note", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried")
