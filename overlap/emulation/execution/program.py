@@ -20,6 +20,7 @@ from jax.extend import source_info_util
 
 from ..foundations import arithmetic
 from ..foundations.environment import Entry, value_of
+from ..foundations.equations import ArrayType, Atom, Equation
 from ..foundations.errors import NotEmulatedError
 from .references import RefPath
 
@@ -44,7 +45,7 @@ def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-def lines_of(eqn: Any) -> list[str]:
+def lines_of(eqn: Equation | None) -> list[str]:
     """Returns the lines in which an equation was traced, jax's own left out, innermost first."""
     if eqn is None:
         return []
@@ -62,7 +63,7 @@ class Instruction:
 
     __slots__ = ("_source", "eqn", "index", "name")
 
-    def __init__(self, index: int, name: str, eqn: Any):
+    def __init__(self, index: int, name: str, eqn: Equation | None):
         self.index, self.name, self.eqn = index, name, eqn
         self._source: str | None = None
 
@@ -145,7 +146,7 @@ class Decoder:
         self.program.template.append(value)
         return len(self.program.template) - 1
 
-    def constant(self, value: Any, aval: Any) -> int:
+    def constant(self, value: Any, aval: ArrayType) -> int:
         """Returns the entry of a constant, and makes one if there is none."""
         if arithmetic.is_plain(aval):
             value = np.asarray(value).item()
@@ -155,7 +156,7 @@ class Decoder:
             return self._constants[key]
         return self.new(np.asarray(value, aval.dtype) if hasattr(aval, "dtype") else value)
 
-    def read(self, atom: Any) -> int:
+    def read(self, atom: Atom) -> int:
         """Returns the entry of a variable or literal of a jaxpr."""
         if isinstance(atom, jex_core.Literal):
             return self.constant(atom.val, atom.aval)
@@ -167,14 +168,16 @@ class Decoder:
     def here(self) -> int:
         return len(self.program.functions)
 
-    def emit(self, function: Function, eqn: Any, name: str = "", *, visible: bool = False) -> int:
+    def emit(self, function: Function, eqn: Equation | None, name: str = "", *, visible: bool = False) -> int:
         """Appends an instruction, and returns its index.
 
         If it is `visible`, other threads can observe it, and the scheduler may stop a thread before it.
         """
         self.program.functions.append(function)
         self.program.visible.append(visible)
-        self.program.instructions.append(Instruction(self.here - 1, name or eqn.primitive.name.removesuffix("_p"), eqn))
+        self.program.instructions.append(
+            Instruction(self.here - 1, name or (eqn.primitive.name.removesuffix("_p") if eqn else ""), eqn)
+        )
         return self.here - 1
 
     def path(self, transforms: Any, *, clip: bool = False, multicast: bool = False) -> RefPath:
@@ -213,7 +216,7 @@ class Decoder:
         value = self.program.template[entry]
         return value if type(value) in (int, bool) else Entry(entry)
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Any) -> None:
+    def move(self, sources: Sequence[int], targets: Sequence[int], eqn: Equation) -> None:
         """Emits a copy of values. All values are read before any is written, as a loop's carry needs."""
         pairs = [(s, t) for s, t in zip(sources, targets) if s != t]
         if not pairs:
@@ -227,7 +230,7 @@ class Decoder:
 
         self.emit(run, eqn, "move")
 
-    def jump(self, eqn: Any) -> Callable[[int], None]:
+    def jump(self, eqn: Equation) -> Callable[[int], None]:
         """Emits a jump whose target is set later by the returned function."""
         target = [0]
 
@@ -255,14 +258,14 @@ class Decoder:
         return results
 
     @staticmethod
-    def _is_literal(atom: Any) -> bool:
+    def _is_literal(atom: Atom) -> bool:
         return isinstance(atom, jex_core.Literal)
 
-    def is_used(self, variable: Any) -> bool:
+    def is_used(self, variable: Atom) -> bool:
         """Whether anything in the jaxpr that is being decoded reads `variable`."""
         return variable in self._used
 
-    def _equation(self, eqn: Any) -> None:
+    def _equation(self, eqn: Equation) -> None:
         ins = [self.read(v) for v in eqn.invars]
         name = eqn.primitive.name.removesuffix("_p") if eqn.primitive.name != "copy_p" else "copy"
         handler = _HANDLERS.get(name)
@@ -274,7 +277,7 @@ class Decoder:
             raise NotEmulatedError(f"at {Instruction(0, name, eqn).source}: {reason}") from reason
         self.scope.update(zip(eqn.outvars, outs or ()))
 
-    def _compute(self, eqn: Any, ins: list[int]) -> list[int]:
+    def _compute(self, eqn: Equation, ins: list[int]) -> list[int]:
         """Emits an equation without side effects; returns the entries of its outputs."""
         if eqn.effects and not arithmetic.is_known(eqn):
             raise NotImplementedError(

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .equations import ArrayType, Equation
+
 # ---- scalars ---------------------------------------------------------------------------------------------------------
 
 
@@ -47,12 +49,12 @@ _IDENTITY = {
 }  # fmt: skip
 
 
-def is_plain(aval: Any) -> bool:
+def is_plain(aval: ArrayType) -> bool:
     """Whether the emulator keeps values of this type as Python ints and bools."""
     return getattr(aval, "shape", None) == () and getattr(aval, "dtype", None) is not None and _kind(aval) in "iub"
 
 
-def _kind(aval: Any) -> str:
+def _kind(aval: ArrayType) -> str:
     try:
         dtype = np.dtype(aval.dtype)
     except TypeError:
@@ -74,7 +76,7 @@ def _wrapper(dtype: Any) -> Callable[[Any], Any]:
     return wrap
 
 
-def _scalar(eqn: Any) -> Callable[..., Any] | None:
+def _scalar(eqn: Equation) -> Callable[..., Any] | None:
     name = eqn.primitive.name
     if len(eqn.outvars) != 1 or not all(is_plain(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return None
@@ -215,12 +217,12 @@ def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # ---- equations -------------------------------------------------------------------------------------------------------
 
 
-def is_known(eqn: Any) -> bool:
+def is_known(eqn: Equation) -> bool:
     """Whether an equation computes a value only, although jax may give it an effect, such as the use of a mesh axis."""
     return eqn.primitive.name in _ARRAY or eqn.primitive.name in _IDENTITY
 
 
-def _through_jax(eqn: Any) -> Callable[..., Any]:
+def _through_jax(eqn: Equation) -> Callable[..., Any]:
     primitive, params = eqn.primitive, eqn.params
     compiled = jax.jit(lambda *args: primitive.bind(*args, **params))
 
@@ -234,7 +236,7 @@ def _through_jax(eqn: Any) -> Callable[..., Any]:
     return run
 
 
-def implementation(eqn: Any) -> tuple[Callable[..., Any], bool]:
+def implementation(eqn: Equation) -> tuple[Callable[..., Any], bool]:
     """Returns (a function that computes an equation without side effects, whether it returns a list)."""
     scalar = _scalar(eqn)
     if scalar is not None:
@@ -254,7 +256,7 @@ def implementation(eqn: Any) -> tuple[Callable[..., Any], bool]:
         function = _no_params(np.divide)
     slow = _through_jax(eqn)
 
-    def finish(value: Any, aval: Any, plain: bool) -> Any:
+    def finish(value: Any, aval: ArrayType, plain: bool) -> Any:
         if plain:
             return np.asarray(value).item()
         return np.asarray(value, aval.dtype)

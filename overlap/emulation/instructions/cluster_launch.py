@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from ..execution.counted_writes import counted_write
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
+from ..foundations.equations import Equation
 from ..state import clusters
 
 _RESPONSE_BYTES = 16
@@ -33,7 +33,7 @@ class _Request:
 
 
 @handles("try_cluster_cancel")
-def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     result, barrier, *leaves = ins
     paths = []
@@ -78,7 +78,7 @@ def _try_cancel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("query_cluster_cancel")
-def _query(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     result, *leaves = ins
     tree = eqn.params["transforms_tree"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))

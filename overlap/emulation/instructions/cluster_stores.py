@@ -17,6 +17,7 @@ from ..execution.engines import REDUCTIONS
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
 from ..foundations.environment import value_of
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state import clusters
 from ..state.clusters import Cta
@@ -26,7 +27,7 @@ _WARPGROUP = 128  # CUDA threads
 
 
 @handles("async_store_smem")
-def _async_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     value, ref, barrier, index, *leaves = ins
     count = p["ref_transforms_treedef"].num_leaves

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state.sync import Meeting
 
@@ -25,7 +24,7 @@ from ..state.sync import Meeting
     "custom_lin",
     "remat2",
 )
-def _call(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _call(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
             return d.inline(eqn.params[key], ins)
@@ -33,7 +32,7 @@ def _call(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("cond")
-def _cond(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _cond(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     index, *operands = ins
     branches = eqn.params["branches"]
     outs = [d.new() for _ in eqn.outvars]
@@ -55,7 +54,7 @@ def _cond(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("while")
-def _while(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _while(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     carry = [d.new() for _ in ins[nc + nb :]]
@@ -76,7 +75,7 @@ def _while(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("scan")
-def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _scan(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     if "num_consts" in p:
         nconsts, ncarry = p["num_consts"], p["num_carry"]
@@ -130,7 +129,7 @@ def _scan(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("axis_index")
-def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _axis_index(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     name, is_warp = eqn.params["axis_name"], eqn.params["axis_name"] in d.warp_axes
     out = d.new()
 
@@ -151,7 +150,7 @@ def _axis_index(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("program_id")
-def _program_id(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _program_id(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     axis, out, names = eqn.params["axis"], d.new(), d.program.axis_names
 
     def run(thread: Thread) -> None:
@@ -162,7 +161,7 @@ def _program_id(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("num_programs")
-def _num_programs(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _num_programs(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return [d.new(d.program.axis_sizes[eqn.params["axis"]])]
 
 
@@ -170,7 +169,7 @@ def _num_programs(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("mpmd_map", "core_map")
-def _warp_map(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     meshes = eqn.params.get("meshes") or (eqn.params["mesh"],)
     jaxprs = eqn.params.get("jaxprs") or (eqn.params["jaxpr"],)
     if len(meshes) != 1 or type(meshes[0]).__name__ != "WarpMesh":

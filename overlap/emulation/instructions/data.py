@@ -10,6 +10,7 @@ import numpy as np
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
 from ..foundations import arithmetic
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
@@ -24,7 +25,7 @@ def _finish(value: np.ndarray, plain: bool) -> Any:
 
 
 @handles("get", "load")
-def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _get(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out, aval = d.new(), eqn.outvars[0].aval
@@ -41,7 +42,7 @@ def _get(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return [out]
 
 
-def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add: bool, read: bool) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *, add: bool, read: bool) -> list[int]:
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
@@ -65,24 +66,24 @@ def _store(d: Decoder, eqn: Any, ref: int, value: int, leaves: list[int], *, add
 
 
 @handles("swap")
-def _swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     # `ref[...] = x` is a swap whose result nobody uses. Such a swap reads nothing.
     return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
 
 
 @handles("store")
-def _plain_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _plain_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=False)[: len(eqn.outvars)]
 
 
 @handles("addupdate")
-def _addupdate(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _addupdate(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     _store(d, eqn, ins[0], ins[1], ins[2:], add=True, read=True)
     return []
 
 
 @handles("masked_load")
-def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _masked_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
 
@@ -100,7 +101,7 @@ def _masked_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("masked_swap")
-def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _masked_swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
@@ -117,7 +118,7 @@ def _masked_swap(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("mgpu_atomic_store")
-def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _atomic(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, value, *_ = d.unflatten_entries(eqn.params["args_tree"], ins)
     path = d.path(transforms)
     kind = getattr(eqn.params["atomic_type"], "name", str(eqn.params["atomic_type"])).lower()
@@ -139,7 +140,7 @@ def _atomic(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("wgmma_ref")
-def _wgmma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _wgmma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc, a, b, *leaves = ins
     trees = [eqn.params[f"{x}_transforms_tree"] for x in ("acc", "a", "b")]
     paths, at = [], 0
@@ -160,14 +161,14 @@ def _wgmma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("wgmma_wait")
-def _wgmma_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _wgmma_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     n = eqn.params["n"]
     d.emit(lambda thread: thread.machine.engine.wait_wgmma(thread, n), eqn, visible=True)
     return []
 
 
 @handles("wgmma_accumulator_deref")
-def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     (acc,) = ins
     wait_n, out = eqn.params.get("wait_n", 0), d.new()
 
@@ -188,7 +189,7 @@ def _accumulator_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("wgmma_accumulator_store")
-def _accumulator_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _accumulator_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc, value = ins
 
     def run(thread: Thread) -> None:
@@ -213,17 +214,17 @@ def _accumulator_store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     "debug_print",
     "debug_callback",
 )
-def _nothing(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _nothing(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return [d.new() for _ in eqn.outvars]
 
 
 @handles("layout_cast")
-def _same(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _same(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return ins[:1]
 
 
 @handles("delay")
-def _delay(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _delay(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     def run(thread: Thread) -> None:
         thread.polled = True
 

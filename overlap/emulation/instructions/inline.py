@@ -27,6 +27,7 @@ from ..execution.program import Decoder, Program, handles
 from ..execution.references import RefPath
 from ..execution.registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
 from ..foundations import ptx
+from ..foundations.equations import ArrayType, Equation
 from . import ptx_meaning, ptx_memory
 
 _NOTHING: frozenset[str] = frozenset()
@@ -73,7 +74,7 @@ class _Value:
 
 
 @handles("inline_mgpu")
-def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _inline(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     count = p["pytree_args"].num_leaves
     transforms = d.unflatten(p["pytree_ref_transforms"], ins[count:])
@@ -89,7 +90,7 @@ def _inline(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 class _Reader:
     """Decodes one call of inline code."""
 
-    def __init__(self, d: Decoder, eqn: Any, ins: list[int], transforms: list[Any]):
+    def __init__(self, d: Decoder, eqn: Equation, ins: list[int], transforms: list[Any]):
         self._d, self._eqn, self._ins, self._transforms = d, eqn, ins, transforms
         self._values: dict[Any, Any] = {}
         self._references: dict[Any, tuple[int, RefPath]] = {}
@@ -141,7 +142,7 @@ class _Reader:
         mask = (1 << (1 if dtype.kind == "b" else 8 * dtype.itemsize)) - 1
         return self._emit(lambda thread: int(thread.env[entry]) & mask, "argument", _NOTHING)
 
-    def _result(self, array: Any, aval: Any) -> int:
+    def _result(self, array: Any, aval: ArrayType) -> int:
         if not isinstance(array, mgpu.FragmentedArray) or aval.shape or array.registers.size != 1:
             raise Unreadable("a result is no scalar")
         value, dtype, out = self._values[array.registers.item()], np.dtype(aval.dtype), self._d.new()
@@ -313,7 +314,7 @@ def _module(types: list[Any]) -> tuple[Any, Any]:
     return module, function.regions[0].blocks.append(*types)
 
 
-def _is_reference(aval: Any) -> bool:
+def _is_reference(aval: ArrayType) -> bool:
     return hasattr(aval, "inner_aval")
 
 

@@ -16,6 +16,7 @@ from ..execution.engines import REDUCTIONS
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
 from ..foundations import arithmetic
+from ..foundations.equations import Equation
 from .signals import signal_device
 
 
@@ -25,7 +26,7 @@ def _views(thread: Thread, path: Any, buffer: Any, axes: Any) -> list[Any]:
 
 
 @handles("multimem_store")
-def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     value, ref, *leaves = ins
     tree, axes = eqn.params["transforms_tree"], eqn.params["collective_axes"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))
@@ -41,7 +42,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("multimem_load_reduce")
-def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
     tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
     path = d.path(() if tree is None else d.unflatten(tree, leaves))
@@ -69,7 +70,7 @@ def _load_reduce(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("semaphore_signal_multicast")
-def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, count = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, axes = d.path(transforms), d.leaf(count), eqn.params["collective_axes"]
     if not isinstance(amount, int):

@@ -32,7 +32,7 @@ _COMPARE = {
 _COMBINE = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
 
 
-def _arithmetic(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def _arithmetic(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     name, kind = i.name, i.modifiers[-1] if i.modifiers else ""
     bits = width_of(kind)
     form = i.modifiers[:-1]
@@ -68,13 +68,13 @@ def _arithmetic(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     return lambda thread: put(thread, function(a(thread), b(thread)) & mask)
 
 
-def _convert(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def _convert(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     to, of = i.modifiers
     put, get, mask = frame.set(i.operands[0]), typed(frame, i.operands[1], of), (1 << width_of(to)) - 1
     return lambda thread: put(thread, get(thread) & mask)
 
 
-def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     name, *combined, kind = i.modifiers
     if name not in _COMPARE or any(c not in _COMBINE for c in combined):
         raise Unreadable(f"{i.text!r} is not emulated")
@@ -103,7 +103,7 @@ def _compare(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
 # ---- control ---------------------------------------------------------------------------------------------------------
 
 
-def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Any], bool | None]:
+def branch(i: ptx.Instruction, place: list[int], here: int) -> Callable[[Thread], bool | None]:
     """Returns a function that jumps from the program's instruction `here` to `place[0]`.
 
     A jump backwards begins the next iteration of a loop. If that is a polling loop that finds nothing new, the thread
@@ -144,7 +144,7 @@ def _block(thread: Thread) -> bool:
     return thread.block(first, why)
 
 
-def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def _shuffle(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     """Returns a function that gives all lanes the value of lane 0, which is the value that an emulated thread has."""
     if i.modifiers != ("sync", "idx", "b32") or i.operands[2] != 0:
         raise Unreadable(f"{i.text!r} is not emulated")
@@ -166,7 +166,7 @@ _ARITHMETIC = {*_BINARY, "mad", "not", "mov", "selp"}
 VISIBLE = {"ld", "st", "atom", "red", "nanosleep"}
 
 
-def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Any], Any]:
+def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Thread], Any]:
     """Returns the function that runs an instruction other than a branch, without its guard.
 
     Args:
@@ -196,7 +196,7 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
     raise Unreadable(f"{i.text!r} is not emulated")
 
 
-def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Thread], Any]) -> Callable[[Thread], Any]:
     """Returns a function that calls `run` only if the instruction's guard lets the instruction run."""
     if i.guard is None:
         return run

@@ -120,7 +120,7 @@ def _require_order(thread: Thread, word: Semaphore, what: str, *, reads: bool) -
             )
 
 
-def load(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def load(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     if _is_plain_shared(i):
         return _load_shared(frame, i)
     order, scope, _, kind = _access(i)
@@ -196,7 +196,7 @@ def _store_bytes(thread: Thread, address: int, value: bytes, space: str) -> None
     view.array[:] = np.frombuffer(value, np.uint8)
 
 
-def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     target, address = i.operands
     if not isinstance(address, ptx.Address):
         raise Unreadable(f"{i.text!r}: the address is missing")
@@ -211,7 +211,7 @@ def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
     return run
 
 
-def store(frame: Frame, i: ptx.Instruction) -> Callable[[Any], None]:
+def store(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     is_shared = _is_plain_shared(i)
     order, scope, _, kind = ("weak", "", "", i.modifiers[-1]) if is_shared else _access(i)
     if order == "acquire":
@@ -252,7 +252,7 @@ def _new_value(operation: str, old: int, a: int, b: int, times: int, bits: int) 
     return {"exch": a, "max": max(old, a), "min": min(old, a), "and": old & a, "or": old | a}[operation]
 
 
-def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Any], None]:
+def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Thread], None]:
     order, scope, operation, kind = _access(i)
     target, address, *rest = i.operands if i.name == "atom" else (None, *i.operands)
     is_complete = bool(operation) and len(rest) == (2 if operation == "cas" else 1)
@@ -296,7 +296,7 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
     return run
 
 
-def fence(i: ptx.Instruction) -> Callable[[Any], None]:
+def fence(i: ptx.Instruction) -> Callable[[Thread], None]:
     words = i.modifiers
     if i.name == "membar" and len(words) == 1 and words[0] in ("cta", "gl", "sys"):
         words = ("sc", "gpu" if words[0] == "gl" else words[0])

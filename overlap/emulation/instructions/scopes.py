@@ -10,6 +10,7 @@ import numpy as np
 from ..execution import parameters
 from ..execution.machine import Machine, Thread
 from ..execution.program import Decoder, handles
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, cluster_arrivals
 from ..state.memory import Buffer, Cells, poison
@@ -111,7 +112,7 @@ def _label(name: str, index: tuple[int, ...]) -> str:
 
 
 @handles("get_global")
-def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     aval, out, key = eqn.params["what"], d.new(), ("global", d.here)
     position = sum(i.name == "get_global" for i in d.program.instructions)
     is_semaphore = "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
@@ -138,7 +139,7 @@ def _get_global(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("run_scoped")
-def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     axes = eqn.params["collective_axes"]
@@ -219,7 +220,7 @@ def _run_scoped(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("run_state")
-def _run_state(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     avals = [v.aval for v in inner.invars]

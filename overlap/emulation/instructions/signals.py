@@ -8,6 +8,7 @@ from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
 from ..foundations.environment import value_of
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state.memory import Cells
 from ..state.sync import MBarrier
@@ -17,12 +18,12 @@ _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives 
 # ---- mbarriers -------------------------------------------------------------------------------------------------------
 
 
-def _barrier_path(d: Decoder, eqn: Any, leaves: list[int]) -> RefPath:
+def _barrier_path(d: Decoder, eqn: Equation, leaves: list[int]) -> RefPath:
     return d.path(d.unflatten(eqn.params["transforms_treedef"], leaves))
 
 
 @handles("barrier_arrive")
-def _arrive(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _arrive(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ins, predicate = predicate_of(d, ins, eqn.params.get("has_user_predicate", False))
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
@@ -69,7 +70,7 @@ def _blocked_on(thread: Thread, barrier: MBarrier) -> bool:
 
 
 @handles("barrier_wait")
-def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
@@ -85,7 +86,7 @@ def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("barrier_arrive_and_wait")
-def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _arrive_and_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path = _barrier_path(d, eqn, leaves)
 
@@ -97,7 +98,7 @@ def _arrive_and_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("barrier_test")
-def _test(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     path, out = _barrier_path(d, eqn, leaves), d.new()
 
@@ -149,7 +150,7 @@ def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope:
 
 
 @handles("semaphore_signal")
-def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     ref, transforms, count, device_id, core = d.unflatten_entries(p["args_tree"], ins)
     if core is not None:
@@ -171,7 +172,7 @@ def _signal(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("semaphore_signal_parallel")
-def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _signal_parallel(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     # The signals are separate instructions, in the order given, so other threads may run between them.
     refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
@@ -187,7 +188,7 @@ def _signal_parallel(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("semaphore_wait")
-def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, count, decrement = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, take = d.path(transforms), d.leaf(count), d.leaf(decrement)
     if path.is_remote:
@@ -218,7 +219,7 @@ def _semaphore_wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("semaphore_read")
-def _semaphore_read(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _semaphore_read(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 

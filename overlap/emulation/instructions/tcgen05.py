@@ -16,6 +16,7 @@ from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
 from ..foundations.environment import value_of
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, twin
 from ..state.memory import Buffer, Cells
@@ -48,7 +49,7 @@ def _path(d: Decoder, tree: Any, leaves: list[int]) -> tuple[RefPath, list[int]]
 
 
 @handles("tcgen05_mma")
-def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     if p.get("sparse"):
         raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
@@ -80,7 +81,7 @@ def _mma(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("tcgen05_commit_arrive")
-def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     ins, predicate = predicate_of(d, ins, p.get("has_user_predicate", False))
     barrier, *leaves = ins
@@ -96,7 +97,7 @@ def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
     return []
 
 
-def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+def _copy(d: Decoder, eqn: Equation, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> list[int]:
     p = eqn.params
     smem, tmem, *leaves = ins
     source, leaves = _path(d, p["smem_tree"], leaves)
@@ -115,7 +116,7 @@ def _copy(d: Decoder, eqn: Any, ins: list[int], convert: Callable[[np.ndarray], 
 
 
 @handles("async_copy_smem_to_tmem")
-def _copy_operand(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _copy_operand(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return _copy(d, eqn, ins, lambda x: x)
 
 
@@ -132,5 +133,5 @@ def _unpack_scales(packed: np.ndarray) -> np.ndarray:
 
 
 @handles("async_copy_scales_to_tmem")
-def _copy_scales(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _copy_scales(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return _copy(d, eqn, ins, _unpack_scales)

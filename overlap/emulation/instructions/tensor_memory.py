@@ -13,6 +13,7 @@ import numpy as np
 
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..foundations.tensor_views import COLUMNS, LANES, columns_of
 from ..state.clusters import Cta
@@ -67,7 +68,7 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @handles("async_load")
-def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
     reduction = eqn.params.get("reduce")
@@ -86,7 +87,7 @@ def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("wait_load_tmem")
-def _wait_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _wait_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     def run(thread: Thread) -> None:
         for component, time in thread.tensor.loads:
             thread.knowledge.note(component, time)
@@ -97,7 +98,7 @@ def _wait_load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("async_store_tmem")
-def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, value, *leaves = ins
     path = d.path(d.unflatten(eqn.params["tree"], leaves))
 
@@ -114,7 +115,7 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("commit_tmem")
-def _commit(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
             if view is not None:

@@ -10,6 +10,7 @@ import jax
 from ..execution.engines import REDUCTIONS, Landing
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
+from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 from ..state import clusters, multicast
 from ..state.clusters import Cta
@@ -38,7 +39,7 @@ def check_counts_copies(barrier: MBarrier) -> None:
 
 
 @handles("copy_gmem_to_smem")
-def _load(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     axes = tuple(p.get("collective_axes") or ())
     tracking = p.get("leader_tracked") if axes else None
@@ -124,7 +125,7 @@ def _multicast(
 
 
 @handles("copy_smem_to_gmem")
-def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     p = eqn.params
     ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
     src, dst, *leaves = ins
@@ -165,19 +166,19 @@ def _store(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
 
 
 @handles("commit_group")
-def _commit_group(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _commit_group(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     d.emit(lambda thread: thread.machine.engine.commit(thread), eqn)
     return []
 
 
 @handles("wait_smem_to_gmem")
-def _wait(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     n, read_only = eqn.params["n"], eqn.params["wait_read_only"]
     d.emit(lambda thread: thread.machine.engine.wait_stores(thread, n, read_only), eqn, visible=True)
     return []
 
 
 @handles("commit_smem")
-def _commit_smem(d: Decoder, eqn: Any, ins: list[int]) -> list[int]:
+def _commit_smem(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     d.emit(lambda thread: thread.knowledge.fence_smem(), eqn, visible=True)
     return []
