@@ -99,7 +99,7 @@ def why_no_config(problem: Problem, target: Target) -> str:
 
 def _least_config(problem: Problem) -> Config:
     """Returns a configuration that every device has room for, so that its check names what the problem lacks."""
-    return default_config(problem.dtype, block_scaled=problem.block_scaled).replace(tile_n=64, stages=2)
+    return default_config(problem.dtype, block_scaled=problem.block_scaled).replace(tile_n=128, stages=2)
 
 
 def is_collecting() -> bool:
