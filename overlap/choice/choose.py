@@ -59,8 +59,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
                      file and the entry. If the entry was measured with other versions of jax or of this library than
                      run now, the text names both versions.
         "heuristic"  the model (`space.heuristic`)
-        "default"    the default configuration, because no configuration can run the problem. The check of the default
-                     configuration says why.
+        "default"    the smallest configuration, because none can run the problem. Its check says why.
     """
     active: Session | None = session.value
     if active is not None and heuristic(problem, target) is not None:
@@ -73,7 +72,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
         return entry.config, source
     config = heuristic(problem, target)
     if config is None:
-        return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
+        return _least_config(problem), "default"
     # A session collects the problems in order to tune them, so inside a session this message is not logged.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
@@ -92,10 +91,15 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
 def why_no_config(problem: Problem, target: Target) -> str:
     """Says why no configuration of the fused kernel can run a problem (`space.candidates` is empty)."""
     try:
-        problem.check(default_config(problem.dtype, block_scaled=problem.block_scaled), target)
+        problem.check(_least_config(problem), target)
     except (ValueError, NotImplementedError) as error:
         return str(error)
     return "no configuration of the search fits this problem"
+
+
+def _least_config(problem: Problem) -> Config:
+    """Returns a configuration that every device has room for, so that its check names what the problem lacks."""
+    return default_config(problem.dtype, block_scaled=problem.block_scaled).replace(tile_n=128, stages=2)
 
 
 def is_collecting() -> bool:
