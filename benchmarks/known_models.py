@@ -26,7 +26,7 @@ from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, new_file, whole_number
+from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -128,7 +128,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = command.tool_parser("known_models", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
-    tasks.add_argument("--out", type=new_file, required=True, help="the task file to write")
+    tasks.add_argument("--out", type=pathlib.Path, required=True, help="the task file to write")
     add_gpu(tasks)
     tasks.add_argument("--limit", type=whole_number(1), help="write only the first LIMIT problems")
     table = commands.add_parser("table", help="write the table that is shipped")

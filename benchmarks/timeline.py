@@ -35,7 +35,7 @@ from overlap import Config, emulation
 from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.cli import ending, trace_files
-from overlap.cli.arguments import WrongArguments, new_file, shape
+from overlap.cli.arguments import WrongArguments, shape
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
 from overlap.tuning.operations import OPERATIONS
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     condenser = verbs.add_parser("condense", help="make the small file of recorded traces")
     for each in (recorder, condenser):
         each.add_argument("--raw", type=pathlib.Path, required=True, metavar="DIR", help="the folder of the traces")
-        each.add_argument("--out", type=new_file, required=True, help="the small file to write, .json")
+        each.add_argument("--out", type=pathlib.Path, required=True, help="the small file to write, .json")
     drawer = verbs.add_parser("draw", help="draw the small file")
     drawer.add_argument(
         "file", type=pathlib.Path, help="the small file; the pictures get its name, -light.svg, -dark.svg"

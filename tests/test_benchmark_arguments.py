@@ -93,7 +93,6 @@ def test_a_table_refuses_by_name_what_makes_no_sense(here, capsys, line, named):
         *((f"configurations --tasks file --out new --{name} 0", f"--{name}") for name in
           ("workers", "gpus", "samples")),
         ("crossover missing --out new", "missing: No such file"),
-        ("crossover file --out .", "--out: must name a file, got the folder"),
         ("crossover file --out new", "file is no result of a benchmark"),
         ("fit_model --times missing", "missing: No such file"),
         ("fit_model --judge --times file", "file holds no times"),
