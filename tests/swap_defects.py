@@ -149,7 +149,7 @@ INJECTED = {
         plan({"rows = loaded if": "rows = loaded - 8 if"}),
     ),
     "store before it is read": ("one", "buffers.out", replace(store, "wait_stores_read", NOTHING)),
-    "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
+    "a store less": ("one", "buffers.out", stores({"read(0)": "read(1)"})),
     "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
     "addend as it lies": (
         "square addend",

@@ -73,7 +73,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
         return entry.config, source
     config = heuristic(problem, target)
     if config is None:
-        return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
+        return default_config(block_scaled=problem.block_scaled), "default"
     # A session collects the problems in order to tune them, so inside a session this message is not logged.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
@@ -92,7 +92,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
 def why_no_config(problem: Problem, target: Target) -> str:
     """Says why no configuration of the fused kernel can run a problem (`space.candidates` is empty)."""
     try:
-        problem.check(default_config(problem.dtype, block_scaled=problem.block_scaled), target)
+        problem.check(default_config(block_scaled=problem.block_scaled), target)
     except (ValueError, NotImplementedError) as error:
         return str(error)
     return "no configuration of the search fits this problem"

@@ -262,13 +262,13 @@ class _Body:
         lefts, *_ = self.refs.inputs
         block, batch = self._block(tile, "m"), tile.batch if lefts[0].shape[0] > 1 else 0
         where = (batch, slice(None), block) if self.plan.layouts.transpose_lhs else (batch, block)
-        return of_pairs([lhs.at[where] for lhs in lefts], self.steps, self.kernel.config.tile_k)
+        return of_pairs([lhs.at[where] for lhs in lefts], self.steps)
 
     def _rhs_of(self, tile: Tile) -> GmemRef | ByKStep:
         _, rights, *_ = self.refs.inputs
         block = self._block(tile, "n")
         where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
-        return of_pairs([rhs.at[where] for rhs in rights], self.steps, self.kernel.config.tile_k)
+        return of_pairs([rhs.at[where] for rhs in rights], self.steps)
 
     def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
