@@ -38,6 +38,8 @@ RESERVE = Registers(compute=16, transfer=8)
 # The index arithmetic of some gathers uses all registers of the transfer threads: about one in thirty with swapped
 # operands (of 340), one of twelve with "pingpong", one of six with gathered weights and cut tiles. None of them spills.
 RESERVE_OF_GATHERS = Registers(compute=16, transfer=0)
+# The largest tiles of two transposed operands with the whole epilogue: of some members fewer than 16 are left.
+RESERVE_OF_TRANSPOSED = Registers(compute=8, transfer=8)
 # With jax 0.12, the largest tiles with a full epilogue spill at most these bytes (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
 # The shapes have whole and ragged tiles, few and many tiles, one and several k steps. Plain products have a batch too.
@@ -184,6 +186,8 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     kernel = member.kernel
     crowded = kernel.swapped or kernel.schedule == "pingpong" or (kernel.op in GATHER_RHS and kernel.cuts)
     reserve = RESERVE_OF_GATHERS if kernel.pulls and crowded else RESERVE
+    if kernel.layout == "tt" and kernel.epilogue and kernel.tile_m * kernel.tile_n >= 128 * 256:
+        reserve = RESERVE_OF_TRANSPOSED
     # A division by a variable is a function call. With such a call jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
     checks = {

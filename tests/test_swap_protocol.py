@@ -169,7 +169,6 @@ PROGRAMS = {
     "blocks": lambda: launched(BLOCKS, (208, 128, 128)),
     "blocks, addend": lambda: launched(BLOCKS, (208, 128, 128), "addend"),
     "blocks, scales": lambda: launched(BLOCKS, (208, 128, 128), "scales"),
-    "wide": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
     # One whole tile, then three CTAs (or clusters): two with pieces of the last tile, one idle.
     "cut": lambda: launched(CUT, (104, 1024, 256), cores=CORES["cut"]),
