@@ -15,7 +15,7 @@ from overlap.choice import dispatch, model, space
 from overlap.choice.problem import Problem
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
-from overlap.emulation.races import RaceDetector
+from overlap.emulation.state.races import RaceDetector
 from tests import assembly, oracle, several_sides_cases
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of

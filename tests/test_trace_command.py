@@ -19,7 +19,8 @@ from benchmarks import timeline_picture
 from overlap.choice.problem import Problem
 from overlap.cli import main, trace_files
 from overlap.cli import trace as trace_command
-from overlap.emulation import emulate, registers
+from overlap.emulation import emulate
+from overlap.emulation.execution import registers
 from overlap.primitives.marks import ROWS, WORDS, Work
 from overlap.tuning import clocks, trace
 from overlap.tuning.clocks import Offset

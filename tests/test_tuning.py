@@ -283,7 +283,11 @@ def test_a_miss_is_logged_once_with_the_command_that_mends_it(caplog):
 
 def test_what_no_configuration_can_run_gets_the_default_in_silence(caplog):
     with caplog.at_level(logging.INFO, "overlap"):
-        for of, target in ((problem(dtype="float32"), H200), (problem(), Target("gpu", "NVIDIA A100", 108))):
+        odd = [problem("1024x50257x4096", op=op, devices=4) for op in ("matmul_all_reduce", "matmul_reduce_scatter")]
+        wide = [dataclasses.replace(of, out_dtype="float32") for of in odd]  # Large tiles have no room for these.
+        b200 = Target("gpu", "NVIDIA B200", 148)
+        cases = [(of, target) for of in (*odd, *wide) for target in (H200, b200)]
+        for of, target in (*cases, (problem(dtype="float32"), H200), (problem(), Target("gpu", "NVIDIA A100", 108))):
             config, source = choice(of, target)
             assert source == "default"
             with pytest.raises(NotImplementedError):

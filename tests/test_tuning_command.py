@@ -23,7 +23,7 @@ import overlap
 from overlap.choice import choose, tables
 from overlap.choice.problem import Problem
 from overlap.cli import main, tune_arguments
-from overlap.emulation import interrupt
+from overlap.emulation.foundations import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import progress, search

@@ -20,7 +20,7 @@ import overlap
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
-from overlap.emulation.sequence import World
+from overlap.emulation.entry.sequence import World
 from overlap.kernels.config import Config
 from overlap.kernels.target import current_target
 from overlap.tuning import interrupt, search

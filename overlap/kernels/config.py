@@ -161,8 +161,3 @@ class Config:
     def replace(self, **fields: Any) -> Config:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **fields)
-
-
-def default_config(*, block_scaled: bool = False) -> Config:
-    """Returns the configuration for large problems. With block scales a tile has fewer columns."""
-    return Config(tile_n=128 if block_scaled else Config.tile_n)
