@@ -77,14 +77,14 @@ class Task:
     def from_json(line: str) -> Task:
         """Reads a task from `line`, as `to_json` writes it."""
         given = json.loads(line)
-        configs = tuple(Config.of(**fields) for fields in given["configs"])
+        configs = tuple(Config(**fields) for fields in given["configs"])
         return Task(Problem(**given["problem"]), configs, given["xla"])
 
 
 def changed(config: Config) -> dict[str, Any]:
     """Returns the fields of `config` whose values differ from the defaults (`Config()`), with these values."""
-    usual = Config().fields
-    return {name: value for name, value in config.fields.items() if value != usual[name]}
+    usual = vars(Config())
+    return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
 @functools.cache

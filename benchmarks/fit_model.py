@@ -135,7 +135,7 @@ def load(path: pathlib.Path, gpu: str = "h200") -> Times:
     for row in _rows(path):
         given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
         given |= {name: int(row[name]) for name in ("m", "n", "k")}
-        config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
+        config = None if row["config"] == XLA else Config(**json.loads(row["config"]))
         if row["status"] == "ok":
             problem = Problem(**given)
             launch_ms = float(row.get("launch_ms", _USUAL_LAUNCH_MS))

@@ -56,7 +56,7 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
     content = {"measured": not dry_run, "op": problem.op, "sizes": [problem.m, problem.n, problem.k], "facts": facts}
     (raw / "facts.json").write_text(json.dumps(content, indent=1))
     mesh = mesh_of(jax.devices()[: problem.devices])
-    operands, config = draw_operands(problem, mesh, 0), Config.of(tile_n=128) if dry_run else None
+    operands, config = draw_operands(problem, mesh, 0), Config(tile_n=128) if dry_run else None
 
     def marks() -> None:
         made = trace.record(problem, operands, mesh, config, _MARKS_OF_A_ROLE, emulated=dry_run)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from overlap.collectives.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
-    from overlap.kernels.config import Config, PullSizes
+    from overlap.kernels.config import Config
     from overlap.sharded.matmul import sharded_matmul
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "Explanation",
-    "PullSizes",
     "all_gather_lhs_matmul",
     "all_gather_rhs_matmul",
     "autotune",
@@ -48,7 +47,6 @@ __all__ = [
 _HOMES = {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
-    "PullSizes": "kernels.config",
     "all_gather_lhs_matmul": "collectives.all_gather_matmul",
     "all_gather_rhs_matmul": "collectives.all_gather_rhs_matmul",
     "autotune": "tuning.autotune",

@@ -265,8 +265,8 @@ def of_pair(change):
     """Changes what a k step of a pair loads: `change(refs, which, k)` returns these three."""
 
     def defect(patch):
-        def where(refs, steps, tile_k):
-            found = scattered_operands.of_pairs(refs, steps, tile_k)
+        def where(refs, steps):
+            found = scattered_operands.of_pairs(refs, steps)
 
             def changed(k_step):
                 one, k = found.where(k_step)

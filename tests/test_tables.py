@@ -102,7 +102,7 @@ def test_many_bad_entries_are_one_warning(caplog):
 
 
 def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
-    stages = lambda number, **changes: line(config=Config(stages=number).fields, **changes)  # noqa: E731
+    stages = lambda number, **changes: line(config=vars(Config(stages=number)), **changes)  # noqa: E731
     path = write(stages(2), stages(3), stages(4, complete=False))
     with caplog.at_level(logging.WARNING, "overlap"):
         assert explained().config == Config(stages=3)
@@ -113,7 +113,7 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
 
 def test_an_entry_whose_configuration_cannot_run_is_named(caplog, monkeypatch):
     monkeypatch.setattr(crossover, "verdict", lambda *_: (False, "faster"))
-    write(line(config=Config(tile_m=256, tile_n=256).fields))
+    write(line(config=vars(Config(tile_m=256, tile_n=256))))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):
             assert explained().source == "heuristic"
@@ -173,7 +173,7 @@ def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each,
 def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
     """Such sizes follow the rules of a table; whether the kernel supports them, the kernel itself says."""
     largest = 2**31 - 1
-    write(line(config=Config.of(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest).fields))
+    write(line(config=vars(Config(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest))))
     assert explained().config.order_width == largest
     operands = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 4096), (4096, 8192)))
     with jax.sharding.use_abstract_mesh(ON_H200):

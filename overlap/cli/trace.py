@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -14,7 +15,7 @@ from overlap.cli import trace_files
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, refuse, show
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
-from overlap.kernels.config import Config, default_config
+from overlap.kernels.config import Config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
 from overlap.tuning.operations import require_layout
@@ -74,17 +75,17 @@ def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Pro
     return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
 
 
-def _config(fields: dict[str, int | str | bool] | None) -> Config | None:
+def _config(fields: dict[str, Any] | None) -> Config | None:
     """A configuration with these fields; None if none are given."""
     if fields is None:
         return None
-    known = Config().fields
+    known = vars(Config())
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"--config: overlap.Config has no field {name!r}; it has {', '.join(known)}")
         if type(value) is not type(known[name]):
             raise ValueError(f"--config: {name} must be of the type of {known[name]!r}, got {value!r}")
-    return Config.of(**fields)
+    return Config(**fields)
 
 
 def _mesh(problem: Problem, arguments: argparse.Namespace, emulated_because: str | None) -> jax.sharding.Mesh:
@@ -108,7 +109,7 @@ def _record(
         return trace.record(problem, operands, mesh, config, trace_files.CAPACITY)
     # These two settings resemble hardware most: copies complete at random times, and threads take turns.
     with emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin") as emulated:
-        config = config or default_config(problem.dtype).replace(tile_n=_EMULATED_TILE_N)
+        config = config or Config(tile_n=_EMULATED_TILE_N)
         recorded = trace.record(problem, operands, mesh, config, trace_files.CAPACITY, emulated=True)
     emulated.check()
     return recorded

@@ -28,6 +28,7 @@ from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
 from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import block_scales, epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -68,7 +69,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     )
     if schedule.batch_size == 1:
         batch = []
-    work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
+    work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, tile_k(lhs.dtype)))
     row_scale = _padded_row_scale(operands.row_scale, schedule, plan, group)
     rows_of_batch = lhs.reshape(*batch, m_shard, k)
     inputs = Inputs(rows_of_batch, operands.rhs_list, plan.vectors(operands, row_scale), blocks)

@@ -26,6 +26,7 @@ from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import LaunchPlan, Operands
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -134,7 +135,7 @@ class _Body:
         lhs_gmem, schedule = self.refs.inputs.lhs, self.schedule
         self._wait_for_block(self.refs.flags[0], tile, k_step)
         if schedule.along == "n":
-            return lhs_gmem, k_step * self.kernel.config.tile_k
+            return lhs_gmem, k_step * tile_k(self.kernel.types.dtype)
         step, row = schedule.rows_of_k_step(tile.step, k_step)
         shard = schedule.shard(self.me, step)
         return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row

@@ -40,6 +40,7 @@ from overlap.collectives.gather_refs import Inputs, Outputs
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
 from overlap.kernels import epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -71,7 +72,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0])
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
-    work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, config.tile_k))
+    work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))
     out_types = Outputs(
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in plan.result_widths(of_rows)],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),

@@ -153,13 +153,13 @@ class _Body:
         return Tile(0, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        inputs, tile_k = self.refs.inputs, self.kernel.config.tile_k
+        inputs = self.refs.inputs
         lefts, vectors, addends = inputs.lefts, inputs.vectors, inputs.addends
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         return Hooks(
-            load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps, tile_k)),
-            rhs_at=lambda tile: of_pairs(inputs.rights, self.steps, tile_k),
+            load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps)),
+            rhs_at=lambda tile: of_pairs(inputs.rights, self.steps),
             out_at=lambda tile: out_gmem.at[tile.batch],
             communicate=self._look_for_peers,
             addend_at=(lambda tile: _of_batch(addends[0], tile)) if addends else None,

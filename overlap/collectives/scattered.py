@@ -263,12 +263,12 @@ class _Body:
         lefts = self.refs.inputs.lefts
         block, batch = self._block(tile, "m"), tile.batch if lefts[0].shape[0] > 1 else 0
         where = (batch, slice(None), block) if self.plan.layouts.transpose_lhs else (batch, block)
-        return of_pairs([lhs.at[where] for lhs in lefts], self.steps, self.kernel.config.tile_k)
+        return of_pairs([lhs.at[where] for lhs in lefts], self.steps)
 
     def _rhs_of(self, tile: Tile) -> GmemRef | ByKStep:
         block = self._block(tile, "n")
         where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
-        return of_pairs([rhs.at[where] for rhs in self.refs.inputs.rights], self.steps, self.kernel.config.tile_k)
+        return of_pairs([rhs.at[where] for rhs in self.refs.inputs.rights], self.steps)
 
     def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)

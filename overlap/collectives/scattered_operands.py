@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels import epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.kernels.launch import sealed
 from overlap.primitives import addresses
@@ -111,14 +111,13 @@ def in_blocks(
 
 def k_steps(operands: Operands, plan: LaunchPlan) -> list[int]:
     """Returns the number of k steps of each pair of operands. A tile goes through the pairs one after the other."""
-    config: Any = plan.config
-    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], config.tile_k) for lhs in operands.lefts]
+    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], tile_k(lhs.dtype)) for lhs in operands.lefts]
 
 
-def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int], tile_k: int) -> GmemRef | ByKStep:
+def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int]) -> GmemRef | ByKStep:
     """Returns an operand of a tile, given the references that hold it for each pair.
 
-    Where k of a pair is no multiple of `tile_k`, its last step is filled up with zeros, as at the end of any operand.
+    Where k of a pair is no multiple of a k step's, its last step is filled up with zeros, as at the end of any operand.
     """
     if len(refs) == 1:
         return refs[0]
@@ -128,7 +127,7 @@ def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int], tile_k: int) -> Gmem
         for pair, start in enumerate(itertools.accumulate(steps[:-1]), 1):
             which = jnp.where(k_step >= start, pair, which)
             first = jnp.where(k_step >= start, start, first)
-        return OneOf(refs, which), (k_step - first) * tile_k
+        return OneOf(refs, which), (k_step - first) * tile_k(refs[0].dtype)
 
     return ByKStep(where)
 

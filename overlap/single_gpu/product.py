@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from overlap.frame import by_xla
 from overlap.frame.operands import LaunchPlan, Operands, sizes
 from overlap.kernels import block_scales, epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Hooks, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -38,7 +39,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     batch, m, (n, *_), k = sizes(operands, plan.layouts)
     batches, types = batch or 1, plan.types(operands, m)
     order = TileOrder.of(m, types.sides * n, config)
-    k_steps = ceil_div(ceil_div(k, config.tile_k), split)
+    k_steps = ceil_div(ceil_div(k, tile_k(types.dtype)), split)
     work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
