@@ -23,7 +23,7 @@ import overlap
 from overlap.choice.problem import Problem
 from overlap.cli import arguments, demo, doctor, ending, main, picture, spans, tables
 from overlap.kernels.target import emulating
-from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.operations import call_operation
 from overlap.tuning.programs import Call
 from tests.command import run_overlap
 
@@ -108,7 +108,7 @@ def test_demo_on_more_devices_than_are_emulated(monkeypatch, capsys):
 
 
 def _xla(problem: Problem) -> Call:
-    return lambda lhs, rhs: OPERATIONS[problem.op].call(problem, lhs, rhs, None, "xla")
+    return lambda lhs, rhs: call_operation(problem, lhs, rhs, None, "xla")
 
 
 def _on_gpus(monkeypatch, fused: Callable[[Problem], Call]) -> list[str]:

@@ -30,7 +30,7 @@ from overlap.choice.problem import Problem
 from overlap.cli import picture, tables
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.cli.spans import Span, spans_of
-from overlap.tuning.operations import OPERATIONS, product
+from overlap.tuning.operations import call_operation, product
 from overlap.tuning.programs import (
     Call,
     call_program,
@@ -168,10 +168,9 @@ def _of(problem: Problem, devices: int) -> Problem:
 
 
 def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
-    call = OPERATIONS[problem.op].call
     return {
-        "fused": lambda lhs, rhs: call(problem, lhs, rhs, config, "fused"),
-        "xla": lambda lhs, rhs: call(problem, lhs, rhs, None, "xla"),
+        "fused": lambda lhs, rhs: call_operation(problem, lhs, rhs, config, "fused"),
+        "xla": lambda lhs, rhs: call_operation(problem, lhs, rhs, None, "xla"),
     }
 
 

@@ -16,9 +16,10 @@ from overlap.cli import tables, trace_files
 from overlap.cli.arguments import new_file
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.kernels.config import Config, default_config
+from overlap.kernels.operations import BY_NAME
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
-from overlap.tuning.operations import OPERATIONS, require_layout
+from overlap.tuning.operations import require_layout
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
@@ -84,8 +85,8 @@ def _picture(arguments: argparse.Namespace) -> pathlib.Path:
 
 def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Problem:
     """The problem that the arguments describe, with `devices` not set yet."""
-    if arguments.op not in OPERATIONS:
-        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+    if arguments.op not in BY_NAME:
+        raise ValueError(f"--op must be one of {', '.join(BY_NAME)}, got {arguments.op!r}")
     require_layout(arguments.op, arguments.layout, "--layout")
     if arguments.op == "matmul" and arguments.devices not in (None, 1):
         raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")

@@ -16,9 +16,10 @@ from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import tables
+from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
-from overlap.tuning.operations import OPERATIONS, require_equal_parts, require_layout
+from overlap.tuning.operations import require_equal_parts, require_layout
 from overlap.tuning.progress import shown
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
@@ -82,8 +83,8 @@ def _refused(errors: Console, error: Exception) -> int:
 
 def _start(arguments: argparse.Namespace) -> Target:
     """Chooses the GPUs, or emulated devices if there are no GPUs. Returns what kind of device they are."""
-    if arguments.op not in OPERATIONS:
-        raise ValueError(f"--op must be one of {', '.join(OPERATIONS)}, got {arguments.op!r}")
+    if arguments.op not in BY_NAME:
+        raise ValueError(f"--op must be one of {', '.join(BY_NAME)}, got {arguments.op!r}")
     if not _compat.backends_are_initialized():
         if not _cuda.visible_gpus():
             if (arguments.devices or 0) > _MOST_EMULATED:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.tuning.effort import Effort
-from overlap.tuning.operations import OPERATIONS, gathered_first, specs, unfused
+from overlap.tuning.operations import call_operation, gathered_first, specs, unfused
 from overlap.tuning.programs import Call, call_program, draw_operands, error_program, loop_program, mesh_of
 from overlap.tuning.timing import Loop
 
@@ -36,7 +36,6 @@ class Bench:
         if len(devices) != problem.devices:
             raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
         self.problem, self.effort, self._seed = problem, effort, seed
-        self.operation = OPERATIONS[problem.op]
         self.iterations = effort.iterations(problem)
         self.mesh = mesh_of(devices)
         drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, seed))
@@ -55,7 +54,7 @@ class Bench:
 
     def _call(self, config: Config | None) -> Call:
         implementation = "xla" if config is None else "fused"
-        return lambda lhs, rhs: self.operation.call(self.problem, lhs, rhs, config, implementation)
+        return lambda lhs, rhs: call_operation(self.problem, lhs, rhs, config, implementation)
 
     # --- What the search calls ----------------------------------------------------------------------------------------
 
