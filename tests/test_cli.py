@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap.cli import OPS, demo, doctor, ending, main, trace_files
+from overlap.cli import demo, doctor, ending, main, trace_files
 from overlap.kernels.target import emulating
 from overlap.tuning import trace
 from overlap.tuning.programs import draw_operands, mesh_of
@@ -119,9 +119,6 @@ def test_the_picture_shows_whose_rows_are_multiplied(gpu, tmp_path):
 
 
 # --- The command ------------------------------------------------------------------------------------------------------
-
-
-def test_the_operations_on_the_command_line_are_those_that_can_be_measured():
 
 
 def test_demo_without_rich(monkeypatch, capsys):
