@@ -86,7 +86,7 @@ class Entry:
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as a JSON object, which is one line of a table's file."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": vars(self.config)}
+        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": dataclasses.asdict(self.config)}
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
