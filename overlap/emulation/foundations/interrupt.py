@@ -122,7 +122,7 @@ def _handle(number: int, frame: Any) -> None:
     signal.default_int_handler(number, frame)
 
 
-# By this attribute, code that replaces Python's own handler for a while (`overlap.tuning.interrupt`) knows that it may
+# By this attribute, code that replaces Python's own handler for a while (`overlap.tuning.stop`) knows that it may
 # replace this handler too.
 _handle.raises_keyboard_interrupt = True  # pyright: ignore[reportFunctionMemberAccess]
 

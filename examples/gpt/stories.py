@@ -1,39 +1,27 @@
-"""The text to train on, as bytes: short English stories that are made from a seed and count correctly; or given files.
+"""The text of examples/train.py, as bytes: short English stories that are made from a seed and count correctly.
 
 The stories are made here, from the words below, so nothing is downloaded and no license applies. They are regular
 enough that a small model learns to spell within a few hundred steps. After that the model can still learn who is
-spoken of, and how many things there are. A token is a byte, so the vocabulary has 256 entries.
+spoken of, and how many things there are.
 """
 
 from __future__ import annotations
 
-import pathlib
 import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-VOCABULARY = 256
-
-_PEOPLE = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Lena", "Oscar")
+_PEOPLE = ["Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Henry", "Ida", "Jonas", "Lena", "Oscar"]
 _SHE = {"Anna", "Clara", "Emma", "Greta", "Ida", "Lena"}
-_THINGS = (
-    ("apple", "apples"), ("pear", "pears"), ("coin", "coins"), ("stone", "stones"), ("book", "books"), ("egg", "eggs"),
-    ("nut", "nuts"), ("shell", "shells"), ("candle", "candles"), ("stamp", "stamps"), ("button", "buttons"),
-)  # fmt: skip
+_THINGS = ["apple", "pear", "coin", "stone", "book", "egg", "nut", "shell", "candle", "stamp", "button"]
 _PLACES = (
-    "in the garden",
-    "at the market",
-    "on the beach",
-    "in the kitchen",
-    "by the river",
-    "at school",
-    "in the wood",
-)
-_TIMES = ("In the morning", "At noon", "In the evening", "On Monday", "On Friday", "In spring", "Last winter")
-_WEATHER = ("the sun shines", "it is raining", "a cold wind blows", "it is warm and quiet", "snow is falling")
-_CONTAINERS = ("basket", "box", "bag", "drawer", "bowl")
-_FEELINGS = ("happy", "tired", "proud", "surprised", "content", "hungry")
+    "in the garden", "at the market", "on the beach", "in the kitchen", "by the river", "at school", "in the wood",
+)  # fmt: skip
+_TIMES = ["In the morning", "At noon", "In the evening", "On Monday", "On Friday", "In spring", "Last winter"]
+_WEATHER = ["the sun shines", "it is raining", "a cold wind blows", "it is warm and quiet", "snow is falling"]
+_CONTAINERS = ["basket", "box", "bag", "drawer", "bowl"]
+_FEELINGS = ["happy", "tired", "proud", "surprised", "content", "hungry"]
 _NUMBERS = (
     "no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
@@ -58,8 +46,8 @@ class _Words:
         return word
 
 
-def _count(number: int, thing: tuple[str, str]) -> str:
-    return f"{_NUMBERS[number]} {thing[0] if number == 1 else thing[1]}"
+def _count(number: int, thing: str) -> str:
+    return f"{_NUMBERS[number]} {thing}{'' if number == 1 else 's'}"
 
 
 def _pronoun(person: str) -> str:
@@ -117,11 +105,6 @@ def stories(size: int, seed: int) -> np.ndarray:
         lines.append(words.one(_STORIES)(words) + "\n")
         length += len(lines[-1])
     return np.frombuffer("".join(lines).encode("ascii")[:size], np.uint8)
-
-
-def read(paths: Sequence[pathlib.Path]) -> np.ndarray:
-    """Returns the bytes of the files one after the other. Raises OSError where one cannot be read."""
-    return np.concatenate([np.frombuffer(path.read_bytes(), np.uint8) for path in paths])
 
 
 def batch(text: np.ndarray, seed: int, step: int, *, size: int, sequence: int) -> np.ndarray:

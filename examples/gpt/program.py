@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from typing import Any
 
 import jax
@@ -9,36 +11,40 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from gpt.devices import BATCH_AXES
-from gpt.model import GPT
-from gpt.options import Options
+from gpt.model import BATCH_AXES, DATA, FSDP, GPT, TENSOR
 
 type State = dict[str, Any]
-# Gradients with a larger norm are scaled down to it.
-_LARGEST_NORM = 1.0
-_WEIGHT_DECAY = 0.1
-# The learning rate at the end, as a fraction of the highest.
-_LAST_RATE = 0.1
 
 
 class Program:
-    """The computations of a run, compiled for the mesh of its options: `first_state` and `step`.
+    """The computations of a run, compiled for the mesh of its options.
 
     A state is {"params": the model's nnx.State in float32, "optimizer": optax's state}. `abstract_state` is a state
-    with shapes and shardings instead of arrays.
+    with shapes and shardings instead of arrays. `first()` returns the state before the first step.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         # Load the kernels' modules now. If they are loaded while a function is traced for the first time, jax compiles
         # the function a second time.
         _ = overlap.sharded_matmul
-        self.options = options
-        self.mesh: Mesh = options.axes.mesh()
-        self._optimizer = _optimizer(options)
+        self.options, shape = options, (options.data, options.fsdp, options.tensor)
+        devices = jax.devices()[: math.prod(shape)]
+        self.mesh = jax.make_mesh(shape, (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3, devices=devices)
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0,
+            options.learning_rate,
+            options.warmup,
+            max(options.steps, options.warmup + 1),
+            0.1 * options.learning_rate,
+        )
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        self._optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=matrices)
+        )
         with jax.set_mesh(self.mesh):
             self._graph, params = nnx.split(nnx.eval_shape(self._model), nnx.Param)
             abstract = {"params": params, "optimizer": jax.eval_shape(self._optimizer.init, params)}
@@ -49,16 +55,10 @@ class Program:
                 shardings,
             )
             self._first = jax.jit(self._first_state, out_shardings=shardings)
-            self._step = jax.jit(
-                self._update, donate_argnums=0, out_shardings=(shardings, NamedSharding(self.mesh, P()))
-            )
+            metrics = NamedSharding(self.mesh, P())
+            self._step = jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, metrics))
 
-    @property
-    def parameters(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state["params"]))
-
-    def first_state(self) -> State:
-        """The state before the first step."""
+    def first(self) -> State:
         with jax.set_mesh(self.mesh):
             return self._first()
 
@@ -71,8 +71,7 @@ class Program:
           stop: whether this process wants to stop.
 
         Returns:
-          The next state, and the metrics of this step: "loss", "gradient_norm", and "stop" (whether any process wants
-          to stop).
+          The next state, and "loss", "gradient_norm" and "stop" (whether any process wants to stop).
         """
         batch = tokens.reshape(self.options.accumulate, -1, tokens.shape[-1])
         with jax.set_mesh(self.mesh):
@@ -83,20 +82,10 @@ class Program:
         return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, spec), lambda index: array[index])
 
     def _model(self) -> GPT:
-        options = self.options
-        return GPT(
-            options.sizes,
-            dtype=jnp.dtype(options.training.dtype),
-            implementation=None if options.implementation == "auto" else options.implementation,
-            remat=options.remat,
-            rngs=nnx.Rngs(options.training.seed),
-        )
+        return GPT(self.options, rngs=nnx.Rngs(self.options.seed))
 
     def _shardings(self, abstract: State) -> State:
-        """The shardings of a state. Parameters and their moments are sharded as the layers say.
-
-        The rest is replicated.
-        """
+        """Parameters and their moments are sharded as the layers say. The rest is replicated."""
         everywhere = NamedSharding(self.mesh, P())
         params = nnx.get_named_sharding(abstract["params"], self.mesh)
         moments = optax.tree_utils.tree_map_params(
@@ -114,15 +103,10 @@ class Program:
 
     def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
         logits = nnx.merge(self._graph, params)(tokens[:, :-1])
-        with jax.named_scope("loss"):
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
-            return losses.mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
 
     def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        """Computes one step. Returns the next state and the metrics.
-
-        `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged in float32.
-        """
+        """Computes one step. `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged."""
         gradient_of = jax.value_and_grad(self._loss)
         if len(batch) == 1:
             loss, gradient = gradient_of(state["params"], batch[0])
@@ -134,26 +118,7 @@ class Program:
             nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
             total, _ = jax.lax.scan(add, nothing, batch)
             loss, gradient = jax.tree.map(lambda sum: sum / len(batch), total)
-        with jax.named_scope("optimizer"):
-            norm = optax.tree.norm(gradient)
-            updates, moments = self._optimizer.update(gradient, state["optimizer"], state["params"])
-            params = optax.apply_updates(state["params"], updates)
+        norm = optax.tree.norm(gradient)
+        updates, moments = self._optimizer.update(gradient, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
         return {"params": params, "optimizer": moments}, {"loss": loss, "gradient_norm": norm, "stop": stop.any()}
-
-
-def _optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW. The rate rises during the warmup, then falls as a cosine. Gradients are clipped, and matrices decay."""
-    training = options.training
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0,
-        training.learning_rate,
-        training.warmup,
-        max(training.steps, training.warmup + 1),
-        _LAST_RATE * training.learning_rate,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(_LARGEST_NORM),
-        optax.adamw(
-            rate, b2=0.95, weight_decay=_WEIGHT_DECAY, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-        ),
-    )
