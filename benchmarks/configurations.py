@@ -150,14 +150,14 @@ class _Worker:
     def _program(self, problem: Problem, config: Config | None, iterations: int) -> Any:
         import jax
 
-        from overlap.tuning.operations import OPERATIONS, gathered_first, shapes
+        from overlap.tuning.operations import call_operation, gathered_first, shapes
         from overlap.tuning.programs import loop_program
 
-        call, implementation = OPERATIONS[problem.op].call, XLA if config is None else "fused"
+        implementation = XLA if config is None else "fused"
         operands = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes(problem)]
         changed, fixed = gathered_first(problem, *operands)
         out = jax.ShapeDtypeStruct((problem.m, problem.n), problem.out_dtype)
-        one = lambda lhs, rhs: call(problem, lhs, rhs, config, implementation)  # noqa: E731
+        one = lambda lhs, rhs: call_operation(problem, lhs, rhs, config, implementation)  # noqa: E731
         return loop_program(problem, one, self.mesh, iterations).lower((changed, out), fixed).compile()
 
     def compile(self, task: Task) -> _Compiled:
@@ -209,13 +209,13 @@ class _Worker:
 
     def _expected(self, problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         import jax
-        import jax.numpy as jnp
 
         from overlap.tuning.operations import product
 
         @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
         def expected(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return product(problem, lhs, rhs, preferred_element_type=jnp.float32).astype(problem.out_dtype)
+            in_f32 = dataclasses.replace(problem, out_dtype="float32")
+            return product(in_f32, lhs, rhs).astype(problem.out_dtype)
 
         return expected(lhs, rhs)
 

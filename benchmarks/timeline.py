@@ -38,7 +38,7 @@ from overlap.cli import ending, trace_files
 from overlap.cli.arguments import WrongArguments, shape
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
-from overlap.tuning.operations import OPERATIONS
+from overlap.tuning.operations import call_operation
 from overlap.tuning.programs import call_program, draw_operands, mesh_of
 
 _OP, _DEVICES, _MARKS_OF_A_ROLE = "all_gather_lhs_matmul", 2, 2048
@@ -65,7 +65,7 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
 
     def profile(method: Implementation) -> None:
         def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-            return OPERATIONS[problem.op].call(problem, lhs, rhs, config if method == "fused" else None, method)
+            return call_operation(problem, lhs, rhs, config if method == "fused" else None, method)
 
         program = call_program(problem, call, mesh)
         jax.block_until_ready(program(*operands))

@@ -13,17 +13,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from overlap._version import __version__ as __version__
+from overlap.kernels.operations import OPERATIONS
 
 if TYPE_CHECKING:
     from overlap import emulation
     from overlap.choice.dispatch import Explanation
     from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
     from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
-    from overlap.collectives.explain import explain
     from overlap.collectives.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
     from overlap.kernels.config import Config
+    from overlap.sharded.explain import explain
     from overlap.sharded.matmul import sharded_matmul
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
@@ -44,17 +45,12 @@ __all__ = [
 ]
 
 # The module of each public name: the imports above, done at run time.
-_HOMES = {
+_HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
-    "all_gather_lhs_matmul": "collectives.all_gather_matmul",
-    "all_gather_rhs_matmul": "collectives.all_gather_rhs_matmul",
     "autotune": "tuning.autotune",
-    "explain": "collectives.explain",
+    "explain": "sharded.explain",
     "initialize": "distributed",
-    "matmul": "single_gpu.matmul",
-    "matmul_all_reduce": "collectives.matmul_all_reduce",
-    "matmul_reduce_scatter": "collectives.matmul_reduce_scatter",
     "sharded_matmul": "sharded.matmul",
 }
 

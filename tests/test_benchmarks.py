@@ -313,7 +313,7 @@ def test_variants_and_shapes_are_read() -> None:
     with pytest.raises(ValueError, match="`--methods`"):
         methods.all_gather_methods(PROBLEM.library, ["nccl"], [], 1)
     arguments = command.parser("", "1x2x3:bf16,4x5x6", "xla", devices=True).parse_args([])
-    first, second = command.problems(arguments, "op", 8)
+    first, second = command.problems(arguments, "matmul", 8)
     assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")
     assert (second.shape, second.dtype, second.devices) == ("4x5x6", "f16", 8)
 

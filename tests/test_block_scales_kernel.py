@@ -196,7 +196,7 @@ def test_tables_and_the_tuner_know_such_problems():
     assert not tables.Entry.from_json(before).problem.block_scaled
     product = Product(15, 128, 128, 128)
     with emulating("blackwell"), emulate():
-        out = operations.OPERATIONS["matmul"].call(problem, product.lhs, product.rhs, config(), "fused")
+        out = operations.call_operation(problem, product.lhs, product.rhs, config(), "fused")
     unscaled = overlap.matmul(product.lhs, product.rhs, transpose_rhs=True)
     np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(unscaled, np.float32))
 

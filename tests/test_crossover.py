@@ -16,10 +16,11 @@ import overlap
 from benchmarks import crossover as command
 from overlap.choice import choose, crossover, dispatch, tables
 from overlap.choice.crossover import NOT_MEASURED, Measured, expected_ratio, neighbours, xla_is_faster
-from overlap.choice.problem import OPS, Problem
+from overlap.choice.problem import Problem
 from overlap.choice.rates import gpu_of
 from overlap.cli.arguments import WrongArguments
 from overlap.kernels.config import Config
+from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
 from overlap.tuning.autotune import Tuning
 from overlap.tuning.search import Outcome
@@ -183,7 +184,7 @@ def test_rows_of_all_devices_count(monkeypatch, distances):
     assert xla_is_faster(dataclasses.replace(GATHER, m=32, devices=8)) is None
 
 
-COLLECTIVES = [op for op in OPS if op != "matmul"]
+COLLECTIVES = [op for op in BY_NAME if op != "matmul"]
 SIZES = st.floats(6.0, 17.0).map(lambda log: 64 * round(2**log / 64))
 
 

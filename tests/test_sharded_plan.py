@@ -74,7 +74,7 @@ def test_the_simulation_would_see_a_wrong_plan():
     case = ((), (("x", "y")), ()), ((), ("x", "y")), ((), (), ("x", "y"))
     plan = plan_of(*case, SIZES)
     assert plan.operation == "all_gather_lhs_matmul" and plan.axes == ("x", "y")
-    wrong = ShardingPlan(plan.lhs, plan.rhs, plan.out, plan.operation, ("y", "x"), plan.dimension)
+    wrong = ShardingPlan(plan.lhs, plan.rhs, plan.out, plan.spec, ("y", "x"), plan.dimension)
     assert_computes_the_product(plan, case[2], SIZES)
     with pytest.raises(AssertionError):
         assert_computes_the_product(wrong, case[2], SIZES)

@@ -20,7 +20,6 @@ from overlap.choice import choose, crossover, table_entry, table_files, tables
 from overlap.choice import problem as problems
 from overlap.cli import arguments as types
 from overlap.kernels.config import Config
-from overlap.tuning.operations import OPERATIONS
 from tests.tuning_cases import H200, MISSING, SHAPES, TUNED, entry, line, nested, no_tables, problem, users_table, write
 
 __all__ = ["no_tables"]
@@ -278,7 +277,6 @@ def test_what_is_written_says_which_versions_measured_it():
 def test_each_fact_that_stands_twice_is_the_same(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     assert project["version"] == overlap.__version__
-    assert set(problems.OPS) == set(OPERATIONS)
     assert types.LAYOUTS == problems.LAYOUTS
     assert types.LARGEST_SIZE == table_entry.LARGEST_SIZE
     assert set(types.DTYPES.values()) == set(table_entry._DTYPES)

@@ -21,14 +21,14 @@ def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     import overlap
     from overlap.choice.problem import Problem
     from overlap.tuning import trace
-    from overlap.tuning.operations import OPERATIONS, shapes, specs
+    from overlap.tuning.operations import call_operation, shapes, specs
     from overlap.tuning.programs import call_program
 
     options = dict(case.config)
     op, off = options.pop("of"), options.pop("off", False)
     config = overlap.Config(**options) if options else None
     problem = Problem(op, *case.shape, "bfloat16", "bfloat16", devices=mesh.size)
-    call = functools.partial(lambda lhs, rhs: OPERATIONS[op].call(problem, lhs, rhs, config, "fused"))
+    call = functools.partial(lambda lhs, rhs: call_operation(problem, lhs, rhs, config, "fused"))
     program = call_program(problem, call, mesh) if off else trace.program(problem, call, mesh, 64)[0]
     structs = []
     for shape, spec in zip(shapes(problem), specs(problem)[:2], strict=True):

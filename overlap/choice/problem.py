@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
 
 import jax.numpy as jnp
 
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import BY_NAME, LAYOUTS, Dimension, Layout, OperationSpec, Transport
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
-Layout = Literal["nn", "nt", "tn", "tt"]
-LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 _SIGNIFICANT_BITS = 4
-# For each operation that gathers shards or scatters sums: the dimension of the product along which it does so.
-_GATHERED = {"all_gather_lhs_matmul": "m", "all_gather_rhs_matmul_n": "n", "all_gather_rhs_matmul_k": "k"}
-_SCATTERED = {"matmul_reduce_scatter": "m", "matmul_reduce_scatter_n": "n"}
-_ALL_REDUCE = "matmul_all_reduce"
-# All values of `Problem.op`.
-OPS = ("matmul", *_GATHERED, *_SCATTERED, _ALL_REDUCE)
 # The sizes of blocks are compared in squares of this many rows and columns, as a stand-in for tiles. If a block's size
 # is not a multiple of this, a part of its last squares is wasted.
 _SQUARE = 128
-# How messages name the operations whose value of `Problem.op` is not the name of a public function.
-_PUBLIC = {
-    "all_gather_rhs_matmul_n": "all_gather_rhs_matmul (along n)",
-    "all_gather_rhs_matmul_k": "all_gather_rhs_matmul (along k)",
-    "matmul_reduce_scatter_n": "matmul_reduce_scatter (along n)",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +26,7 @@ class Problem:
     """One call of an operation, described by the properties that determine its speed.
 
     Attributes:
-      op: the operation's name, one of `OPS`.
+      op: the operation's name, one of `operations.BY_NAME`.
       m: rows of the left operand; in a collective, rows of its shard on one device.
       n: columns of the right operand; in a collective, columns of its shard on one device.
       k: size of the contraction. If the right operand is gathered along k, or products are summed over the devices,
@@ -69,6 +55,8 @@ class Problem:
     sides: int = 1
 
     def __post_init__(self) -> None:
+        if self.op not in BY_NAME:
+            raise ValueError(f"`op` must be one of {list(BY_NAME)}, got {self.op!r}: name one of these")
         if self.layout not in LAYOUTS:
             raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}: name one of these")
 
@@ -77,10 +65,9 @@ class Problem:
         devices = f" on {self.devices} devices" if self.devices > 1 else ""
         layout = f" {self.layout}" if self.layout != "nn" else ""
         batch = f"{self.batch} × " if self.batch > 1 else ""
-        op = _PUBLIC.get(self.op, self.op)
         scales = " with scales of blocks" if self.block_scaled else ""
         sides = f" of {self.sides} right operands side by side" if self.sides > 1 else ""
-        return f"{op} {batch}{self.shape} {dtypes}{layout}{scales}{sides}{devices}"
+        return f"{self.spec} {batch}{self.shape} {dtypes}{layout}{scales}{sides}{devices}"
 
     @property
     def shape(self) -> str:
@@ -93,19 +80,24 @@ class Problem:
         return self.devices > 1
 
     @property
-    def gathered(self) -> str:
-        """The dimension along which the devices' shards are gathered: "m", "n" or "k"; "" if none is."""
-        return _GATHERED.get(self.op, "")
+    def spec(self) -> OperationSpec:
+        """What the operation does."""
+        return BY_NAME[self.op]
 
     @property
-    def scattered(self) -> str:
+    def gathered(self) -> Dimension:
+        """The dimension along which the devices' shards are gathered: "m", "n" or "k"; "" if none is."""
+        return self.spec.gathers
+
+    @property
+    def scattered(self) -> Dimension:
         """The dimension along which the sum over the devices is cut into a block for each device: "m" or "n".
 
         "" if the sum is not cut. `matmul_all_reduce` may cut along either, and takes the one whose blocks need fewer
         tiles.
         """
-        if self.op != _ALL_REDUCE:
-            return _SCATTERED.get(self.op, "")
+        if not self.replicates:
+            return self.spec.scatters
         by_rows, by_columns = self.m % self.units["m"] == 0, self.n % self.units["n"] == 0
         if not (by_rows and by_columns):
             return "m" if by_rows else "n"
@@ -118,7 +110,7 @@ class Problem:
     @property
     def replicates(self) -> bool:
         """Whether all devices get the whole sum."""
-        return self.op == _ALL_REDUCE
+        return self.spec.replicates
 
     @property
     def units(self) -> dict[str, int]:
@@ -131,13 +123,11 @@ class Problem:
         m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
-    def transport(self, config: Config) -> Literal["", "pull", "push", "broadcast", "one_shot"]:
-        """Returns how data travels between devices, by the names of `limits.Sizes.transport`; "" if no data does."""
+    def transport(self, config: Config) -> Transport:
+        """Returns how data travels between devices, unless the caller names another way; "" if no data does."""
         if not self.communicates:
             return ""
-        if self.replicates:
-            return "one_shot" if config.one_shot else "broadcast"
-        return "push" if self.scattered else "pull"
+        return "one_shot" if self.replicates and config.one_shot else self.spec.transports[0]
 
     def grid(self, config: Config) -> tuple[int, int, int]:
         """Returns (rows, columns, products): the size and the number of the products that a device cuts into tiles."""
@@ -221,8 +211,17 @@ class Problem:
         out_dtype = self.out_dtype if config.split_k == 1 else "float32"
         layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
         m, n = (self.m, self.n) if transport == "one_shot" else self.block
-        more = dict(block_scaled=self.block_scaled, sides=self.sides)
-        sizes = limits.Sizes(m, n // self.sides, self.k, self.dtype, out_dtype, layouts, transport, **more)  # pyright: ignore[reportArgumentType]
+        sizes = limits.Sizes(
+            m,
+            n // self.sides,
+            self.k,
+            self.dtype,
+            out_dtype,
+            layouts,
+            transport,
+            block_scaled=self.block_scaled,
+            sides=self.sides,
+        )
         limits.check(sizes, config, target)
 
     def check_blocks(self, config: Config) -> None:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from overlap._version import __version__
-from overlap.choice.problem import LAYOUTS, OPS, Problem
+from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import FLOAT8, FLOAT16, Config
+from overlap.kernels.operations import BY_NAME
 
 # Sizes are int32 in a kernel.
 LARGEST_SIZE = 2**31 - 1
@@ -186,7 +187,7 @@ _TIME_WORDS = f"µs from {LEAST_US:g} to {LARGEST_US:g}"
 _TEXT = _Rule(f"a text of one line, at most {_TEXT_CHARACTERS} characters", _is_text)
 _SWITCH = _Rule("true or false", lambda value: isinstance(value, bool))
 _RULES = {
-    "op": _one_of(*OPS),
+    "op": _one_of(*BY_NAME),
     **dict.fromkeys(("m", "n", "k", "devices", "batch"), _integer(1)),
     **dict.fromkeys(("dtype", "out_dtype"), _one_of(*_DTYPES)),
     "layout": _one_of(*LAYOUTS),

@@ -19,19 +19,12 @@ from overlap import _requirements
 from overlap.cli import arguments as types
 from overlap.cli import ending
 from overlap.cli.arguments import DTYPES, LAYOUTS, Parser, new_file, whole_number
+from overlap.kernels.operations import BY_NAME
 
 __all__ = ["main"]
 
 # What --op names: the operations, of which each way to shard the operands counts as one.
-OPS = (
-    "matmul",
-    "all_gather_lhs_matmul",
-    "all_gather_rhs_matmul_n",
-    "all_gather_rhs_matmul_k",
-    "matmul_reduce_scatter",
-    "matmul_reduce_scatter_n",
-    "matmul_all_reduce",
-)
+OPS = tuple(BY_NAME)
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
     "are wrong; 130 after Ctrl-C; 143 after SIGTERM."

@@ -28,7 +28,7 @@ from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, progress_bar, refuse, show
 from overlap.cli.devices import MOST_EMULATED, why_not_gpus
 from overlap.tuning import trace
-from overlap.tuning.operations import OPERATIONS, product
+from overlap.tuning.operations import call_operation, product
 from overlap.tuning.programs import (
     Call,
     call_program,
@@ -155,10 +155,9 @@ def _problems(mesh: jax.sharding.Mesh, sizes: tuple[int, int, int]) -> list[Prob
 
 
 def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
-    call = OPERATIONS[problem.op].call
     return {
-        "fused": lambda lhs, rhs: call(problem, lhs, rhs, config, "fused"),
-        "xla": lambda lhs, rhs: call(problem, lhs, rhs, None, "xla"),
+        "fused": lambda lhs, rhs: call_operation(problem, lhs, rhs, config, "fused"),
+        "xla": lambda lhs, rhs: call_operation(problem, lhs, rhs, None, "xla"),
     }
 
 

@@ -22,6 +22,7 @@ from overlap.frame.operation import NOTHING_GATHERED, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import Dimension
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, part_of, varying
 from overlap.primitives import PeerGroup
@@ -35,17 +36,13 @@ class AllGather(Operation):
 
     Attributes:
       group: the devices.
-      along: the dimension of the product along which the shards are gathered.
       transport: how the shards travel in the fused kernel.
-      transposes: the operands that may lie transposed in memory for the fused kernel: "lhs", "rhs".
       has_batch: whether the fused kernel takes leading dimensions as a batch; else they are folded into the rows.
     """
 
     group: PeerGroup
-    along: Literal["m", "n", "k"]
     transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
 
-    transposes = frozenset()
     has_batch = False
     batched_together = frozenset({"lhs"})
 
@@ -54,8 +51,9 @@ class AllGather(Operation):
         return self.along == "m"
 
     @property
-    def gathers_rows(self) -> bool:
-        return self.along == "m"
+    def along(self) -> Dimension:
+        """The dimension of the product along which the shards are gathered."""
+        return self.spec.gathers
 
     @property
     def gather_factors(self) -> dict[str, int]:
@@ -69,10 +67,9 @@ class AllGather(Operation):
         if not self.has_batch and batch is not None:
             batch, m = 1, batch * m
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        op = self.name if self.along == "m" else f"{self.name}_{self.along}"
         # Several right operands count as one of their total width.
         more: Any = layout, max(batch or 1, 1), operands.is_block_scaled, len(widths) if self.combines else 1
-        return Problem(op, m, sum(widths), k, *dtypes, self.group.size, *more)
+        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
         del call
@@ -107,14 +104,15 @@ class AllGather(Operation):
 
     def _check_operands(self, call: Call) -> None:
         """Raises NotImplementedError for forms of operands that no configuration takes."""
-        if call.operands.lhs.dtype.itemsize == 1 and "rhs" not in self.transposes:
+        if call.operands.lhs.dtype.itemsize == 1 and "nt" not in self.spec.layouts:
             # The tensor cores need both 8-bit operands with k contiguous in memory, so `rhs` must be transposed.
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
                 f"cast them, or {_XLA}"
             )
-        for operand in ("lhs", "rhs"):
-            if getattr(call.layouts, f"transpose_{operand}") and operand not in self.transposes:
+        lhs, rhs = call.layouts.name
+        for operand, alone in (("lhs", f"{lhs}n"), ("rhs", f"n{rhs}")):
+            if alone not in self.spec.layouts:
                 raise NotImplementedError(
                     f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {_XLA}"
                 )
@@ -181,14 +179,14 @@ class AllGather(Operation):
     ) -> tuple[jax.Array, jax.Array | None] | None:
         # The cotangent of `lhs` is a sum of products and a reduce-scatter. The import is here because the modules need
         # each other.
-        from overlap.collectives.matmul_reduce_scatter import MatmulReduceScatter
+        from overlap.collectives.reduce_scatter import MatmulReduceScatter
 
         if self.along != "m" or plan.layouts.transpose_lhs:
             return None
         if any(g.dtype != rhs.dtype or rhs.ndim > 2 for g, rhs in zip(gs, rhs_list, strict=True)):
             return None
         transport = "ring" if self.transport == "ring" else "push"
-        scatter = MatmulReduceScatter(self.group, "m", transport=transport, transport_reason=AS_BEFORE)
+        scatter = MatmulReduceScatter(self.group, transport=transport, transport_reason=AS_BEFORE)
         # Chunks of a passenger are whole rows, or parts of 16 bytes, and pass through buffers of the result's dtype. On
         # the ring, devices read nothing of their peers. Else XLA gathers.
         if passenger is not None:

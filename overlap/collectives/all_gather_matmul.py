@@ -34,10 +34,11 @@ from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
+from overlap.kernels.operations import GATHER_LHS
 from overlap.kernels.varying import axes_of, same_along
 from overlap.single_gpu.matmul import Matmul
 
-NAME = "all_gather_lhs_matmul"
+NAME = GATHER_LHS.function
 GatherTransport = Literal["pull", "ring"]
 TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTransport()}
 
@@ -56,9 +57,7 @@ class AllGatherLhs(AllGather):
     returns_gathered: bool = False
     combines: bool = False
 
-    name = NAME
-    epilogue = frozenset({"bias", "activation", "lhs_scale", "rhs_scale"})
-    transposes = frozenset({"rhs"})
+    spec = GATHER_LHS
     has_batch = True
 
     @property
@@ -128,7 +127,7 @@ def prepare(
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
     combines = activations.takes_all(keywords.get("activation"), rhs)
-    operation = AllGatherLhs(group, "m", reason, returns, combines, transport=chosen or "pull")
+    operation = AllGatherLhs(group, reason, returns, combines, transport=chosen or "pull")
     return operation, normalize(operation, lhs, rhs, **keywords)
 
 

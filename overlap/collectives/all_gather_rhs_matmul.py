@@ -31,17 +31,17 @@ from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
+from overlap.kernels.operations import GATHER_RHS_K, GATHER_RHS_N, OperationSpec
 from overlap.single_gpu.matmul import MATMUL
 
-NAME = "all_gather_rhs_matmul"
+NAME = GATHER_RHS_N.function
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherRhs(AllGather):
     """A product whose right operand is gathered. See `AllGather`."""
 
-    name = NAME
-    transposes = frozenset({"lhs"})
+    spec: OperationSpec = dataclasses.field(default=GATHER_RHS_N, kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
@@ -72,7 +72,7 @@ def prepare(
     dimension = arguments.index(
         "gather_dimension", gather_dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})"
     )
-    operation = AllGatherRhs(group, "k" if (dimension == 0) != transposed else "n")
+    operation = AllGatherRhs(group, spec=GATHER_RHS_K if (dimension == 0) != transposed else GATHER_RHS_N)
     return operation, normalize(operation, lhs, rhs, transpose_rhs=transposed, **keywords)
 
 

@@ -28,18 +28,18 @@ from overlap.frame.normalize import Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
+from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, same_along, varying
 
-NAME = "matmul_all_reduce"
+NAME = ALL_REDUCE.function
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulAllReduce(Summed):
     """The operation `matmul_all_reduce`: a product, summed over devices; all get the whole sum. See `Summed`."""
 
-    name = NAME
-    replicates = True
+    spec = ALL_REDUCE
     takes_more_rows = True
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:

@@ -12,7 +12,6 @@ Source: the collective matmul of Wang et al., "Overlap Communication with Depend
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -23,23 +22,17 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import communicator
 from overlap.collectives.axis import peer_group_of
-from overlap.collectives.reduce_scatter import ReduceScatter
+from overlap.collectives.reduce_scatter import MatmulReduceScatter
 from overlap.frame import arguments, call
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.signatures import AnyArray, AxisName, Scale
 from overlap.kernels.config import Config
+from overlap.kernels.operations import SCATTER_M, SCATTER_N
 
-NAME = "matmul_reduce_scatter"
+NAME = SCATTER_M.function
 # How the parts may travel, and why each transport is chosen where the caller names none.
 ScatterTransport = Literal["push", "ring"]
 TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
-
-
-@dataclasses.dataclass(frozen=True)
-class MatmulReduceScatter(ReduceScatter):
-    """The operation `matmul_reduce_scatter`. See `ReduceScatter`."""
-
-    name = NAME
 
 
 def prepare(
@@ -60,7 +53,7 @@ def prepare(
     chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
     operation = MatmulReduceScatter(
         group,
-        "n" if dimension else "m",
+        spec=SCATTER_N if dimension else SCATTER_M,
         transport=chosen or "push",
         transport_reason="asked for" if chosen else TRANSPORTS["push"],
     )

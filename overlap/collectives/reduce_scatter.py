@@ -13,20 +13,21 @@ from overlap.collectives.backward import AS_BEFORE, backward
 from overlap.collectives.summed import Summed
 from overlap.frame.operands import LaunchPlan, Operands
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
 from overlap.kernels.varying import varying
 
 
 @dataclasses.dataclass(frozen=True)
-class ReduceScatter(Summed):
+class MatmulReduceScatter(Summed):
     """A product whose sum over devices is scattered. See `Summed`.
 
     Attributes:
-      dimension: the dimension of the product along which the sum is scattered.
+      spec: which of the two: rows or columns scattered.
       transport: how the parts travel in the fused kernel.
       transport_reason: why the transport is used; empty if there is no choice.
     """
 
-    dimension: Literal["m", "n"]
+    spec: OperationSpec = dataclasses.field(default=SCATTER_M, kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     transport: Literal["push", "ring"] = dataclasses.field(default="push", kw_only=True)
     transport_reason: str = dataclasses.field(default="", kw_only=True)
 
@@ -35,8 +36,9 @@ class ReduceScatter(Summed):
         return self.dimension == "n"
 
     @property
-    def op(self) -> str:
-        return self.name if self.dimension == "m" else f"{self.name}_{self.dimension}"
+    def dimension(self) -> Dimension:
+        """The dimension of the product along which the sum is scattered."""
+        return self.spec.scatters
 
     def result_shape(self, m: int, n: int) -> tuple[int, int]:
         size = self.group.size
@@ -88,7 +90,7 @@ class ReduceScatter(Summed):
         if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
             return None
         transport = "ring" if self.transport == "ring" else "pull"
-        gather = all_gather_matmul.AllGatherLhs(self.group, "m", AS_BEFORE, returns_gathered=True, transport=transport)
+        gather = all_gather_matmul.AllGatherLhs(self.group, AS_BEFORE, returns_gathered=True, transport=transport)
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
         purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
         return backward(gather, [cotangent], rights, dtype, layouts, plan, purpose)

@@ -109,7 +109,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     assert config is not None
     schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
-    if plan.operation.replicates:
+    if plan.operation.spec.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     rows: Any = operands.passenger
     passenger = Passenger.of(rows, group.size, config)

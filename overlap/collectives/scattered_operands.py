@@ -96,7 +96,7 @@ def in_blocks(
         columns = (n_blocks, n // n_blocks, k) if layouts.transpose_rhs else (k, n_blocks, n // n_blocks)
         rights.append(rhs.reshape(columns))
     rows, columns = operands.row_scale, operands.column_scales
-    has_bias_of_all = plan.operation.replicates and schedule.along == "n"
+    has_bias_of_all = plan.operation.spec.replicates and schedule.along == "n"
     biases = None if has_bias_of_all else operands.biases
     vectors = plan.vectors(dataclasses.replace(operands, row_scale=None, column_scales=None, biases=biases))
     if has_bias_of_all and operands.biases is not None:
@@ -140,7 +140,7 @@ def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScat
     buffers.
     """
     given = [x.reshape(-1, *x.shape[-2:]).astype(plan.out_dtype) for x in operands.addends or ()]
-    return [x.reshape(shape_in_blocks(x.shape, schedule)) for x in given] if plan.operation.replicates else given
+    return [x.reshape(shape_in_blocks(x.shape, schedule)) for x in given] if plan.operation.spec.replicates else given
 
 
 def padded(vectors: jax.Array, unit: int) -> jax.Array:

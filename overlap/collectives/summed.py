@@ -35,7 +35,6 @@ class Summed(Operation):
 
     Attributes:
       group: the devices.
-      op: the name of the operation in its `Problem`.
       takes_more_rows: whether leading dimensions of the left operand may be folded into its rows.
       transport: how the parts travel in the fused kernel, "push" or "ring".
       transport_reason: why the transport is used; empty if there is no choice.
@@ -43,17 +42,11 @@ class Summed(Operation):
 
     group: PeerGroup
 
-    reduces = True
     sums_pairs = True
-    epilogue = frozenset({"lhs_scale", "rhs_scale", "bias", "activation", "addend"})
     batched_together = frozenset({"lhs", "more_lefts", "passenger"})
     takes_more_rows = False
     transport = "push"
     transport_reason = ""
-
-    @property
-    def op(self) -> str:
-        return self.name
 
     @property
     def summed_over(self) -> int:
@@ -64,7 +57,7 @@ class Summed(Operation):
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, (n,), k = sizes(self._as_rows(operands, layouts), layouts)
         dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-        return Problem(self.op, m, n, k, *dtypes, self.group.size, layouts.name, max(batch or 1, 1))  # pyright: ignore[reportArgumentType]
+        return Problem(self.spec.name, m, n, k, *dtypes, self.group.size, layouts.name, max(batch or 1, 1))
 
     def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         return as_rows(operands, layouts) if self.takes_more_rows else operands
@@ -79,7 +72,7 @@ class Summed(Operation):
                 return 0
             plan, operands = LaunchPlan(self, call.layouts, call.out_dtype, target, config), call.operands
             operands = self._as_rows(operands, call.layouts)
-            if self.replicates and config.one_shot:
+            if self.spec.replicates and config.one_shot:
                 return one_shot.scratch_bytes(operands, plan, self.group.size)
             return scattered.scratch_bytes(operands, plan, self.group.size, self.along(operands, plan))
 
@@ -122,7 +115,7 @@ class Summed(Operation):
             return self._on_one_device(operands, plan)
         rows = self._as_rows(operands, plan.layouts)
         gathered = None
-        if self.replicates and plan.config is not None and plan.config.one_shot:
+        if self.spec.replicates and plan.config is not None and plan.config.one_shot:
             out = one_shot.launch(rows, plan, self.group)
         else:
             out, gathered = scattered.launch(rows, plan, self.group, self.along(rows, plan))

@@ -117,7 +117,7 @@ def normalize(
         )
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
-    scaled = scales.Scaled(batch, m, widths, container is not None, operation.gathers_rows)
+    scaled = scales.Scaled(batch, m, widths, container is not None, operation.spec.gathers == "m")
     blocks = block_scales.normalize(lhs_scale, rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
     row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, scaled, wide) if blocks is None else (None, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 from jax.typing import DTypeLike
@@ -20,6 +20,7 @@ from overlap.frame.operands import LaunchPlan, Operands, Results
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperationSpec
 from overlap.kernels.target import Target
 
 if TYPE_CHECKING:
@@ -40,34 +41,35 @@ class Operation:
     """An operation, with the static data of one call, such as its devices. Hashable; equal operations run one kernel.
 
     Attributes:
-      name: the name of the public function.
+      spec: what the operation does, whatever the call.
       takes_lists: whether `rhs` may be a list.
       combines: whether the activation takes the values of all right operands, side by side, and makes one result of
         them.
       sums_pairs: whether `lhs` and `rhs` may be lists of equal length. The products of their pairs are added.
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
-      gathers_rows: whether the rows of `lhs` are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
-        device's only row; else it is a scalar.
-      reduces: whether products are summed over devices (`reduced`), before bias, addend and activation.
-      replicates: if `reduces`, whether every device gets the whole sum; else each device gets a block of it.
       transport: how data travels between devices in the fused kernel; empty: no data travels.
-      epilogue: the keywords of the epilogue that the fused kernel takes.
       takes_block_scales: whether the fused kernel takes scales of blocks.
       batched_together: names of fields of `Operands`. In the kernel all of them have a batch dimension if one has.
     """
 
-    name = ""
+    spec: ClassVar[OperationSpec]
     takes_lists = False
     combines = False
     sums_pairs = False
     takes_parts = True
-    gathers_rows = False
-    reduces = False
-    replicates = False
     transport = ""
-    epilogue = frozenset()
     takes_block_scales = False
     batched_together = frozenset()
+
+    @property
+    def name(self) -> str:
+        """The name of the public function."""
+        return self.spec.function
+
+    @property
+    def reduces(self) -> bool:
+        """Whether products are summed over devices (`reduced`), before bias, addend and activation."""
+        return self.spec.sums
 
     @property
     def apart(self) -> Operation:
@@ -117,7 +119,7 @@ class Operation:
                 'use implementation="xla", which runs by default'
             )
         for name in call.given:
-            if name not in self.epilogue:
+            if name not in self.spec.epilogue:
                 raise NotImplementedError(
                     f"the fused kernel of `{self.name}` takes no `{name}` yet: {_WAYS_AROUND[name]}, or use "
                     'implementation="xla"'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from overlap.kernels.operations import LAYOUTS, Layout
+
 
 @dataclasses.dataclass(frozen=True)
 class OperandLayouts:
@@ -23,9 +25,9 @@ class OperandLayouts:
         return self.transpose_rhs and not self.transpose_lhs
 
     @property
-    def name(self) -> str:
+    def name(self) -> Layout:
         """Two letters, for `lhs` and `rhs`: "t" for a transposed operand, else "n"."""
-        return ("t" if self.transpose_lhs else "n") + ("t" if self.transpose_rhs else "n")
+        return LAYOUTS[2 * self.transpose_lhs + self.transpose_rhs]
 
     def m_k(self, lhs_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns m and k of a left operand of this shape."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,6 +10,7 @@ from jax.typing import DTypeLike
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config, tile_k
 from overlap.kernels.layouts import PLAIN, OperandLayouts
+from overlap.kernels.operations import Transport
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
@@ -46,7 +46,7 @@ class Sizes:
     dtype: DTypeLike
     out_dtype: DTypeLike
     layouts: OperandLayouts = PLAIN
-    transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
+    transport: Transport = ""
     m_name: str = "m"
     n_name: str = "n"
     block_scaled: bool = False

@@ -13,6 +13,7 @@ from overlap.frame.activation import takes_all
 from overlap.frame.normalize import Call, normalize
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels.operations import OperationSpec
 from overlap.sharded.dimensions import Dimensions
 
 NAME = "sharded_matmul"
@@ -24,7 +25,7 @@ class _Whole(Operation):
 
     combines: bool = False
 
-    name = NAME
+    spec = OperationSpec(NAME, NAME, "sharded.matmul")
     takes_lists = True
     takes_parts = False
 

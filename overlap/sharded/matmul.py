@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Explanation, Implementation
-from overlap.collectives import explain
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.normalize import Call
@@ -382,6 +381,3 @@ def sharded_matmul(
     else:
         outs = _run_eagerly(checked, _decided(checked, operands), operands)
     return outs[0] if whole.container is None or whole.combines else whole.container(outs)
-
-
-explain.EXPLAINED[sharded_matmul] = decide

@@ -15,23 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Explanation
-from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
+from overlap.collectives.operations import PUBLIC
 from overlap.frame import by_xla, call
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.config import Config
+from overlap.kernels.operations import GATHER_LHS, MATMUL
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
 from overlap.sharded.plan import Axes, ShardingPlan
-from overlap.single_gpu import matmul
-
-# For each operation its `prepare` (see `overlap.frame.call`), and the keywords of the epilogue that its kernel takes.
-_OPERATIONS: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {
-    "matmul": (matmul.prepare, matmul.Matmul.epilogue),
-    "all_gather_lhs_matmul": (all_gather_matmul.prepare, all_gather_matmul.AllGatherLhs.epilogue),
-    "all_gather_rhs_matmul": (all_gather_rhs_matmul.prepare, all_gather_rhs_matmul.AllGatherRhs.epilogue),
-    "matmul_reduce_scatter": (matmul_reduce_scatter.prepare, matmul_reduce_scatter.MatmulReduceScatter.epilogue),
-    "matmul_all_reduce": (matmul_all_reduce.prepare, matmul_all_reduce.MatmulAllReduce.epilogue),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Product:
         """
         run = functools.partial(self._compute, decisions=decisions)
         along = {axis for _, axes in self.plan.gathers for axis in axes}
-        if self.plan.operation == "all_gather_rhs_matmul":
+        if self.plan.spec.gathers_rhs:
             along |= {*self.plan.axes}
         if along and not self.keep_gathered:
             # Keep only the shards between the passes. The backward pass gathers them again.
@@ -91,7 +82,7 @@ class Product:
                 epilogues[i] |= {"activation": self.activation, "scalars": scalars}
         if self.combines:
             outs = self._combined(lhs, rhs_list, epilogues, decisions)
-        elif plan.operation == "all_gather_lhs_matmul":
+        elif plan.spec is GATHER_LHS:
             outs = self._together(lhs, rhs_list, epilogues, decisions)
         else:
             outs = [self._one(lhs, rhs, epilogue, decisions) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
@@ -123,7 +114,7 @@ class Product:
             return each[0] if len(rhs_list) == 1 else each
 
         given: dict[str, Any] = dict(lhs=lhs, rhs=together(rhs_list))
-        if self.plan.operation == "all_gather_lhs_matmul":
+        if self.plan.spec is GATHER_LHS:
             given["return_gathered"] = self.keep_gathered
         epilogue = {name: x for name, x in epilogues[0].items() if name in ("activation", "scalars")}
         for name in ("bias", "addend"):
@@ -147,8 +138,8 @@ class Product:
 
         Else XLA applies it to products in the results' dtype: in f32 they would cost more than they gain.
         """
-        gathers = self.plan.operation == "all_gather_lhs_matmul"
-        if gathers or self.plan.operation == "matmul":
+        gathers = self.plan.spec is GATHER_LHS
+        if gathers or self.plan.spec is MATMUL:
             given, epilogue = self._of_all(lhs, rhs_list, epilogues)
             try:
                 choice = None if self._is_behind(epilogue) else self._decide(given, epilogue, None)
@@ -171,14 +162,13 @@ class Product:
     ) -> jax.Array:
         plan = self.plan
         given: dict[str, Any] = dict(lhs=lhs, rhs=rhs)
-        if plan.operation == "all_gather_rhs_matmul":
-            given["gather_dimension"] = self._dimension_of_rhs(plan.dimension)
-        if plan.operation == "matmul_reduce_scatter":
-            given["scatter_dimension"] = 1 if plan.dimension == len(plan.out) - 1 else 0
+        if plan.spec.keyword is not None:
+            name, dimension = plan.spec.keyword
+            given[name] = self._dimension_of_rhs(dimension) if plan.spec.gathers_rhs else dimension
         choice = self._decide(given, epilogue, decisions)
         if choice.implementation == "fused" and self._is_behind(epilogue):
             return self._finished([self._run(given)], [epilogue])[0]
-        if choice.implementation == "xla" and plan.operation == "all_gather_rhs_matmul":
+        if choice.implementation == "xla" and plan.spec.gathers_rhs:
             # XLA gathers the weights here and not inside the operation, so that the policy of `jax.checkpoint` sees the
             # gather, and does not keep its result.
             gathered = self._gathered(rhs, lhs, ((plan.dimension, plan.axes),))
@@ -190,19 +180,19 @@ class Product:
 
     def _is_behind(self, epilogue: dict[str, Any]) -> bool:
         """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
-        return not epilogue.keys() - {"scalars"} <= _OPERATIONS[self.plan.operation][1]
+        return not epilogue.keys() - {"scalars"} <= {*self.plan.spec.epilogue}
 
     def _decide(
         self, given: dict[str, Any], epilogue: dict[str, Any], decisions: list[Explanation] | None
     ) -> Explanation:
         inside = {} if self._is_behind(epilogue) else epilogue
-        choice = call.explain(_OPERATIONS[self.plan.operation][0], **given, **inside, **self._keywords)
+        choice = call.explain(PUBLIC[self.plan.operation].prepare, **given, **inside, **self._keywords)
         if decisions is not None:
             decisions.append(choice)
         return choice
 
     def _run(self, given: dict[str, Any]) -> Any:
-        return call.run(_OPERATIONS[self.plan.operation][0], **given, **self._keywords)
+        return call.run(PUBLIC[self.plan.operation].prepare, **given, **self._keywords)
 
     @property
     def _keywords(self) -> dict[str, Any]:
@@ -253,7 +243,7 @@ class Product:
         This dimension and all dimensions behind it are folded into the rows.
         """
         plan, rows = self.plan, len(self.plan.lhs) - 2
-        is_of_rows = plan.operation in ("all_gather_lhs_matmul", "matmul_reduce_scatter") and plan.dimension < rows
+        is_of_rows = (plan.spec is GATHER_LHS or plan.spec.scatters) and plan.dimension < rows
         return plan.dimension if is_of_rows else None
 
     def _fold_addend(self, addend: jax.Array, lhs_shape: tuple[int, ...]) -> jax.Array:
@@ -267,7 +257,7 @@ class Product:
     def _size_of_result(self, size: int) -> int:
         """The size in the result of the dimension that is gathered or scattered. `size`: its size in `lhs`."""
         devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
-        return size * devices if self.plan.operation == "all_gather_lhs_matmul" else size // devices
+        return size * devices if self.plan.spec is GATHER_LHS else size // devices
 
     def _unfold(self, out: jax.Array, lhs_shape: tuple[int, ...]) -> jax.Array:
         first = self._first_of_rows

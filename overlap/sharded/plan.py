@@ -23,13 +23,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, NoReturn
+from typing import NoReturn
+
+from overlap.kernels.operations import (
+    ALL_REDUCE,
+    GATHER_LHS,
+    GATHER_RHS_K,
+    GATHER_RHS_N,
+    MATMUL,
+    SCATTER_M,
+    SCATTER_N,
+    OperationSpec,
+)
 
 Axes = tuple[str, ...]
 Partition = tuple[Axes, ...]
-OperationName = Literal[
-    "matmul", "all_gather_lhs_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-]
 # The dimensions of `rhs`.
 K, N = 0, 1
 _SINCE_MIXED = "since Auto axes cannot come before Explicit ones in a dimension; or make the mesh with axes of one type"
@@ -45,7 +53,7 @@ class ShardingPlan:
         further, which moves no data between devices.
       rhs: the partition with which `rhs` enters, as [k, n].
       out: the partition of the result.
-      operation: the operation that runs on each device.
+      spec: the operation that runs on each device.
       axes: the mesh axes along which the operation communicates.
       dimension: the dimension that the operation gathers or scatters: of `lhs` (all_gather_lhs_matmul), of `rhs`
         (all_gather_rhs_matmul) or of the result (matmul_reduce_scatter).
@@ -55,10 +63,15 @@ class ShardingPlan:
     lhs: Partition
     rhs: Partition
     out: Partition
-    operation: OperationName = "matmul"
+    spec: OperationSpec = MATMUL
     axes: Axes = ()
     dimension: int = 0
     gathers: tuple[tuple[int, Axes], ...] = ()
+
+    @property
+    def operation(self) -> str:
+        """The public function that runs on each device."""
+        return self.spec.function
 
     def __str__(self) -> str:
         before = [f"`rhs` is gathered along {_shown(axes)}" for _, axes in self.gathers]
@@ -134,7 +147,7 @@ def plan_of(
                 f"{_shown(gathered[first])}) and {places.name('lhs', others[0])} (over {_shown(gathered[others[0]])}): "
                 "jax.reshard `lhs` so that one of them is whole"
             )
-        return dataclasses.replace(plan, operation="all_gather_lhs_matmul", axes=gathered[first], dimension=first)
+        return dataclasses.replace(plan, spec=GATHER_LHS, axes=gathered[first], dimension=first)
     # If each device has rows of its own, the operation gathers the weights. If several devices compute the same rows,
     # they must get the same bits; but each device's kernel begins its sums with its own shard of the weights. So XLA
     # then gathers the weights before the operation.
@@ -142,7 +155,8 @@ def plan_of(
     for i, axes in reversed(plan.gathers):
         if has_own_rows.issuperset(axes):
             others = tuple(gather for gather in plan.gathers if gather[0] != i)
-            return dataclasses.replace(plan, operation="all_gather_rhs_matmul", axes=axes, dimension=i, gathers=others)
+            spec = GATHER_RHS_K if i == K else GATHER_RHS_N
+            return dataclasses.replace(plan, spec=spec, axes=axes, dimension=i, gathers=others)
     return plan
 
 
@@ -154,7 +168,7 @@ def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> Shard
     summed = plan.lhs[-1]
     to = [i for i, part in enumerate(scattered) if part]
     if not to:
-        return dataclasses.replace(plan, operation="matmul_all_reduce", axes=summed)
+        return dataclasses.replace(plan, spec=ALL_REDUCE, axes=summed)
     if len(to) > 1 or len(scattered[to[0]]) < len(summed):
         shown = [f"{places.name('out', i)} over {_shown(scattered[i])}" for i in to]
         raise ValueError(
@@ -162,7 +176,8 @@ def _summed(plan: ShardingPlan, scattered: list[Axes], places: _Places) -> Shard
             f"all, got {', '.join(shown)}: ask for {places.name('out', to[0])} over {_shown(summed)} in `out_sharding` "
             "and jax.reshard the result"
         )
-    return dataclasses.replace(plan, operation="matmul_reduce_scatter", axes=scattered[to[0]], dimension=to[0])
+    spec = SCATTER_N if to[0] == len(plan.out) - 1 else SCATTER_M
+    return dataclasses.replace(plan, spec=spec, axes=scattered[to[0]], dimension=to[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from overlap.frame.normalize import ARRAYS, Call, normalize
 from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator, as_rows, sizes
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyArray, Scale
-from overlap.kernels import launch
+from overlap.kernels import launch, operations
 from overlap.kernels.block_scales import SCALE_DTYPE
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -37,8 +37,7 @@ class Matmul(Operation):
 
     combines: bool = False
 
-    name = "matmul"
-    epilogue = frozenset({"addend", "bias", "activation", *_SCALES})
+    spec = operations.MATMUL
     takes_block_scales = True
 
     @property

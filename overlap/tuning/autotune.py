@@ -22,7 +22,6 @@ from overlap.choice.session import session
 from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.kernels.target import Target
-from overlap.tuning.operations import OPERATIONS
 from overlap.tuning.progress import Progress, shown
 from overlap.tuning.search import Outcome, search
 from overlap.tuning.settings import Settings
@@ -275,8 +274,6 @@ def tune(
     if not budget_s > 0:
         raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {budget_s}")
     for problem in problems:
-        if problem.op not in OPERATIONS:
-            raise ValueError(f"`op` must be one of {list(OPERATIONS)}, got {problem.op!r}")
         if problem.devices > len(jax.devices()):
             raise ValueError(f"{problem}: there are {len(jax.devices())} devices")
     known = {} if file is None or not file.exists() else {entry.key: entry for entry in tables.read(file)}

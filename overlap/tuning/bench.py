@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
-from overlap.tuning.operations import OPERATIONS, gathered_first, specs, unfused
+from overlap.tuning.operations import call_operation, gathered_first, specs, unfused
 from overlap.tuning.programs import Call, call_program, draw_operands, error_program, loop_program, mesh_of
 from overlap.tuning.settings import Settings
 from overlap.tuning.timing import Loop, iterations_for
@@ -35,7 +35,6 @@ class Bench:
         if len(devices) != problem.devices:
             raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
         self.problem, self.settings, self._seed = problem, settings, settings.seed
-        self.operation = OPERATIONS[problem.op]
         self.iterations = iterations_for(problem, settings.launch_us, 2, settings.max_iterations)
         self.mesh = mesh_of(devices)
         drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, settings.seed))
@@ -54,7 +53,7 @@ class Bench:
 
     def _call(self, config: Config | None) -> Call:
         implementation = "xla" if config is None else "fused"
-        return lambda lhs, rhs: self.operation.call(self.problem, lhs, rhs, config, implementation)
+        return lambda lhs, rhs: call_operation(self.problem, lhs, rhs, config, implementation)
 
     # --- What the search calls ----------------------------------------------------------------------------------------
 

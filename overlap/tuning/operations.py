@@ -1,134 +1,48 @@
-"""The operations that can be measured: their calls, the shardings of their operands, and their unfused counterparts."""
+"""What is measured: a call of the operation of a problem, the shardings of its operands, and its unfused counterparts.
+
+All calls are made inside a `jax.shard_map` over a mesh whose only axis is `AXIS`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.dispatch import Implementation
-from overlap.choice.problem import LAYOUTS, Problem
-from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
-from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
-from overlap.collectives.matmul_all_reduce import matmul_all_reduce
-from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+from overlap.choice.problem import Problem
+from overlap.collectives.operations import PUBLIC
 from overlap.kernels.block_scales import ones_for
 from overlap.kernels.config import Config
-from overlap.single_gpu.matmul import matmul
+from overlap.kernels.operations import BY_NAME
 
 AXIS = "x"
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """An operation on a mesh whose only axis is `AXIS`.
-
-    Attributes:
-      call: (problem, lhs, rhs, config, implementation) -> out, inside `jax.shard_map`.
-      sharded: for lhs, rhs and the result, the dimension along which it is sharded; "" if it is not sharded.
-      gathers: which operand is gathered: 0 for lhs, 1 for rhs.
-      layouts: how the operands may lie in memory, see `Problem.layout`.
-    """
-
-    call: Callable[[Problem, jax.Array, jax.Array, Config | None, Implementation], jax.Array]
-    sharded: tuple[str, str, str] = ("", "", "")
-    gathers: int = 0
-    layouts: tuple[str, ...] = LAYOUTS
-
-
-def _matmul(
+def call_operation(
     problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
 ) -> jax.Array:
-    scales: dict[str, Any] = {}
+    """Calls the public function of a problem's operation, inside `jax.shard_map`. All scales of blocks are 1."""
+    spec = problem.spec
+    function = PUBLIC[spec.function].function
     if problem.block_scaled:
-        # All scales are 1: this changes neither the product nor its time.
+        # Scales of 1 change neither the product nor its time.
         left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
-        scales = {"lhs_scale": ones_for(lhs, left), "rhs_scale": ones_for(rhs, right)}
-    return matmul(
+        function = functools.partial(function, lhs_scale=ones_for(lhs, left), rhs_scale=ones_for(rhs, right))
+    return function(
         lhs,
         rhs,
+        *([AXIS] if spec.transports else []),
+        **dict([spec.keyword] if spec.keyword else []),
         preferred_element_type=problem.out_dtype,
-        config=config,
-        implementation=implementation,
         transpose_lhs=problem.transpose_lhs,
         transpose_rhs=problem.transpose_rhs,
-        **scales,
-    )
-
-
-def _all_gather_lhs_matmul(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
-) -> jax.Array:
-    return all_gather_lhs_matmul(
-        lhs,
-        rhs,
-        AXIS,
-        preferred_element_type=problem.out_dtype,
         config=config,
         implementation=implementation,
-        transpose_rhs=problem.transpose_rhs,
     )
-
-
-def _all_gather_rhs_matmul(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
-) -> jax.Array:
-    return all_gather_rhs_matmul(
-        lhs,
-        rhs,
-        AXIS,
-        gather_dimension=0 if problem.gathered == "k" else 1,
-        preferred_element_type=problem.out_dtype,
-        config=config,
-        implementation=implementation,
-        transpose_lhs=problem.transpose_lhs,
-    )
-
-
-def _matmul_reduce_scatter(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
-) -> jax.Array:
-    return matmul_reduce_scatter(
-        lhs,
-        rhs,
-        AXIS,
-        scatter_dimension=0 if problem.scattered == "m" else 1,
-        preferred_element_type=problem.out_dtype,
-        config=config,
-        implementation=implementation,
-        transpose_lhs=problem.transpose_lhs,
-        transpose_rhs=problem.transpose_rhs,
-    )
-
-
-def _matmul_all_reduce(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
-) -> jax.Array:
-    return matmul_all_reduce(
-        lhs,
-        rhs,
-        AXIS,
-        preferred_element_type=problem.out_dtype,
-        config=config,
-        implementation=implementation,
-        transpose_lhs=problem.transpose_lhs,
-        transpose_rhs=problem.transpose_rhs,
-    )
-
-
-OPERATIONS: dict[str, Operation] = {
-    "matmul": Operation(_matmul),
-    "all_gather_lhs_matmul": Operation(_all_gather_lhs_matmul, ("m", "n", "n"), layouts=("nn", "nt")),
-    "all_gather_rhs_matmul_n": Operation(_all_gather_rhs_matmul, ("m", "n", "m"), 1, ("nn", "tn")),
-    "all_gather_rhs_matmul_k": Operation(_all_gather_rhs_matmul, ("m", "k", "m"), 1, ("nn", "tn")),
-    "matmul_reduce_scatter": Operation(_matmul_reduce_scatter, ("k", "k", "m")),
-    "matmul_reduce_scatter_n": Operation(_matmul_reduce_scatter, ("k", "k", "n")),
-    "matmul_all_reduce": Operation(_matmul_all_reduce, ("k", "k", "")),
-}
 
 
 def require_layout(op: str, layout: str, option: str) -> None:
@@ -139,8 +53,9 @@ def require_layout(op: str, layout: str, option: str) -> None:
       layout: the layout, such as "nt".
       option: the user's argument or option that gave the layout, for the message.
     """
-    if layout not in OPERATIONS[op].layouts:
-        raise ValueError(f"{option} must be one of {', '.join(OPERATIONS[op].layouts)} for {op}, got {layout}")
+    layouts = BY_NAME[op].layouts
+    if layout not in layouts:
+        raise ValueError(f"{option} must be one of {', '.join(layouts)} for {op}, got {layout}")
 
 
 def require_equal_parts(problem: Problem, option: str) -> None:
@@ -175,7 +90,7 @@ def specs(problem: Problem) -> tuple[P, P, P]:
     """The shardings of lhs, rhs and the result."""
     lhs, rhs, out = (
         P(*(AXIS if dimension == sharded else None for dimension in dimensions))
-        for dimensions, sharded in zip(_dimensions(problem), OPERATIONS[problem.op].sharded, strict=True)
+        for dimensions, sharded in zip(_dimensions(problem), problem.spec.sharded, strict=True)
     )
     return lhs, rhs, out
 
@@ -191,10 +106,10 @@ def shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def gathered_first[T](problem: Problem, first: T, second: T) -> tuple[T, T]:
     """Turns (lhs, rhs) into (gathered operand, other operand). Applied to its result, it gives (lhs, rhs) again."""
-    return (second, first) if OPERATIONS[problem.op].gathers else (first, second)
+    return (second, first) if problem.spec.gathers_rhs else (first, second)
 
 
-# --- The operations without fusion (inside shard_map) -----------------------------------------------------------------
+# --- Without fusion (inside shard_map) --------------------------------------------------------------------------------
 
 
 def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -202,28 +117,18 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
     if not (problem.communicates and problem.gathered):
         return lhs, rhs
     shard, other = gathered_first(problem, lhs, rhs)
-    along = _dimensions(problem)[OPERATIONS[problem.op].gathers].index(problem.gathered)
+    dimensions, _ = gathered_first(problem, *_dimensions(problem)[:2])
+    along = dimensions.index(problem.gathered)
     return gathered_first(problem, lax.all_gather(shard, AXIS, axis=along, tiled=True), other)
 
 
-def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, **keywords: Any) -> jax.Array:
+def product(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Multiplies gathered operands by XLA, as they are stored: no copy transposes them."""
-    lhs_dimensions, rhs_dimensions, _ = _dimensions(problem)
-    contracting = (lhs_dimensions.index("k"),), (rhs_dimensions.index("k"),)
-    batch = ((0,), (0,)) if problem.batch > 1 else ((), ())
-    return lax.dot_general(lhs, rhs, (contracting, batch), **{"preferred_element_type": problem.out_dtype} | keywords)
-
-
-def reduce(problem: Problem, out: jax.Array) -> jax.Array:
-    """Sums `out` over the devices by XLA. Returns this device's part; `out` itself if the operation sums nothing."""
-    if not (problem.communicates and problem.scattered):
-        return out
-    if problem.replicates:
-        return lax.psum(out, AXIS)
-    dimension = out.ndim - (2 if problem.scattered == "m" else 1)
-    return lax.psum_scatter(out, AXIS, scatter_dimension=dimension, tiled=True)
+    return call_operation(
+        dataclasses.replace(problem, op="matmul", devices=1, block_scaled=False), lhs, rhs, None, "xla"
+    )
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Runs XLA's collective and XLA's product one after the other. Fused kernels are compared with this."""
-    return reduce(problem, product(problem, *gather(problem, lhs, rhs)))
+    return call_operation(problem, lhs, rhs, None, "xla")

@@ -5,6 +5,7 @@ The tuner, the demo and the benchmarks use them. Each is a jitted `jax.shard_map
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.problem import Problem
-from overlap.tuning.operations import AXIS, gather, gathered_first, product, reduce, shapes, specs
+from overlap.tuning.operations import AXIS, gather, gathered_first, product, shapes, specs, unfused
 
 Call = Callable[[jax.Array, jax.Array], jax.Array]  # (lhs, rhs) -> out, inside jax.shard_map
 
@@ -137,13 +138,11 @@ def error_program(problem: Problem, mesh: Mesh, complete: bool = False) -> Any:
     """
 
     def relative_error(lhs: jax.Array, rhs: jax.Array, out: jax.Array) -> jax.Array:
-        if not complete:
-            lhs, rhs = gather(problem, lhs, rhs)
         # The barrier hides the conversion from XLA, which else computes a product of converted f8 operands in f8.
         lhs, rhs = lax.optimization_barrier((lhs.astype(jnp.float32), rhs.astype(jnp.float32)))
-        expected = product(problem, lhs, rhs, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-        if not complete:
-            expected = reduce(problem, expected)
+        in_f32 = dataclasses.replace(problem, out_dtype="float32", block_scaled=False)
+        with jax.default_matmul_precision("highest"):
+            expected = (product if complete else unfused)(in_f32, lhs, rhs)
         difference = out.astype(jnp.float32) - expected
         squares = lax.psum(jnp.stack([jnp.sum(difference**2), jnp.sum(expected**2)]), AXIS)
         return jnp.sqrt(squares[0] / squares[1])

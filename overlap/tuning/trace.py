@@ -15,7 +15,7 @@ from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.primitives import marks
 from overlap.tuning import clocks
-from overlap.tuning.operations import AXIS, OPERATIONS, specs
+from overlap.tuning.operations import AXIS, call_operation, specs
 from overlap.tuning.programs import Call, call_program
 from overlap.tuning.timeline import Timeline, timeline
 
@@ -96,7 +96,7 @@ def program(problem: Problem, call: Call, mesh: Mesh, capacity: int) -> tuple[An
 
 
 def _call(problem: Problem, config: Config | None, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return OPERATIONS[problem.op].call(problem, lhs, rhs, config, "fused")
+    return call_operation(problem, lhs, rhs, config, "fused")
 
 
 def _bits(array: jax.Array) -> bytes:

@@ -17,23 +17,12 @@ from jax.sharding import PartitionSpec as P
 from overlap.choice.choose import is_collecting
 from overlap.choice.dispatch import Explanation
 from overlap.choice.session import session
-from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
 from overlap.collectives.backward import explained
+from overlap.collectives.operations import PUBLIC
 from overlap.frame import arguments
-from overlap.single_gpu import matmul
+from overlap.sharded import matmul
 
-_DECIDE = {
-    matmul.matmul: matmul.decide,
-    all_gather_matmul.all_gather_lhs_matmul: all_gather_matmul.decide,
-    all_gather_rhs_matmul.all_gather_rhs_matmul: all_gather_rhs_matmul.decide,
-    matmul_all_reduce.matmul_all_reduce: matmul_all_reduce.decide,
-    matmul_reduce_scatter.matmul_reduce_scatter: matmul_reduce_scatter.decide,
-}
-
-
-# From operation to the function that decides, for modules that this module cannot import because they import it. Such a
-# module adds its own entry.
-EXPLAINED: dict[Callable[..., Any], Callable[..., Explanation]] = {}
+_DECIDE = {public.function: public.decide for public in PUBLIC.values()} | {matmul.sharded_matmul: matmul.decide}
 
 
 def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **kwargs: Any) -> Explanation:
@@ -60,10 +49,9 @@ def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **k
     """
     while isinstance(op, functools.partial):
         op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
-    decide = next((decide for known, decide in (*_DECIDE.items(), *EXPLAINED.items()) if op is known), None)
+    decide = next((decide for known, decide in _DECIDE.items() if op is known), None)
     if decide is None:
-        # `sharded_matmul` is in EXPLAINED only once its module was imported.
-        names = [*(f"overlap.{known.__name__}" for known in _DECIDE), "overlap.sharded_matmul"]
+        names = [f"overlap.{known.__name__}" for known in _DECIDE]
         raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
     arguments.bound(f"overlap.{op.__name__}", inspect.signature(op), args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))
@@ -72,7 +60,7 @@ def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **k
         choice = decide(*args, **kwargs)
         if not arguments.flag("with_backward", with_backward):
             return choice
-        if op not in _DECIDE:
+        if op is matmul.sharded_matmul:
             raise ValueError(
                 f"`with_backward` must be False for {op.__name__}, whose products run inside `jax.shard_map`: explain "
                 "the operation that its own explanation names, on a device's part of the arrays"

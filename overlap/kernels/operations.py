@@ -1,0 +1,112 @@
+"""The operations of this library, declared once: what each gathers or sums, and what its fused kernel takes.
+
+An operation that gathers or scatters along either of two dimensions is declared once for each (`OperationSpec.name`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Dimension = Literal["", "m", "n", "k"]
+Layout = Literal["nn", "nt", "tn", "tt"]
+Transport = Literal["", "pull", "ring", "push", "broadcast", "one_shot"]
+LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
+EPILOGUE = ("lhs_scale", "rhs_scale", "bias", "addend", "activation")
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationSpec:
+    """What an operation does, independent of a call.
+
+    Attributes:
+      name: the operation's name in tables and on the command line.
+      function: the name of the public function.
+      module: the module of the public function, within `overlap`.
+      gathers: the dimension of the product along which the devices' shards of an operand are gathered.
+      sums: whether products are summed over the devices.
+      scatters: the dimension along which such a sum is cut into a block for each device; "" if all get the whole sum.
+      transports: how data may travel in the fused kernel, the usual way first.
+      keyword: the keyword that chooses the dimension, and its value where the operands are not transposed.
+      layouts: how the operands may lie in memory for the fused kernel: a letter each, "t" for transposed, else "n".
+      epilogue: the keywords of the epilogue that the fused kernel takes.
+    """
+
+    name: str
+    function: str
+    module: str
+    gathers: Dimension = ""
+    sums: bool = False
+    scatters: Dimension = ""
+    transports: tuple[Transport, ...] = ()
+    keyword: tuple[str, int] | None = None
+    layouts: tuple[Layout, ...] = LAYOUTS
+    epilogue: tuple[str, ...] = EPILOGUE
+
+    def __str__(self) -> str:
+        along = self.gathers or self.scatters
+        return self.name if self.name == self.function else f"{self.function} (along {along})"
+
+    @property
+    def replicates(self) -> bool:
+        """Whether all devices get the whole sum."""
+        return self.sums and not self.scatters
+
+    @property
+    def gathers_rhs(self) -> bool:
+        """Whether the right operand is gathered."""
+        return self.gathers in ("n", "k")
+
+    @property
+    def sharded(self) -> tuple[Dimension, Dimension, Dimension]:
+        """For `lhs`, `rhs` and the result, the dimension along which it is sharded over the devices; "" if none."""
+        if self.sums:
+            return "k", "k", self.scatters
+        return ("m", "n", "n") if self.gathers == "m" else ("m", self.gathers, "m") if self.gathers else ("", "", "")
+
+
+MATMUL = OperationSpec("matmul", "matmul", "single_gpu.matmul")
+GATHER_LHS = OperationSpec(
+    "all_gather_lhs_matmul",
+    "all_gather_lhs_matmul",
+    "collectives.all_gather_matmul",
+    gathers="m",
+    transports=("pull", "ring"),
+    layouts=("nn", "nt"),
+    epilogue=("lhs_scale", "rhs_scale", "bias", "activation"),
+)
+GATHER_RHS_N = OperationSpec(
+    "all_gather_rhs_matmul_n",
+    "all_gather_rhs_matmul",
+    "collectives.all_gather_rhs_matmul",
+    gathers="n",
+    transports=("pull",),
+    keyword=("gather_dimension", 1),
+    layouts=("nn", "tn"),
+    epilogue=(),
+)
+GATHER_RHS_K = dataclasses.replace(
+    GATHER_RHS_N, name="all_gather_rhs_matmul_k", gathers="k", keyword=("gather_dimension", 0)
+)
+SCATTER_M = OperationSpec(
+    "matmul_reduce_scatter",
+    "matmul_reduce_scatter",
+    "collectives.matmul_reduce_scatter",
+    sums=True,
+    scatters="m",
+    transports=("push", "ring"),
+    keyword=("scatter_dimension", 0),
+)
+SCATTER_N = dataclasses.replace(
+    SCATTER_M, name="matmul_reduce_scatter_n", scatters="n", keyword=("scatter_dimension", 1)
+)
+ALL_REDUCE = OperationSpec(
+    "matmul_all_reduce",
+    "matmul_all_reduce",
+    "collectives.matmul_all_reduce",
+    sums=True,
+    transports=("broadcast", "one_shot"),
+)
+OPERATIONS = (MATMUL, GATHER_LHS, GATHER_RHS_N, GATHER_RHS_K, SCATTER_M, SCATTER_N, ALL_REDUCE)
+# The same by name.
+BY_NAME = {spec.name: spec for spec in OPERATIONS}
