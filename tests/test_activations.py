@@ -133,7 +133,7 @@ NOT_ELEMENTWISE = {
     "complex": (lambda y: y * 1j, "complex"),
     "random": (lambda y: y * jax.random.normal(jax.random.key(0), y.shape), "random"),
     "effects": (lambda y: (jax.debug.print("{}", y), y)[1], "effect"),
-    "no argument": (lambda: 0, "TypeError"),
+    "no argument": (lambda: 0, "which takes 0"),
     "no function": ("relu", "'relu'"),
 }  # fmt: skip
 
