@@ -261,6 +261,9 @@ def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementati
     assert choice.implementation == "fused" and backward.implementation == implementation
     assert "8192x8192x5120" in backward.reason and "`lhs` gathered beside it" in backward.plan
     assert str(choice).splitlines()[1:] == [str(backward)]
+    (backward,) = overlap.explain(overlap.matmul_all_reduce, x, struct(8192, 512), "x", **asked).backward
+    assert str(backward) == "backward pass: matmul_all_reduce: xla: no kernel communicates in it"
+    assert overlap.explain(overlap.matmul, x, struct(8192, 512), **asked).backward == ()
 
 
 # --- Each defect gives a report or wrong numbers ----------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The parser of all commands, and types of options: argparse names the option whose text a type refuses.
 
-This module imports only the standard library.
+This module imports no jax.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from overlap.kernels.operations import LAYOUTS
+
 DTYPES = {
     "f16": "float16",
     "bf16": "bfloat16",
@@ -19,7 +21,6 @@ DTYPES = {
     "f8_e4m3fn": "float8_e4m3fn",
     "f8_e5m2": "float8_e5m2",
 }
-LAYOUTS = ("nn", "nt", "tn", "tt")
 # Kernels use int32 for sizes.
 LARGEST_SIZE = 2**31 - 1
 _SHAPE = re.compile(r"([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10})(?::(.*))?", re.DOTALL)
