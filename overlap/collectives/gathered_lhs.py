@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
-from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
+from overlap.frame.operands import Operands, Results, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, SideBySide, Tile

@@ -40,7 +40,8 @@ from jax.experimental import pallas as pl
 from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.collectives.scattered_operands import k_steps, landing_place, lands_in_an_operand, of_pairs, padded
-from overlap.frame.operands import LaunchPlan, Operands, sizes
+from overlap.frame.operands import Operands, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta

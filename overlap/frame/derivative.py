@@ -23,7 +23,8 @@ from jax.typing import DTypeLike
 from overlap.frame import by_xla
 from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, LaunchPlan, Operands, Results, in_f32
+from overlap.frame.operands import F32, Operands, Results
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
@@ -56,7 +57,7 @@ def derivative(
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
         # takes several products, z has the result's dtype.
-        bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
+        bare, sums = plan.in_f32(operands), dataclasses.replace(operands, scalars=())
         if plan.operation.combines or bare.config is None:
             bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
         several = plan.operation.combines and not bare.operation.takes_lists
@@ -68,7 +69,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=lambda given: by_xla.whole(given, plan, plan.bound_activation(given)),
+        by_xla=lambda given: plan.by_xla(given, plan.bound_activation(given)),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -87,7 +88,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
     def of_moved(*given: Any) -> Any:
         changed = dict(zip(moved, given, strict=True))
         values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
-        return by_xla.whole(values, plan, plan.bound_activation(values))
+        return plan.by_xla(values, plan.bound_activation(values))
 
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
