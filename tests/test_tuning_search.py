@@ -23,6 +23,7 @@ from overlap.emulation import emulate
 from overlap.emulation.sequence import World
 from overlap.kernels.config import Config
 from overlap.kernels.target import current_target
+from overlap.tuning import bench as bench_module
 from overlap.tuning import interrupt, search
 from overlap.tuning.bench import Bench
 from overlap.tuning.effort import Effort

@@ -20,7 +20,7 @@ from overlap.collectives.pull_transport import PullTransport
 from overlap.collectives.ring_transport import RingTransport
 from overlap.collectives.transport import Transport
 from overlap.frame import sharded
-from overlap.frame.operands import Operands, Results, sizes
+from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
@@ -309,24 +309,3 @@ class AllGatherLhs(AllGather):
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
         found = backward(self.transpose(self), gs, rhs_list, dtype, layouts, plan, purpose, passenger)
         return found if found is None or passenger is not None else (found, None)
-
-
-def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Returns the operands with scales that have the leading dimensions of the left operand.
-
-    This applies to the left operand's scales, of rows or of blocks.
-
-    Args:
-      operands: the operands. Their scales may lack the leading dimensions.
-      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
-        scales.
-    """
-    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
-    if blocks is not None:
-        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
-    if rows is not None and rows.ndim < lhs.ndim - 1:
-        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
-    if not keep:
-        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
-        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
-    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)

@@ -22,11 +22,11 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_rhs
-from overlap.collectives.all_gather import AllGather, folded
+from overlap.collectives.all_gather import AllGather
 from overlap.collectives.axis import peer_group_of
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import Operands, Results
+from overlap.frame.operands import Operands, Results, folded
 from overlap.frame.operation import Call, LaunchPlan
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config

@@ -132,9 +132,8 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     if container is not None and not rhs:
         raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
     given = [rhs] if container is None else list(rhs)
-    return container, [
-        arguments.array(name, x) for name, x in zip(rhs_names(container, len(given)), given, strict=True)
-    ]
+    names = rhs_names(container, len(given))
+    return container, [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
 
 
 def _checked(

@@ -191,3 +191,24 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
         lhs_block_scale=None if blocks is None else folded(blocks, blocks.shape[-1]),
         more_lefts=tuple(folded(x, x.shape[-1]) for x in operands.more_lefts),
     )
+
+
+def folded(operands: Operands, *, keep: bool) -> Operands:
+    """Returns the operands with scales that have the leading dimensions of the left operand.
+
+    This applies to the left operand's scales, of rows or of blocks.
+
+    Args:
+      operands: the operands. Their scales may lack the leading dimensions.
+      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
+        scales.
+    """
+    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
+    if blocks is not None:
+        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
+    if rows is not None and rows.ndim < lhs.ndim - 1:
+        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
+    if not keep:
+        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
+        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
+    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)

@@ -1,4 +1,4 @@
-"""The interface of an operation: everything in which operations differ.
+"""The interface of an operation, everything in which operations differ, and the calls and plans that it works on.
 
 The defaults here are right for an operation that communicates nothing.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -109,10 +109,9 @@ class LaunchPlan:
 
     def bound_activation(self, operands: Operands) -> BoundActivation:
         """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
-        return self.activation and self._bound(functools.partial(self.activation, scalars=operands.scalars))
-
-    def _bound(self, function: Callable[..., jax.Array]) -> BoundActivation:
-        return on_all(function, self.operation.combines)
+        if self.activation is None:
+            return None
+        return on_all(functools.partial(self.activation, scalars=operands.scalars), self.operation.combines)
 
     @property
     def without_function(self) -> LaunchPlan:
@@ -134,7 +133,7 @@ class LaunchPlan:
         if program is None:
             return None
         scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
-        return self._bound(lambda *values: program(values, scalars))
+        return on_all(lambda *values: program(values, scalars), self.operation.combines)
 
     def result_widths(self, operands: Operands) -> tuple[int, ...]:
         """Returns the columns of each result."""
@@ -191,7 +190,7 @@ class LaunchPlan:
         return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
 
     def in_f32(self, operands: Operands) -> LaunchPlan:
-        """Returns the plan for f32 results, without the activation. Its `config` is None if no kernel has these results.
+        """Returns the plan for f32 results, without the activation. `config` is None if no kernel has such results.
 
         f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
         another one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
@@ -326,10 +325,7 @@ class Operation:
         return operands
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        """Returns why the kernel cannot compute a `jax.vmap` as its own batch; None if it can.
-
-        Arguments as for `batch.batched`.
-        """
+        """Returns why the kernel cannot compute a `jax.vmap` (see `batch`) as its own batch; None if it can."""
         return None
 
     # --- The implementation by XLA, and the backward pass ---
@@ -343,10 +339,7 @@ class Operation:
         return product
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """Returns the cotangent of a product from the cotangent of this device's part of the result.
-
-        It is the transpose of `reduced`.
-        """
+        """The transpose of `reduced`: the cotangent of a product from that of this device's part of the result."""
         return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
@@ -386,9 +379,8 @@ class Operation:
     ) -> tuple[jax.Array, jax.Array | None] | None:
         """Returns the cotangent Σ g rhsᵀ of the left operand, multiplied, added and scattered by one kernel.
 
-        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel.
-
-        None if there is no such kernel. Then `times` and `scattered` do the same.
+        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel. Returns None if
+        there is no such kernel: then `times` and `scattered` do the same.
         """
         return None
 
