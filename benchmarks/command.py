@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import current, provenance
 from overlap.cli import devices as devices_of_cli
-from overlap.cli.arguments import Parser, WrongArguments, finite_number, new_folder, one_of, whole_number
-from overlap.cli.tune_arguments import DTYPES
+from overlap.cli.arguments import DTYPES, Parser, WrongArguments, finite_number, whole_number
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -59,7 +58,7 @@ def parser(
     result.add_argument("--shapes", default=shapes, help="MxNxK[:dtype][:layout] per shard, separated by commas")
     result.add_argument(
         "--dtype",
-        type=one_of(*DTYPES),
+        choices=DTYPES,
         default="f16",
         help="f16, bf16, f8_e4m3fn or f8_e5m2, for shapes that name no dtype",
     )
@@ -109,7 +108,7 @@ def parser(
     )
     result.add_argument(
         "--out",
-        type=new_folder,
+        type=pathlib.Path,
         default=None,
         metavar="DIR",
         help="folder of tables: benchmarks/results, or another one for a study. After each problem, the run replaces "

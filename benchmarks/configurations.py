@@ -38,7 +38,7 @@ from benchmarks import command
 from overlap import _cuda
 from overlap.choice.problem import Problem
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, finite_number, new_file, old_file, whole_number
+from overlap.cli.arguments import WrongArguments, finite_number, new_file, whole_number
 from overlap.kernels.config import Config
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ class Task:
     def from_json(line: str) -> Task:
         """Reads a task from `line`, as `to_json` writes it."""
         given = json.loads(line)
-        configs = tuple(Config.of(**fields) for fields in given["configs"])
+        configs = tuple(Config(**fields) for fields in given["configs"])
         return Task(Problem(**given["problem"]), configs, given["xla"])
 
 
 def changed(config: Config) -> dict[str, Any]:
     """Returns the fields of `config` whose values differ from the defaults (`Config()`), with these values."""
-    usual = Config().fields
-    return {name: value for name, value in config.fields.items() if value != usual[name]}
+    usual = vars(Config())
+    return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
 @functools.cache
@@ -351,7 +351,9 @@ def measure(
 def main(arguments: Iterable[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = command.tool_parser("configurations", __doc__)
-    parser.add_argument("--tasks", type=old_file, required=True, help="the task file: one task in each line, as JSON")
+    parser.add_argument(
+        "--tasks", type=pathlib.Path, required=True, help="the task file: one task in each line, as JSON"
+    )
     parser.add_argument("--out", type=new_file, required=True, help="the CSV to write")
     parser.add_argument("--workers", type=whole_number(1), default=14, help="processes that compile")
     parser.add_argument("--gpus", type=whole_number(1), default=1, help="how many GPUs to use")

@@ -27,7 +27,7 @@ from benchmarks.problems import TableProblem
 from overlap.choice import tables
 from overlap.choice.problem import Layout
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file
+from overlap.cli.arguments import WrongArguments
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 _SIZES = ("op", "devices", "m", "n", "k", "dtype", "out_dtype", "layout")
@@ -101,8 +101,8 @@ def merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command.tool_parser("crossover", __doc__)
-    parser.add_argument("results", nargs="+", type=old_file, help="CSV files of benchmarks")
-    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the table to write")
+    parser.add_argument("results", nargs="+", type=pathlib.Path, help="CSV files of benchmarks")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the table to write")
     arguments = parser.parse_args(argv)
     try:
         rows = merged(row for path in arguments.results for row in rows_of(path))

@@ -35,7 +35,7 @@ from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates
 from overlap.choice.tables import replace
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, old_file
+from overlap.cli.arguments import WrongArguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -135,7 +135,7 @@ def load(path: pathlib.Path, gpu: str = "h200") -> Times:
     for row in _rows(path):
         given: dict[str, Any] = {name: row[name] for name in PROBLEM_FIELDS}
         given |= {name: int(row[name]) for name in ("m", "n", "k")}
-        config = None if row["config"] == XLA else Config.of(**json.loads(row["config"]))
+        config = None if row["config"] == XLA else Config(**json.loads(row["config"]))
         if row["status"] == "ok":
             problem = Problem(**given)
             launch_ms = float(row.get("launch_ms", _USUAL_LAUNCH_MS))
@@ -279,7 +279,9 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = command.tool_parser("fit_model", __doc__)
     add_gpu(parser)
     parser.add_argument("--judge", action="store_true", help="only judge, fit nothing")
-    parser.add_argument("--times", type=old_file, help="a CSV with other measurements than those in benchmarks/model")
+    parser.add_argument(
+        "--times", type=pathlib.Path, help="a CSV with other measurements than those in benchmarks/model"
+    )
     given = parser.parse_args(None if arguments is None else list(arguments))
     sessions = []
     for path in [given.times] if given.times else [held_out(given.gpu)] if given.judge else fitted_to(given.gpu):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -25,7 +26,7 @@ from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.choice.tables import Entry
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments, new_file_with_folders, old_file, whole_number
+from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -127,14 +128,14 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = command.tool_parser("known_models", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     tasks = commands.add_parser("tasks", help="write the task file")
-    tasks.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
+    tasks.add_argument("--out", type=pathlib.Path, required=True, help="the task file to write")
     add_gpu(tasks)
     tasks.add_argument("--limit", type=whole_number(1), help="write only the first LIMIT problems")
     table = commands.add_parser("table", help="write the table that is shipped")
     table.add_argument(
         "times",
         nargs="+",
-        type=old_file,
+        type=pathlib.Path,
         help="CSV files of benchmarks.configurations; of several with the same problem the last one counts",
     )
     add_gpu(table)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from benchmarks import command, environment, known_models, report
-from overlap.cli.arguments import WrongArguments, new_folder, whole_number
+from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.tuning.timing import elapsed_s
 
 # XLA's methods, each with its flags. NVIDIA's images set the flag of "xla hiding". With the flags of "xla windowed" XLA
@@ -135,7 +136,9 @@ def begin(
     parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
     parser.add_argument("--rounds", type=whole_number(1), default=21, help="how often everything is timed (21)")
     parser.add_argument("--commit", metavar="HASH", help="the commit whose code this is; needed where there is no .git")
-    parser.add_argument("--out", type=new_folder, metavar="DIR", help="folder of tables that the run brings up to date")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="DIR", help="folder of tables that the run brings up to date"
+    )
     parser.add_argument("--dry-run", action="store_true", help="2 CPU devices and tiny sizes, to test the harness")
     arguments = parser.parse_args(argv)
     if arguments.dry_run:

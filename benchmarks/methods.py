@@ -229,7 +229,7 @@ def _select(
 
 
 def _config(fields: dict[str, Any]) -> overlap.Config | None:
-    return overlap.Config.of(**fields) if fields else None
+    return overlap.Config(**fields) if fields else None
 
 
 # --- JAX's example kernels --------------------------------------------------------------------------------------------

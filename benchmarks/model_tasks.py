@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import pathlib
 import random
 import sys
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from overlap.choice import space
 from overlap.choice.problem import Layout, Problem
 from overlap.choice.tables import replace
 from overlap.cli import ending
-from overlap.cli.arguments import new_file_with_folders, whole_number
+from overlap.cli.arguments import whole_number
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -125,7 +126,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "--few-tiles", action="store_true", help='only products that clusters along k (cluster_along="k") may compute'
     )
-    parser.add_argument("--out", type=new_file_with_folders, required=True, help="the task file to write")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the task file to write")
     given = parser.parse_args(None if arguments is None else list(arguments))
     chance, target, lines = random.Random(given.seed), TARGETS[given.gpu], []
     while len(lines) < given.problems:

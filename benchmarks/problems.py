@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from overlap.choice import problem as library
 from overlap.choice.problem import LAYOUTS, Layout
-from overlap.cli.arguments import WrongArguments
-from overlap.cli.tune_arguments import DTYPES
+from overlap.cli.arguments import DTYPES, WrongArguments
 
 _SHAPE = re.compile(
     r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)" + f"(:(?P<dtype>{'|'.join(DTYPES)}))?(:(?P<layout>{'|'.join(LAYOUTS)}))?"

@@ -35,8 +35,7 @@ from overlap import Config, emulation
 from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.cli import ending, trace_files
-from overlap.cli.arguments import WrongArguments, new_file_with_folders, new_folder, old_file, old_folder
-from overlap.cli.trace_arguments import shape
+from overlap.cli.arguments import WrongArguments, shape
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
 from overlap.tuning.operations import call_operation
@@ -57,7 +56,7 @@ def record(problem: Problem, raw: pathlib.Path, facts: dict[str, str], *, dry_ru
     content = {"measured": not dry_run, "op": problem.op, "sizes": [problem.m, problem.n, problem.k], "facts": facts}
     (raw / "facts.json").write_text(json.dumps(content, indent=1))
     mesh = mesh_of(jax.devices()[: problem.devices])
-    operands, config = draw_operands(problem, mesh, 0), Config.of(tile_n=128) if dry_run else None
+    operands, config = draw_operands(problem, mesh, 0), Config(tile_n=128) if dry_run else None
 
     def marks() -> None:
         made = trace.record(problem, operands, mesh, config, _MARKS_OF_A_ROLE, emulated=dry_run)
@@ -136,7 +135,7 @@ def _marks(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, work in (("multiply", Work.MULTIPLY), ("copy", Work.COPY)):
             busy = np.zeros((1 + max(cta_of.values()), _POINTS), bool)
             for span in own:
-                if span["name"] == trace_files.LABELS[work]:
+                if span["name"] == trace_files.LABELS[work][0]:
                     busy[cta_of[gpu, span["tid"]]] |= (span["ts"] <= times) & (times < span["ts"] + span["dur"])
             of_gpu[name] = np.rint(100 * busy.mean(0)).astype(int).tolist()
         found.append(of_gpu)
@@ -152,11 +151,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     recorder.add_argument("--commit", default=None, metavar="HASH", help="the commit; needed where there is no .git")
     recorder.add_argument("--dry-run", action="store_true", help="use emulated devices and a tiny size")
     condenser = verbs.add_parser("condense", help="make the small file of recorded traces")
-    for each, folder in ((recorder, new_folder), (condenser, old_folder)):
-        each.add_argument("--raw", type=folder, required=True, metavar="DIR", help="the folder of the traces")
-        each.add_argument("--out", type=new_file_with_folders, required=True, help="the small file to write, .json")
+    for each in (recorder, condenser):
+        each.add_argument("--raw", type=pathlib.Path, required=True, metavar="DIR", help="the folder of the traces")
+        each.add_argument("--out", type=pathlib.Path, required=True, help="the small file to write, .json")
     drawer = verbs.add_parser("draw", help="draw the small file")
-    drawer.add_argument("file", type=old_file, help="the small file; the pictures get its name, -light.svg, -dark.svg")
+    drawer.add_argument(
+        "file", type=pathlib.Path, help="the small file; the pictures get its name, -light.svg, -dark.svg"
+    )
     given = parser.parse_args(argv)
     if given.verb == "draw":
         content: dict[str, Any] = {}

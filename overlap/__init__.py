@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from overlap.collectives.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
-    from overlap.kernels.config import Config, PullSizes
+    from overlap.kernels.config import Config
     from overlap.sharded.explain import explain
     from overlap.sharded.matmul import sharded_matmul
     from overlap.single_gpu.matmul import matmul
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "Explanation",
-    "PullSizes",
     "all_gather_lhs_matmul",
     "all_gather_rhs_matmul",
     "autotune",
@@ -49,7 +48,6 @@ __all__ = [
 _HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
-    "PullSizes": "kernels.config",
     "autotune": "tuning.autotune",
     "explain": "sharded.explain",
     "initialize": "distributed",

@@ -120,8 +120,6 @@ INJECTED = {
     # Which tiles a cluster has.
     "as many tiles as its index says": ("132 cores", "race",
         slip(StreamK, "pieces", {"self._number(cta)": "cta"})),
-    # Epilogue buffers.
-    "buffers not awaited": ("buffers", "buffers.out", replace(finish, "wait_stores_read", NOTHING)),
 }
 HARMLESS = {
     # Any CTA may finish any box.

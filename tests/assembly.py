@@ -252,7 +252,7 @@ def _all_gather_lhs_matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callabl
 def _config(case: Case) -> Any:
     import overlap
 
-    return overlap.Config.of(**case.config) if case.config else None
+    return overlap.Config(**case.config) if case.config else None
 
 
 def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any = None) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ from overlap.choice import space
 from overlap.choice.problem import Problem
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, rows_loaded, smem_bytes, warpgroup_tile
-from overlap.kernels.tma.limits import BARRIER_BYTES, F32_BYTES, cluster_sums_bytes, stages_bytes
+from overlap.kernels.tma.limits import BARRIER_BYTES, EPILOGUE_COLUMNS, F32_BYTES, cluster_sums_bytes, stages_bytes
 from overlap.primitives.integers import ceil_div
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case
@@ -38,6 +38,8 @@ RESERVE = Registers(compute=16, transfer=8)
 # The index arithmetic of some gathers uses all registers of the transfer threads: about one in thirty with swapped
 # operands (of 340), one of twelve with "pingpong", one of six with gathered weights and cut tiles. None of them spills.
 RESERVE_OF_GATHERS = Registers(compute=16, transfer=0)
+# The largest tiles of two transposed operands with the whole epilogue: of some members fewer than 16 are left.
+RESERVE_OF_TRANSPOSED = Registers(compute=8, transfer=8)
 # With jax 0.12, the largest tiles with a full epilogue spill at most these bytes (`KernelReport.ignores_setmaxnreg`).
 SPILLS_OF_JAX_0_12 = 640
 # The shapes have whole and ragged tiles, few and many tiles, one and several k steps. Plain products have a batch too.
@@ -89,7 +91,7 @@ class Member:
     @property
     def case(self) -> Case:
         """Returns the case for `tests.assembly`. It states all fields, so that no tuning table is read for defaults."""
-        problem, config = self.problem, self.config.fields
+        problem, config = self.problem, dict(vars(self.config))
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
@@ -103,26 +105,22 @@ class Member:
     def smem_bytes(self) -> int:
         """Returns the expected shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         out_dtype = "float32" if self.config.split_k > 1 else self.problem.out_dtype
-        announced = smem_bytes(self.config, self.problem.dtype, out_dtype, self.problem.transport(self.config))
+        announced = smem_bytes(self.config, out_dtype, self.problem.transport(self.config))
         if self.kernel.swapped:
             # A transposed tile stores only rows that exist; `limits.smem_bytes` counts all rows of the tile.
-            announced -= (
-                self.kernel.out_bytes
-                * self._rows_not_stored
-                * math.prod((COMPUTE_WARPGROUPS, self.config.epilogue_buffers, self.config.epilogue_tile_n))
-            )
+            announced -= self.kernel.out_bytes * self._rows_not_stored * COMPUTE_WARPGROUPS * EPILOGUE_COLUMNS
         if self.kernel.along_k:
             announced -= self._bytes_of_sums_not_stored
         if not self.kernel.epilogue or (self.kernel.pulls and not self.problem.scattered):
             return announced
-        boxes = self.kernel.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES
+        boxes = EPILOGUE_COLUMNS * self.kernel.out_bytes // SWIZZLE_BYTES
         return announced + COMPUTE_WARPGROUPS * boxes * BARRIER_BYTES
 
     @property
     def _rows_not_stored(self) -> int:
         joined = self.config.joined and self.kernel.op == GATHER_LHS
         shards = self.problem.devices * self.problem.batch if joined else 1
-        return self.config.tile_m - rows_loaded(self.config, self.problem.m * shards)
+        return self.config.tile_m - rows_loaded(self.config, self.problem.m * shards, self.problem.dtype)
 
     @property
     def _bytes_of_sums_not_stored(self) -> int:
@@ -130,11 +128,11 @@ class Member:
 
         Sums matter only where they exceed the stages, whose memory they share.
         """
-        sums, stages = cluster_sums_bytes(self.config), stages_bytes(self.config, self.problem.dtype)
+        sums, stages = cluster_sums_bytes(self.config), stages_bytes(self.config)
         if self.kernel.swapped:
             return max(sums, stages) - max(sums - F32_BYTES * self._rows_not_stored * self.config.tile_n, stages)
         wg_m, wg_n = warpgroup_tile(self.config)
-        loaded = rows_loaded(self.config, self.problem.m, self.problem.transpose_lhs)
+        loaded = rows_loaded(self.config, self.problem.m, self.problem.dtype, self.problem.transpose_lhs)
         idle = 0 if wg_m == self.config.tile_m else COMPUTE_WARPGROUPS - ceil_div(loaded, wg_m)
         not_stored = idle * F32_BYTES * wg_m * wg_n
         return max(sums, stages) - max(sums - not_stored, stages) + idle * 2 * BARRIER_BYTES
@@ -188,6 +186,8 @@ def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     kernel = member.kernel
     crowded = kernel.swapped or kernel.schedule == "pingpong" or (kernel.op in GATHER_RHS and kernel.cuts)
     reserve = RESERVE_OF_GATHERS if kernel.pulls and crowded else RESERVE
+    if kernel.layout == "tt" and kernel.epilogue and kernel.tile_m * kernel.tile_n >= 128 * 256:
+        reserve = RESERVE_OF_TRANSPOSED
     # A division by a variable is a function call. With such a call jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
     checks = {

@@ -49,7 +49,7 @@ def product(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     layout, out, batch = options.pop("layout", "nn"), options.pop("out", None), tuple(options.pop("batch", ()))
     rhs_dtype, epilogue = options.pop("rhs_dtype", case.dtype), options.pop("epilogue", None)
     of_blocks = options.pop("block_scales", False)
-    config = overlap.Config.of(**options) if options else None
+    config = overlap.Config(**options) if options else None
     activations = {"all": jax.nn.gelu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
     left, right = (letter == "t" for letter in layout)
     m, n, k = case.shape
@@ -95,7 +95,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
     rhs_dtype, keeps = options.pop("rhs_dtype", case.dtype), options.pop("return_gathered", False)
     transport = options.pop("transport", None)
     keywords: dict[str, Any] = dict(
-        preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused"
+        preferred_element_type=out, config=overlap.Config(**options), implementation="fused"
     )
     (m, n, k), size, transposed = case.shape, mesh.shape["x"], layout[1] == "t"
     if op != "all_gather_lhs_matmul":
@@ -172,7 +172,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
             )
         return function(
             lhs, rhs, "x", transpose_lhs=left, transpose_rhs=right,
-            preferred_element_type=out, config=overlap.Config.of(**options), implementation="fused",
+            preferred_element_type=out, config=overlap.Config(**options), implementation="fused",
             activation=jax.nn.gelu if epilogue else None, **dict(zip(shapes, rest, strict=True)),
         )  # fmt: skip
 

@@ -50,12 +50,10 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
     ONE_SHOT: (LAYOUTS, (2, 1), True),
 }
 
-# The fields of a Config that determine the class. tile_k follows from the operand's bytes. split_k > 1 only makes the
+# The fields of a Config that determine the class. split_k > 1 only makes the
 # result f32 and leaves the epilogue to XLA. stream_k > 1 only cuts tiles, if the problem has tiles to cut. Of
 # cluster_along, which is in `UNSEEN`, the class sees only whether it is "k" (`values_of`).
-SEEN = frozenset(
-    {"tile_m", "tile_n", "tile_k", "schedule", "swap_operands", "epilogue_tile_n", "cluster", "split_k", "stream_k"}
-)
+SEEN = frozenset({"tile_m", "tile_n", "schedule", "swap_operands", "cluster", "split_k", "stream_k"})
 # A class with swapped operands has its own number of rows and those down to the next value (limits of `space.spills`).
 _MOST = {space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2}
 ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
@@ -83,7 +81,6 @@ class KernelClass:
         out_bytes: bytes per element that the kernel writes.
         tile_m: as in `Config`; if the operands are swapped, one of `ROWS_OF_SWAPPED` or `ROWS_OF_SWAPPED_ALONG_K`.
         tile_n: as in `Config`.
-        epilogue_tile_n: columns per store, as in `Config`.
         cluster: CTAs per cluster.
         cuts: whether CTAs share tiles.
         epilogue: whether the epilogue does more than convert; then bias, addend, scales and activation all at once.
@@ -98,7 +95,6 @@ class KernelClass:
     out_bytes: int
     tile_m: int
     tile_n: int
-    epilogue_tile_n: int
     cluster: int
     cuts: bool
     epilogue: bool
@@ -112,15 +108,11 @@ class KernelClass:
 
     @property
     def tile(self) -> tuple[Any, ...]:
-        return self.tile_m, self.tile_n, self.epilogue_tile_n, self.out_bytes, self.schedule, self.swapped
+        return self.tile_m, self.tile_n, self.out_bytes, self.schedule, self.swapped
 
     @property
     def ending(self) -> tuple[Any, ...]:
         return self.cluster, self.cuts, self.epilogue, self.along_k
-
-    @property
-    def tile_k(self) -> int:
-        return 128 // self.operand_bytes
 
     @property
     def pulls(self) -> bool:
@@ -132,7 +124,7 @@ class KernelClass:
             SCATTER[0]: "scatter-m-", SCATTER[1]: "scatter-n-", SPREAD: "spread-", ONE_SHOT: "one-shot-",
         }  # fmt: skip
         flags = [name for name in ("cuts", "epilogue") if getattr(self, name)]
-        tile = f"{self.tile_m}x{self.tile_n}-{self.epilogue_tile_n}"
+        tile = f"{self.tile_m}x{self.tile_n}"
         turn = ["swapped"] * self.swapped + (["pingpong"] if self.schedule == "pingpong" else [])
         bits = f"{8 * self.operand_bytes}to{8 * self.out_bytes}"
         cluster = [f"cluster-of-{self.cluster}-along-k"] if self.along_k else ["cluster"] * (self.cluster > 1)
@@ -149,7 +141,6 @@ def classify(config: Config, problem: Problem, *, epilogue: bool) -> KernelClass
         out_bytes=4 if split else jnp.dtype(problem.out_dtype).itemsize,
         tile_m=_rows_of_class(config),
         tile_n=config.tile_n,
-        epilogue_tile_n=config.epilogue_tile_n,
         cluster=config.cluster,
         cuts=_cuts(config, problem),
         epilogue=epilogue and not split,
@@ -188,9 +179,7 @@ def _apart() -> Iterator[KernelClass]:
     tiles = [
         (*tile, swapped)
         for swapped, shape, out_bytes in ((False, space.SHAPE, (2, 4)), (True, of_swapped, (2,)))
-        for tile in itertools.product(
-            out_bytes, shape["tile_m"], shape["tile_n"], space.FINE["epilogue_tile_n"], shape["cluster"]
-        )
+        for tile in itertools.product(out_bytes, shape["tile_m"], shape["tile_n"], shape["cluster"])
     ]
     for op, (layouts, sizes, epilogues) in OPERATIONS.items():
         # One shot has one tile per core, so its warpgroups do not take turns.
@@ -205,12 +194,10 @@ def _along_k() -> Iterator[KernelClass]:
     upright = itertools.product((False,), (2, 4), space.SHAPE["tile_m"], space.SHAPE["tile_n"])
     swapped = itertools.product((True,), (2,), ROWS_OF_SWAPPED_ALONG_K, space.SWAPPED["tile_n"])
     layouts, sizes, _ = OPERATIONS[MATMUL]
-    for layout, operand_bytes, (swap, *tile), width, cluster, epilogue in itertools.product(
-        layouts, sizes, (*upright, *swapped), space.FINE["epilogue_tile_n"], space.CLUSTERS_ALONG_K, (False, True)
+    for layout, operand_bytes, (swap, *tile), cluster, epilogue in itertools.product(
+        layouts, sizes, (*upright, *swapped), space.CLUSTERS_ALONG_K, (False, True)
     ):
-        yield KernelClass(
-            MATMUL, layout, operand_bytes, *tile, width, cluster, False, epilogue, swapped=swap, along_k=True
-        )
+        yield KernelClass(MATMUL, layout, operand_bytes, *tile, cluster, False, epilogue, swapped=swap, along_k=True)
 
 
 def _exists(kernel: KernelClass) -> bool:
@@ -229,8 +216,8 @@ def problems_op(kernel: KernelClass) -> Any:
 
 
 def config_of(kernel: KernelClass, fields: dict[str, Any]) -> Config:
-    return Config.of(
-        tile_m=kernel.tile_m, tile_n=kernel.tile_n, tile_k=kernel.tile_k, epilogue_tile_n=kernel.epilogue_tile_n,
+    return Config(
+        tile_m=kernel.tile_m, tile_n=kernel.tile_n,
         cluster=kernel.cluster, schedule=kernel.schedule, swap_operands=kernel.swapped,
         **fields | {"one_shot": kernel.op == ONE_SHOT},
     )  # fmt: skip
@@ -254,7 +241,7 @@ def cover() -> list[KernelClass]:
 
 
 # These classes need the most registers beside `MOST_REGISTERS`: their communicator sends strips to all devices.
-MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 64, 1, False, True) for layout in ("nn", "tt")]
+MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 1, False, True) for layout in ("nn", "tt")]
 
 
 def value_pairs(kernel: KernelClass) -> set[Any]:

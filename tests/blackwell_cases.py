@@ -24,10 +24,10 @@ from tests.protocol_cases import ONE_SHOT, SPREAD, Kernel
 from tests.several_sides_cases import Form
 
 B200 = Target("gpu", "NVIDIA B200", 148)
-ONE = overlap.Config.of(tile_m=128, tile_n=64, stages=2, chunk_bytes=4096)
+ONE = overlap.Config(tile_m=128, tile_n=64, stages=2, chunk_bytes=4096)
 PAIR = ONE.replace(tile_n=128, cluster=2)
 # With this configuration, a tile has two boxes, and each box has several chunks.
-SUMS = overlap.Config.of(tile_m=128, tile_n=128, stages=2, chunk_bytes=4096)
+SUMS = overlap.Config(tile_m=128, tile_n=128, stages=2, chunk_bytes=4096)
 ROWS = Form(136, (64,), 136, container=None)
 
 

@@ -20,7 +20,7 @@ from overlap.choice.model import work_of
 from overlap.choice.problem import Problem
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TENSOR_MEMORY_COLUMNS, smem_bytes
 from overlap.kernels.config import SWIZZLE_BYTES, Config
-from overlap.kernels.tma.limits import BARRIER_BYTES
+from overlap.kernels.tma.limits import BARRIER_BYTES, EPILOGUE_COLUMNS
 from tests.assembly import Case
 from tests.assembly_members import PULL_SHAPES, SCATTER_SHAPES, SHAPES
 from tests.assembly_report import KernelReport
@@ -83,7 +83,7 @@ class Member:
     @property
     def case(self) -> Case:
         """Returns the case for `tests.assembly`. It states all fields, so that no tuning table is read for defaults."""
-        problem, config, name = self.problem, self.config.fields, self.kernel.op
+        problem, config, name = self.problem, dict(vars(self.config)), self.kernel.op
         config |= {"layout": problem.layout, "out": problem.out_dtype}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
         config |= {"op": problem.op} if name != "matmul" else {}
@@ -96,10 +96,10 @@ class Member:
     def smem_bytes(self) -> int:
         """Returns the expected shared memory: `limits.smem_bytes` plus the barriers for `addend`."""
         transport = "ring" if self.kernel.op == "ring" else self.problem.transport(self.config)
-        announced = smem_bytes(self.config, self.problem.dtype, self.problem.out_dtype, transport)
+        announced = smem_bytes(self.config, self.problem.out_dtype, transport)
         if not self.kernel.epilogue or (self.problem.communicates and not self.problem.scattered):
             return announced
-        return announced + self.config.epilogue_tile_n * self.kernel.out_bytes // SWIZZLE_BYTES * BARRIER_BYTES
+        return announced + EPILOGUE_COLUMNS * self.kernel.out_bytes // SWIZZLE_BYTES * BARRIER_BYTES
 
 
 def every() -> list[KernelClass]:
@@ -124,9 +124,9 @@ def _exists(kernel: KernelClass) -> bool:
 
 
 def _config(kernel: KernelClass, **fields: Any) -> Config:
-    return Config.of(
-        tile_m=128, tile_n=kernel.tile_n, tile_k=128 // kernel.operand_bytes, cluster=kernel.cluster,
-        epilogue_tile_n=32 if kernel.out_bytes == 4 else 64, joined=kernel.op == "joined",
+    return Config(
+        tile_m=128, tile_n=kernel.tile_n // kernel.operand_bytes, cluster=kernel.cluster,
+        joined=kernel.op == "joined",
         one_shot=kernel.op == "one shot", **fields,
     )  # fmt: skip
 

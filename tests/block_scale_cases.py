@@ -53,4 +53,4 @@ class Product:
 
 
 def config(**fields):
-    return overlap.Config(**dict(tile_m=128, tile_n=128, tile_k=128, stages=3, epilogue_tile_n=64) | fields)
+    return overlap.Config(**dict(tile_m=128, tile_n=128, stages=3) | fields)

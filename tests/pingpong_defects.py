@@ -85,9 +85,8 @@ INJECTED = {
     "drawn by the first": ("scatter", "race", whose({"== warpgroup": "== 0"})),
     "drawn by number": ("scatter, two cores", "race", whose({"piece.ordinal": "piece.tile"})),
     # What each warpgroup stores.
-    "one epilogue buffer": ("one", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
-    "one buffer of two": ("buffers", "buffers.out", stores({"view.at[output.warpgroup,": "view.at[0,"})),
-    "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
+    "one epilogue buffer": ("one", "buffers.out", stores({"view.at[output.warpgroup]": "view.at[0]"})),
+    "a store less": ("one", "buffers.out", stores({"read(0)": "read(1)"})),
     "one addend barrier": ("addend", "addend_loaded", stores({"output.warpgroup * box_views.shape[0] + box": "box"})),
     "corner by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, warpgroup, 0"})),
     "column by warpgroup": ("one", "out of bounds", part_index({"return 0, 0, 0": "return 0, 0, warpgroup"})),
@@ -95,7 +94,6 @@ INJECTED = {
     # Tiles cut along k.
     "signal the other part": ("cut", "to reach 1, got 0", flags(signalled=of_the_other_part)),
     "wait for the other part": ("cut", "to reach 1, got 0", flags(awaited=of_the_other_part)),
-    "no drain": ("cut, buffers", "buffers.out", replace(finish, "wait_stores_read", NOTHING)),
     # Parts received from peers, and parts sent to peers.
     "told at once": ("scatter", "output 1", replace(exchange, "wait_stores_landed", NOTHING)),
     "told when read": ("scatter", "output 1", replace(exchange, "wait_stores_landed", wait_stores_read)),

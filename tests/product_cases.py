@@ -101,4 +101,4 @@ def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int, may
     """Returns the work list that the kernel of a product walks."""
     (m, n, k), (rows, columns) = shape, config.cluster_tile
     tiles = ceil_div(m, rows) * ceil_div(n, columns)
-    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, config.tile_k), may_spread)
+    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, 64), may_spread)

@@ -23,11 +23,11 @@ from tests.scatter_cases import ALONG
 from tests.several_sides_cases import Form
 
 # With these chunks, each CTA copies several chunks of each peer's shard.
-PULL = overlap.Config.of(tile_n=64, stages=2, chunk_bytes=4096)
-JOINED = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
-WEIGHTS = overlap.Config.of(tile_n=128, stages=2, chunk_bytes=1024)
+PULL = overlap.Config(tile_n=64, stages=2, chunk_bytes=4096)
+JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
+WEIGHTS = overlap.Config(tile_n=128, stages=2, chunk_bytes=1024)
 # With this configuration, a tile has two boxes, and each box has several chunks.
-SUMS = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+SUMS = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 # Names of `matmul_all_reduce` kernels for `of_sums`. SPREAD sums blocks of columns; "spread m" sums blocks of rows.
 SPREAD, ONE_SHOT = "spread n", "one shot"
 # The name for `of_sums` of a reduce-scatter whose partial sums travel from device to device.

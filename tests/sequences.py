@@ -71,7 +71,7 @@ LAYOUTS = [
     layout(2, 3, 4, 5, x=2, y=2),
 ]
 
-TILES = overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 JOINED = dataclasses.replace(TILES, joined=True)
 ONE_SHOT = dataclasses.replace(TILES, one_shot=True)
 Kind = Literal[

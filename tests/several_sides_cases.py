@@ -147,6 +147,6 @@ def assembled(case: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
         assembly.struct(mesh, (*batch, devices * m, 1), "float32", rows),
         [assembly.struct(mesh, (devices * n,), "float32", spec) for n, spec in zip(widths, columns, strict=True)],
     )
-    config = overlap.Config.of(**options) if options else None
+    config = overlap.Config(**options) if options else None
     body = call(form, implementation="fused", config=config, transport=transport)
     return on_mesh(form, mesh, body), structs

@@ -34,7 +34,6 @@ TURNS = "not layouts.transpose_rhs, not layouts.transpose_lhs"
 TRANSPOSED = "if buffers.wg_tile.transposed:"
 ROWS = "min(block_rows, wg_m - above)"
 PLACE = "register_views.at[box, pl.ds(above, rows)]"
-BOX = "pl.ds(first_column + i * box_width, box_width)"
 SHAPE = "(wg_n, wg_m) if config.swap_operands"
 HAND_OVER = "hand_over(partial.at(me, pl.ds(first_row, rows), pl.ds(first_column, columns)))"
 TELL = "semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])"
@@ -127,12 +126,6 @@ INJECTED = {
         "not equal",
         slip(finish, "_store_all", {"first + columns.start, columns.stop": "columns.start, columns.stop"}),
     ),
-    "first box of two": (
-        "wide",
-        "not equal",
-        stores({"slice(box * box_width, (box + 1) * box_width)": "slice(0, box_width)"}),
-    ),
-    "boxes in one place": ("wide", "race|not equal", stores({BOX: "pl.ds(first_column, box_width)"})),
     "rows and columns exchanged": (
         "one",
         "shape|dimension|bounds|Incompatible|slice",
@@ -149,7 +142,7 @@ INJECTED = {
         plan({"rows = loaded if": "rows = loaded - 8 if"}),
     ),
     "store before it is read": ("one", "buffers.out", replace(store, "wait_stores_read", NOTHING)),
-    "a store less": ("buffers", "buffers.out", stores({"read(num_buffers - 1)": "read(num_buffers)"})),
+    "a store less": ("one", "buffers.out", stores({"read(0)": "read(1)"})),
     "leave too early": ("one", "freed too early", replace(hopper, "wait_stores_read", NOTHING)),
     "addend as it lies": (
         "square addend",

@@ -122,7 +122,7 @@ def test_two_calls_with_the_same_operand_have_flags_of_their_own(a_process_each)
 def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_shot, a_process_each, monkeypatch):
     for module in (scattered, one_shot_kernel):
         monkeypatch.setattr(module, "lands_in_an_operand", lambda: True)
-    config = overlap.Config.of(tile_n=128, one_shot=one_shot)
+    config = overlap.Config(tile_n=128, one_shot=one_shot)
 
     def call(a, b):
         return overlap.matmul_all_reduce(a, b, "x", implementation="fused", config=config)

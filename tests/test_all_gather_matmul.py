@@ -43,22 +43,22 @@ def test_error_within_twice_the_unfused_product(devices, dtype, transport):
         (
             3,
             (256, 256, 320),
-            overlap.Config.of(tile_n=128, stages=3, epilogue_buffers=2, order_minor="n", order_width=2),
+            overlap.Config(tile_n=128, stages=3, order_minor="n", order_width=2),
         ),
-        (2, (128, 256, 256), overlap.Config.of(chunk_bytes=256, chunk_buffers=3)),  # Chunks are parts of rows.
-        (2, (128, 256, 128), overlap.Config.of(chunk_bytes=4096, chunk_buffers=1)),
+        (2, (128, 256, 256), overlap.Config(chunk_bytes=256, chunk_buffers=3)),  # Chunks are parts of rows.
+        (2, (128, 256, 128), overlap.Config(chunk_bytes=4096, chunk_buffers=1)),
         (2, (200, 264, 136), SMALL),  # Ragged in all dimensions, also inside the shards of the result.
-        (3, (131, 8, 1032), overlap.Config.of(tile_n=64, chunk_bytes=1024)),
+        (3, (131, 8, 1032), overlap.Config(tile_n=64, chunk_bytes=1024)),
         (2, (1, 24, 8), SMALL),
         (
             3,
             (133, 136, 64),
-            overlap.Config.of(tile_n=128, chunk_bytes=2048),
+            overlap.Config(tile_n=128, chunk_bytes=2048),
         ),  # Chunks of 16 rows; the last has five.
         (
             3,
             (70, 136, 8 * 37),
-            overlap.Config.of(tile_n=128, chunk_bytes=256),
+            overlap.Config(tile_n=128, chunk_bytes=256),
         ),  # Each row in three parts, one of them shorter.
     ],
 )

@@ -27,9 +27,9 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 CONFIGS = {
     "one CTA": (1, SMALL),
     "odd": (3, SMALL),
-    "more CTAs than chunks": (7, overlap.Config.of(tile_n=256, stages=3, epilogue_buffers=2, order_minor="n")),
-    "parts of rows": (2, overlap.Config.of(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
-    "one slot": (2, overlap.Config.of(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
+    "more CTAs than chunks": (7, overlap.Config(tile_n=256, stages=3, order_minor="n")),
+    "parts of rows": (2, overlap.Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
+    "one slot": (2, overlap.Config(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
     "stream k": (5, dataclasses.replace(SMALL, stream_k=4)),
     "cluster": (5, dataclasses.replace(SMALL, cluster=2)),
     "cluster along n": (4, dataclasses.replace(SMALL, tile_n=64, cluster=2, cluster_along="n")),
@@ -305,7 +305,7 @@ def test_lowers_for_cuda_with_either_jax(axes, along, monkeypatch):
 def assembled_case(along):
     def build(case, mesh):
         m, n, k = case.shape  # Sizes of one device's product.
-        config = overlap.Config.of(**case.config) if case.config else None
+        config = overlap.Config(**case.config) if case.config else None
         f = jax.shard_map(
             fused(along, config), mesh=mesh, in_specs=(ROWS, weights(along)), out_specs=ROWS, check_vma=False
         )
@@ -318,7 +318,7 @@ def assembled_case(along):
 assembled_along_n, assembled_along_k = assembled_case("n"), assembled_case("k")
 ASSEMBLED = [  # devices, (m, n, k), config
     (8, (4096, 4096, 4096), {}),
-    (4, (1000, 4 * 1032, 4 * 1032), {"tile_n": 192, "stages": 4, "epilogue_tile_n": 64, "order_minor": "n"}),
+    (4, (1000, 4 * 1032, 4 * 1032), {"tile_n": 192, "stages": 4, "order_minor": "n"}),
     (2, (2048, 4096, 4096), {"cluster": 2, "stream_k": 2}),
 ]
 
@@ -331,5 +331,5 @@ def test_assembled_without_spills(devices, shape, config, along):
     (report,) = assembly.assemble_case(Case(op_name, devices, shape, "bf16", config=config))
     assert report.name == f"overlap_all_gather_rhs_matmul_{along}"
     assert report.spills == 0 and not report.remarks
-    expected = smem_bytes(overlap.Config.of(**config), jnp.bfloat16, jnp.bfloat16, "pull")
+    expected = smem_bytes(overlap.Config(**config), jnp.bfloat16, "pull")
     assert not config or report.shared_memory_bytes <= expected + 1024

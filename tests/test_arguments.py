@@ -274,7 +274,7 @@ def test_types_are_for_explain(op):
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    st.sampled_from([*overlap.Config().fields, "pull"]),
+    st.sampled_from([*vars(overlap.Config())]),
     st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", "pingpong", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
@@ -284,11 +284,9 @@ def test_configurations(name, value):
         if name in words
         else isinstance(value, bool)
         if name in ("swap_operands", "joined", "one_shot")
-        else False
-        if name == "pull"
         else type(value) is int and value > 0
     )
-    config, error = outcome(lambda: overlap.Config.of(**{name: value}))
+    config, error = outcome(lambda: overlap.Config(**{name: value}))
     assert (config is not None) == right
     assert right or (type(error) is ValueError and f"`{name}`" in str(error))
 

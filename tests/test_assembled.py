@@ -132,8 +132,8 @@ def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
     assert math.prod(report.grid) <= target.core_count
     dtype = assembly.dtype_of(case.dtype)
     problem = Problem(case.op, *case.shape, dtype, dtype, devices=case.mesh.get("x", case.devices) if pulls else 1)
-    config = overlap.Config.of(**case.config) if case.config else choose_config(problem, TARGET)[0]
-    assert report.shared_memory_bytes == smem_bytes(config, dtype, dtype, "pull" if pulls else "")
+    config = overlap.Config(**case.config) if case.config else choose_config(problem, TARGET)[0]
+    assert report.shared_memory_bytes == smem_bytes(config, dtype, "pull" if pulls else "")
     assert report.shared_memory_bytes + report.static_shared_memory_bytes <= target.shared_memory_per_block_optin
     return report
 
@@ -154,7 +154,7 @@ def test_matmul_assembles_without_spills(devices: int, dtype: str) -> None:
     [
         {"tile_n": 128, "stages": 6},
         {"tile_n": 192, "stages": 3},
-        {"stages": 3, "epilogue_buffers": 2},
+        {"stages": 3},
         {"chunk_bytes": 4096, "chunk_buffers": 4, "order_minor": "n"},
     ],
     ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
@@ -199,7 +199,7 @@ def test_sums_by_ring_assemble_without_spills(devices: int, processes: int, op: 
     assert (report.spills, report.stack_frame_bytes, report.remarks) == (0, 0, ())
     of_config = {name: value for name, value in fields.items() if name != "epilogue"}
     # The ring uses only one of the chunk buffers that a configuration asks for.
-    assert report.shared_memory_bytes <= smem_bytes(overlap.Config.of(**of_config), "bfloat16", "bfloat16", "push")
+    assert report.shared_memory_bytes <= smem_bytes(overlap.Config(**of_config), "bfloat16", "push")
 
 
 def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled() -> None:

@@ -25,7 +25,7 @@ COVER, CORE = assembly_space.cover(), assembly_space.core()
 
 def test_every_field_of_a_config_is_seen_or_is_not():
     # Put a new field into one of the two; `assembly_sweep` then measures whether that is right.
-    fields = Config().fields.keys()
+    fields = vars(Config()).keys()
     assert fields == assembly_space.SEEN | UNSEEN.keys()
     assert not assembly_space.SEEN & UNSEEN.keys()
     assert {*space.SHAPE, *space.FINE, *space.CHUNKS, "stages"} == fields
@@ -39,7 +39,7 @@ def assert_in_a_class(problem: Problem, configs: list[Config]) -> None:
         for name, values in assembly_space.values_of(kernel).items():
             # The search may try fewer stages than fit in shared memory, but at least two.
             allowed = values if name != "stages" else range(min(values), max(values) + 1)
-            assert config.fields[name] in allowed, (problem, name, config)
+            assert vars(config)[name] in allowed, (problem, name, config)
 
 
 INPUTS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -115,7 +115,7 @@ def test_the_cover_has_every_loop_and_every_ending_with_every_tile():
     members = [next(assembly_members.members(kernel)) for kernel in COVER]
     for name, values in UNSEEN.items():
         for value in values:
-            assert sum(member.config.fields[name] == value for member in members) >= 4, (name, value)
+            assert sum(vars(member.config)[name] == value for member in members) >= 4, (name, value)
 
 
 def test_the_sweep_compares_members_of_classes_that_there_are():

@@ -31,10 +31,9 @@ def drawn(seed):
     shape = rng.randint(1, 40) * 8, rng.randint(1, 40) * 8, rng.randint(1, 50) * 8
     cluster = rng.choice((1, 2))
     f32 = rng.random() < 0.3
-    config = overlap.Config.of(
+    config = overlap.Config(
         tile_m=128, tile_n=rng.choice((64, 128)) * cluster, stages=rng.choice((2, 3, 4)), cluster=cluster,
         stream_k=rng.choice((1, 1, 2, 3)), order_minor=rng.choice("mn"), order_width=rng.choice((1, 3, 8)),
-        epilogue_tile_n=32 if f32 else 64, epilogue_buffers=rng.choice((1, 2)) if f32 else 1,
     )  # fmt: skip
     layout = rng.choice(("nn", "nt", "tn", "tt"))
     return shape, config, layout, jnp.float32 if f32 else jnp.bfloat16, rng.choice((2, 3, 5, 8))
@@ -51,7 +50,7 @@ def test_random_problems_are_exact(seed):
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("config", [ONE, PAIR], ids=["one CTA", "pairs"])
 def test_eight_bits_in_every_layout(config, layout):
-    config = config.replace(tile_k=128, tile_n=128 * config.cluster)
+    config = config.replace(tile_n=128 * config.cluster)
     kernel = product(config, (144, 272, 272), layout, jnp.float8_e4m3fn)
     kernel.run(cores=2, completion="random")
 
@@ -76,7 +75,7 @@ def test_everything_that_an_epilogue_does(config):
     lhs, rhs, exact = operands()
     rows, columns = 2.0 ** integers(2, 136, 1), 2.0 ** integers(3, 136)
     bias, addend = integers(4, 136), integers(5, 2, 136, 136)
-    config = config.replace(epilogue_tile_n=32)
+    config = config
     call = jax.jit(
         lambda lhs, rhs, **given: overlap.matmul(
             lhs, rhs, config=config, activation=lambda x: jnp.maximum(x, 0) + 1, preferred_element_type=jnp.float32,
@@ -130,18 +129,16 @@ def test_the_model_finds_configurations_of_blackwell():
     ("fields", "words"),
     [
         ({"tile_m": 256}, "`tile_m` must be 128 on NVIDIA B200"),
-        ({"tile_k": 32}, "`tile_k` must be 64"),
         ({"tile_n": 96}, "`tile_n` must be a multiple of 64"),
         ({"tile_n": 64, "cluster": 2}, "`tile_n` must be a multiple of 128"),
         ({"tile_n": 320}, "at most 256"),
         ({"cluster": 2, "tile_n": 256, "cluster_along": "n"}, "`cluster_along` must be 'm' on Blackwell"),
         ({"stages": 1}, "`stages` must be at least 2"),
         ({"stages": 9, "tile_n": 256}, "reduce `stages`"),
-        ({"epilogue_tile_n": 48}, "`epilogue_tile_n` must be a multiple of 64"),
     ],
 )
 def test_wrong_configurations(fields, words):
-    config = overlap.Config.of(**({"tile_m": 128, "tile_n": 128, "stages": 2} | fields))
+    config = overlap.Config(**({"tile_m": 128, "tile_n": 128, "stages": 2} | fields))
     with pytest.raises(ValueError, match=words):
         limits.check(Sizes(4096, 4096, 4096, BF16, BF16), config, B200)
 

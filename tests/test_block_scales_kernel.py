@@ -33,7 +33,7 @@ SIZES = [  # cores, shape, config
     (2, (300, 272, 32), config()),
     (2, (200, 192, 416), config(tile_n=64)),
     (3, (1, 16, 1056), config(stages=2)),
-    (4, (130, 400, 288), config(order_minor="n", epilogue_buffers=2)),
+    (4, (130, 400, 288), config(order_minor="n")),
     (2, (300, 272, 288), config(cluster=2)),
     (4, (513, 144, 608), config(cluster=2, stages=2)),
     (3, (260, 144, 544), config(stream_k=3)),
@@ -213,7 +213,7 @@ ASSEMBLED = [
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 @pytest.mark.parametrize(("group", "options"), ASSEMBLED, ids=str)
 def test_assembled(group, options, tmp_path):
-    fields = {name: getattr(config(), name) for name in ("tile_m", "tile_n", "tile_k", "epilogue_tile_n")}
+    fields = {name: getattr(config(), name) for name in ("tile_m", "tile_n")}
     case = assembly.Case(
         "tests.assembly_products:product", 1, (4096, 4096, 4096), "float8_e4m3fn", "b200",
         config={**fields, **options, "block_scales": True},
@@ -222,6 +222,6 @@ def test_assembled(group, options, tmp_path):
     assert f"tcgen05.mma.{group}.kind::mxf8f6f4.block_scale.scale_vec::1X" in (tmp_path / "ptx").read_text()
     sizes = overlap.Config(**fields, **{name: x for name, x in options.items() if name in ("stages", "cluster")})
     out_dtype = options.get("out", "bfloat16")
-    needed = limits.smem_bytes(sizes, E4M3, out_dtype, block_scaled=True)
+    needed = limits.smem_bytes(sizes, out_dtype, block_scaled=True)
     assert needed <= report.shared_memory_bytes <= needed + RESERVED_BYTES
     assert report.remarks == () and (report.architecture, report.spills, report.stack_frame_bytes) == ("sm_100a", 0, 0)

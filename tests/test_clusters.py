@@ -14,23 +14,23 @@ from overlap.emulation import DeadlockError, emulate
 from tests import oracle
 from tests.product_cases import check, check_exactly, check_gathered, handed_over, integers, normal, work_of
 
-SMALL = dict(tile_n=128, epilogue_tile_n=64, cluster=2)
+SMALL = dict(tile_n=128, cluster=2)
 # Three rows and columns of 128 x 128 tiles: the second tile of the last cluster lies wholly outside.
 PHANTOM = (260, 264, 200)
 BOTH_WAYS = pytest.mark.parametrize("along", ["m", "n"])
 
 SIZES = [  # cores, shape, config
-    (2, (256, 128, 320), overlap.Config.of(**SMALL)),
-    (4, (512, 256, 448), overlap.Config.of(stages=2, **SMALL)),  # Two waves.
-    (4, (256, 128, 64), overlap.Config.of(**SMALL)),  # Fewer k steps than stages, and an idle cluster.
-    (3, (256, 256, 192), overlap.Config.of(stages=3, **SMALL)),  # An idle CTA.
-    (5, PHANTOM, overlap.Config.of(**SMALL)),
-    (2, (1, 8, 8), overlap.Config.of(**SMALL)),
-    (2, (100, 136, 72), overlap.Config.of(order_minor="n", order_width=1, **SMALL)),
-    (7, (450, 264, 136), overlap.Config.of(order_width=1, **SMALL)),
+    (2, (256, 128, 320), overlap.Config(**SMALL)),
+    (4, (512, 256, 448), overlap.Config(stages=2, **SMALL)),  # Two waves.
+    (4, (256, 128, 64), overlap.Config(**SMALL)),  # Fewer k steps than stages, and an idle cluster.
+    (3, (256, 256, 192), overlap.Config(stages=3, **SMALL)),  # An idle CTA.
+    (5, PHANTOM, overlap.Config(**SMALL)),
+    (2, (1, 8, 8), overlap.Config(**SMALL)),
+    (2, (100, 136, 72), overlap.Config(order_minor="n", order_width=1, **SMALL)),
+    (7, (450, 264, 136), overlap.Config(order_width=1, **SMALL)),
     (2, (130, 264, 136), overlap.Config(tile_m=64, cluster=2, stages=3)),  # Each warpgroup has half of the columns.
     (2, (300, 72, 200), overlap.Config(tile_m=256, tile_n=64, cluster=2, stages=3)),
-    (3, (300, 264, 328), overlap.Config.of(cluster=2, stages=3, epilogue_buffers=2)),
+    (3, (300, 264, 328), overlap.Config(cluster=2, stages=3)),
 ]
 
 
@@ -46,13 +46,13 @@ def test_results_are_exact(cores, shape, config, along, stream_k):
 
 @BOTH_WAYS
 def test_with_split_k(along):
-    check_exactly((260, 264, 512), overlap.Config.of(split_k=2, cluster_along=along, **SMALL), cores=5)
+    check_exactly((260, 264, 512), overlap.Config(split_k=2, cluster_along=along, **SMALL), cores=5)
 
 
 @BOTH_WAYS
 @pytest.mark.parametrize(("left", "right"), list(itertools.product([False, True], repeat=2)))
 def test_all_layouts_on_a_batch(left, right, along):
-    config = overlap.Config.of(stream_k=3 if left else 1, cluster_along=along, **SMALL)
+    config = overlap.Config(stream_k=3 if left else 1, cluster_along=along, **SMALL)
     check_exactly((264, 264, 328), config, cores=5, batch=(2,), transpose_lhs=left, transpose_rhs=right)
 
 
@@ -60,21 +60,21 @@ def test_all_layouts_on_a_batch(left, right, along):
 @BOTH_WAYS
 def test_the_whole_epilogue_beside_a_phantom_tile(along, stream_k):
     scales = jnp.resize(jnp.array([0.25, 0.5, 1.0, 2.0]), (264,))
-    config = overlap.Config.of(cluster_along=along, stream_k=stream_k, **SMALL)
+    config = overlap.Config(cluster_along=along, stream_k=stream_k, **SMALL)
     check_exactly(PHANTOM, config, cores=5, addend=integers(5, 260, 264), bias=integers(6, 264),
                   activation=jax.nn.relu, lhs_scale=scales[:260, None], rhs_scale=scales)  # fmt: skip
 
 
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float32])
 def test_float8(out):
-    config = overlap.Config.of(tile_k=128, stream_k=2, **SMALL)
+    config = overlap.Config(stream_k=2, **SMALL)
     check_exactly((260, 136, 400), config, cores=4, dtype=jnp.float8_e4m3fn, transpose_rhs=True,
                   preferred_element_type=out)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_error_within_twice_that_of_rounding(dtype):
-    config = overlap.Config.of(stream_k=3, **SMALL)
+    config = overlap.Config(stream_k=3, **SMALL)
     check(normal(7, 260, 456, dtype=dtype), normal(8, 456, 264, dtype=dtype), config=config, cores=5)
 
 
@@ -82,8 +82,8 @@ def test_error_within_twice_that_of_rounding(dtype):
 def test_the_common_operand_is_loaded_once_for_both(along, boxes):
     """Each CTA loads half of a box, and both CTAs receive it: the same number of bytes, in twice as many copies."""
     shape, tiles, k_steps = (512, 256, 320), 8, 5
-    alone = check_exactly(shape, overlap.Config.of(**SMALL | {"cluster": 1}), cores=4).counts
-    shared = check_exactly(shape, overlap.Config.of(cluster_along=along, **SMALL), cores=4).counts
+    alone = check_exactly(shape, overlap.Config(**SMALL | {"cluster": 1}), cores=4).counts
+    shared = check_exactly(shape, overlap.Config(cluster_along=along, **SMALL), cores=4).counts
     assert shared["bytes"] == alone["bytes"]
     assert shared["copies"] == alone["copies"] + tiles * k_steps * boxes
 
@@ -93,7 +93,7 @@ def test_the_same_bits_under_every_schedule(along, stream_k):
     lhs, rhs = normal(9, 260, 520), normal(10, 520, 264)
 
     def product(cluster, **settings):
-        config = overlap.Config.of(stages=3, stream_k=stream_k, cluster_along=along, **SMALL | {"cluster": cluster})
+        config = overlap.Config(stages=3, stream_k=stream_k, cluster_along=along, **SMALL | {"cluster": cluster})
         with emulate(**settings):
             out = overlap.matmul(lhs, rhs, config=config, implementation="fused", preferred_element_type=jnp.float32)
             return np.asarray(out)
@@ -109,7 +109,7 @@ def test_the_same_bits_under_every_schedule(along, stream_k):
 
 
 def test_as_many_clusters_at_a_time_as_a_tile_has_parts_are_enough():
-    config = overlap.Config.of(stream_k=3, **SMALL)
+    config = overlap.Config(stream_k=3, **SMALL)
     assert work_of((256, 128, 1024), config, 13).pieces_per_tile == 3
     check_exactly((256, 128, 1024), config, cores=13, settings=dict(resident=6))
     with pytest.raises(DeadlockError, match="CTAs were never launched"):
@@ -131,13 +131,13 @@ def test_as_many_clusters_at_a_time_as_a_tile_has_parts_are_enough():
     ],
 )
 def test_all_gather_with_an_odd_number_of_tiles(devices, cores, shape, along, stream_k, transport):
-    config = overlap.Config.of(stages=3, cluster_along=along, stream_k=stream_k, **SMALL)
+    config = overlap.Config(stages=3, cluster_along=along, stream_k=stream_k, **SMALL)
     check_gathered(devices, cores, shape, config, transport)
 
 
 @pytest.mark.parametrize(("cluster", "cores"), [(3, 6), (4, 4), (2, 1)])
 def test_clusters_that_there_cannot_be(cluster, cores):
-    config = overlap.Config.of(**SMALL | {"cluster": cluster})
+    config = overlap.Config(**SMALL | {"cluster": cluster})
     lhs, rhs = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
     message = f"`cluster` must be 1 or 2, and at most the {cores} cores, got {cluster}"
     with emulate(cores=cores), pytest.raises(ValueError, match=message):

@@ -60,14 +60,13 @@ CASES = {  # cores, shape, config, further arguments
     "128 x 192": (4, RAGGED, TWO.replace(tile_m=128, tile_n=192), {}),
     "128 x 192, six boxes for four": (4, RAGGED, FOUR.replace(tile_m=128, tile_n=192), NARROW),
     "256 x 64": (4, (300, 72, 328), FOUR.replace(tile_m=256, tile_n=64), NARROW),
-    "two epilogue buffers": (4, RAGGED, TWO.replace(tile_n=256, epilogue_buffers=2), NARROW),
-    "two boxes at a time": (4, RAGGED, TWO.replace(tile_n=256, epilogue_tile_n=128), {}),
+    "two boxes at a time": (4, RAGGED, TWO.replace(tile_n=256), {}),
     "columns first": (4, RAGGED, TWO.replace(order_minor="n", order_width=1), {}),
     "all of the epilogue": (4, RAGGED, TWO, EPILOGUE),
     "all of the epilogue, four": (4, RAGGED, FOUR, EPILOGUE | NARROW),
     "float16": (4, RAGGED, TWO, {"dtype": F16, "preferred_element_type": F16}),
-    "float8": (4, (*RAGGED[:2], 400), TWO.replace(tile_k=128), {"dtype": E4M3, **TRANSPOSED}),
-    "float8, four": (4, (*RAGGED[:2], 656), FOUR.replace(tile_k=128), {"dtype": E4M3, **TRANSPOSED, **NARROW}),
+    "float8": (4, (*RAGGED[:2], 400), TWO, {"dtype": E4M3, **TRANSPOSED}),
+    "float8, four": (4, (*RAGGED[:2], 656), FOUR, {"dtype": E4M3, **TRANSPOSED, **NARROW}),
     "swapped": (4, RAGGED, SWAPPED, NARROW),
     "swapped, four, [n, k]": (4, RAGGED, SWAPPED_FOUR, NARROW | TRANSPOSED),
     "swapped, one tile": (4, (64, 128, 520), SWAPPED_FOUR, NARROW),
@@ -78,7 +77,7 @@ CASES = {  # cores, shape, config, further arguments
     "swapped, all of the epilogue": (4, RAGGED, SWAPPED, EPILOGUE | NARROW),
     "swapped, all of the epilogue, four": (4, RAGGED, SWAPPED_FOUR.replace(tile_m=104), EPILOGUE | NARROW),
     "swapped, float16": (2, RAGGED, SWAPPED, {"dtype": F16, "preferred_element_type": F16}),
-    "swapped, float8": (4, (*RAGGED[:2], 400), SWAPPED.replace(tile_k=128), {"dtype": E4M3, **TRANSPOSED, **NARROW}),
+    "swapped, float8": (4, (*RAGGED[:2], 400), SWAPPED, {"dtype": E4M3, **TRANSPOSED, **NARROW}),
 }  # fmt: skip
 
 

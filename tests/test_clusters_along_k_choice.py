@@ -59,8 +59,8 @@ def test_configurations_that_there_cannot_be(cores, config, fragments):
 @pytest.mark.parametrize(
     ("k", "config", "words"),
     [
-        (64, TWO, "k=64 has 1 k steps (tile_k=64), fewer than the 2 CTAs of a cluster"),
-        (192, FOUR, "k=192 has 3 k steps (tile_k=64), fewer than the 4 CTAs of a cluster"),
+        (64, TWO, "k=64 has 1 k steps of 64, fewer than the 2 CTAs of a cluster"),
+        (192, FOUR, "k=192 has 3 k steps of 64, fewer than the 4 CTAs of a cluster"),
     ],
 )
 def test_each_needs_a_k_step(k, config, words):
@@ -71,7 +71,7 @@ def test_each_needs_a_k_step(k, config, words):
 
 def test_a_dimension_that_there_is_not():
     with pytest.raises(ValueError, match=r"`cluster_along` must be .*got 'x'"):
-        overlap.Config.of(cluster_along="x")
+        overlap.Config(cluster_along="x")
 
 
 COLLECTIVES = [

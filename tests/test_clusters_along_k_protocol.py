@@ -47,7 +47,6 @@ PROGRAMS = {  # config, rows, columns, k steps of a CTA, dtype of the result
     "a k step each": (TWO.replace(stages=3), 64, 4 * 128, 1, F32),
     "uneven": (TWO, 64, 128, 1.5, F32),
     "no boxes": (FEW_ROWS, 64, 64, 2, BF16),
-    "buffers": (FEW_ROWS.replace(epilogue_tile_n=32, epilogue_buffers=2), 64, 4 * 64, 2, F32),
     "blocks": (TWO.replace(tile_m=256, tile_n=64), 256, 64, 2, F32),
     "swapped": (SWAPPED, 100, 128, 2, BF16),
     "132 cores": (TWO, 8 * 64, 9 * 128, 1, F32),
@@ -56,7 +55,7 @@ PROGRAMS = {  # config, rows, columns, k steps of a CTA, dtype of the result
 
 def program(name: str, ctas: int) -> Kernel:
     config, rows, columns, k_steps, out = PROGRAMS[name]
-    k, cores = int(k_steps * ctas) * config.tile_k, _cores(name, ctas)
+    k, cores = int(k_steps * ctas) * 64, _cores(name, ctas)
     return launched(config.replace(cluster=ctas), (rows, columns, k), cores, out)
 
 

@@ -61,7 +61,7 @@ FORMS = [  # shape, config, further arguments
     ((200, 264, 136), Config(tile_m=64, tile_n=256, stages=2, cluster=2, cluster_along="n"), {}),
     ((257, 72, 72), Config(tile_n=128, stages=2, cluster=2, order_minor="n"), {"right": True, "batch": (2,)}),
     ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
-    ((136, 200, 144), Config(tile_n=128, tile_k=128, stages=2), {"right": True, "dtype": F8}),
+    ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8}),
 ]
 
 
@@ -84,7 +84,7 @@ def test_matmul(shape, config, more):
 SMALL, XLA = Config(tile_n=128, stages=2), {"implementation": "xla"}
 GATHERS = [  # devices, config, further arguments
     (1, SMALL, {}),
-    (2, Config(tile_n=256, stages=2, cluster=2, epilogue_buffers=2), {"transpose_rhs": True, "return_gathered": True}),
+    (2, Config(tile_n=256, stages=2, cluster=2), {"transpose_rhs": True, "return_gathered": True}),
     (4, SMALL, {"transport": "ring"}),
     (2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}),
     (2, None, XLA),
@@ -214,7 +214,8 @@ FUSED = {"implementation": "fused"}
 WRONG = [  # rhs, keywords, error, what the message must contain
     ((W, V), {}, ValueError, ["`activation` takes 2 arrays", "128 and 136"]),
     ((W, W, W), {}, ValueError, ["must be one array", "as many arrays"]),
-    (W, {}, ValueError, ["`activation`", "as many arrays as there are right operands"]),
+    (W, {}, ValueError, ["`activation`", "as many as `rhs` has right operands", "which takes 2"]),
+    (W, {"activation": None, "bias": [np.ones(128)]}, ValueError, ["`bias` must be one array, got 1 in a list"]),
     ((W, W), {"activation": jnp.matmul}, ValueError, ["`activation` must be elementwise"]),
     ((W, W), {"activation": None}, ValueError, ["must be one array", "tuple of 2"]),
     ((W, W), {"config": Config(tile_n=64)}, ValueError, ["warpgroup tiles of a multiple of 128 columns", "tile_n=256"]),
@@ -240,7 +241,7 @@ def assembled(case: assembly.Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[
     `case.config` has fields of `Config`. "vectors": all vectors of the epilogue are given.
     """
     (m, n, k), size, has_vectors = case.shape, mesh.shape["x"], case.config.get("vectors", False)
-    config = overlap.Config.of(**{name: x for name, x in case.config.items() if name != "vectors"})
+    config = overlap.Config(**{name: x for name, x in case.config.items() if name != "vectors"})
     specs = (P("x", None), *[P(None, "x")] * 2, *[P("x")] * 4, P("x", None))
     shapes = [(size * m, k), *[(k, size * n)] * 2, *[(size * n,)] * 4, (size * m, 1)]
     dtypes = [case.dtype] * 3 + ["f32"] * 5

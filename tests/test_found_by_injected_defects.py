@@ -24,7 +24,7 @@ DEVICES = 4
 @pytest.mark.parametrize("by_ring", [False, True])
 def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
     schedule = ReduceScatterSchedule.of(
-        DEVICES, "m", (1, 64, 128), (2, 64, 64), 2, overlap.Config.of(tile_m=64, tile_n=128), uses_ring=by_ring
+        DEVICES, "m", (1, 64, 128), (2, 64, 64), 2, overlap.Config(tile_m=64, tile_n=128), uses_ring=by_ring
     )
     loop = lambda first, end: lambda act: [act(index) for index in range(first, end)]  # noqa: E731
     monkeypatch.setattr(scattered, "pl", types.SimpleNamespace(loop=loop))

@@ -19,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap import _settings
-from overlap.emulation import EmulationError, ProtocolError, emulate, registers
+from overlap.emulation import EmulationError, ProtocolError, emulate
+from overlap.emulation.execution import registers
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,

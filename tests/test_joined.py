@@ -15,7 +15,7 @@ from overlap.choice import dispatch, model, space
 from overlap.choice.problem import Problem
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
-from overlap.emulation.races import RaceDetector
+from overlap.emulation.state.races import RaceDetector
 from tests import assembly, oracle, several_sides_cases
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of
@@ -24,10 +24,10 @@ from tests.tuning_cases import H200
 ONE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True)
 CUT = dataclasses.replace(ONE, stages=3, stream_k=3)
 MANY = dataclasses.replace(ONE, tile_m=128, tile_n=64, order_minor="n", order_width=2)
-FINE = ONE.replace(epilogue_tile_n=64, chunk_bytes=512, chunk_buffers=3)
+FINE = ONE.replace(chunk_bytes=512, chunk_buffers=3)
 ALONG_M = dataclasses.replace(ONE, cluster=2)
 ALONG_N = dataclasses.replace(CUT, cluster=2, cluster_along="n")
-F8 = dataclasses.replace(CUT, tile_k=128)
+F8 = CUT
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
 KERNEL = "overlap_all_gather_lhs_matmul_joined"
 
@@ -43,7 +43,7 @@ KERNEL = "overlap_all_gather_lhs_matmul_joined"
 @pytest.mark.parametrize("tile_m", [64, 128])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_every_row_is_copied_once_and_every_flag_raised_as_announced(devices, m_shard, k, chunk_bytes, tile_m, scaled):
-    config = overlap.Config.of(tile_m=tile_m, chunk_bytes=chunk_bytes)
+    config = overlap.Config(tile_m=tile_m, chunk_bytes=chunk_bytes)
     schedule = JoinedSchedule.of(devices, (m_shard, k), (256,), 2, config, scaled=scaled)
     for me in range(devices):
         copied, raised = np.zeros((devices * m_shard, k), int), np.zeros(schedule.flags_shape, int)
@@ -259,7 +259,7 @@ ASSEMBLED = [  # devices, dtype, shape, given operands
     (4, "bf16", (64, 4096, 4104), {"tile_m": 256, "tile_n": 128, "stages": 3}),
     (4, "bf16", (3, 1024, 4096), SIDES | {"tile_m": 64, "tile_n": 128, "stream_k": 6, "batch": "2x2"}),
     (4, "f16", (16, 1024, 4096), SIDES | {"tile_m": 64, "tile_n": 256, "stream_k": 8, "transpose_rhs": True}),
-    (8, "float8_e4m3fn", (16, 1024, 4096), SIDES | {"tile_m": 64, "tile_k": 128, "stream_k": 8,
+    (8, "float8_e4m3fn", (16, 1024, 4096), SIDES | {"tile_m": 64, "stream_k": 8,
                                                     "transpose_rhs": True}),
 ]  # fmt: skip
 

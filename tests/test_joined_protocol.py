@@ -28,8 +28,8 @@ from tests.test_protocol import (
     take_scales_for_no_transfers,
 )
 
-WHOLE = overlap.Config.of(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
-CUT = overlap.Config.of(tile_m=64, tile_n=128, stages=3, stream_k=3, joined=True, chunk_bytes=1024)
+WHOLE = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=256)
+CUT = overlap.Config(tile_m=64, tile_n=128, stages=3, stream_k=3, joined=True, chunk_bytes=1024)
 ALONG_N = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, cluster_along="n", joined=True)
 # Two rows of tiles, the second with rows of two shards; more tiles than CTAs.
 FORM = Form(24, (136, 128), 200, gathered=True, container=list)

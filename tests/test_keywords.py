@@ -292,7 +292,7 @@ def test_operands_on_different_devices_are_refused():
 
 def test_products_in_f32_have_a_configuration_that_fits():
     """An activation's derivative and a batch of vectors need f32 results, which take more shared memory."""
-    config = overlap.Config(tile_m=128, tile_n=256, stages=4, epilogue_tile_n=128)
+    config = overlap.Config(tile_m=128, tile_n=256, stages=4)
     lhs, rhs, bias = draw(0, M, K).astype(jnp.bfloat16), draw(1, K, 512).astype(jnp.bfloat16), draw(2, 2, 512)
     product = functools.partial(overlap.matmul, lhs, rhs, config=config, implementation="fused")
     with emulate(cores=2):
@@ -309,11 +309,9 @@ def test_a_wrong_configuration_is_an_error_where_xla_runs_too():
         overlap.matmul(lhs, rhs, config=overlap.Config(tile_n=24))
 
 
-def test_parts_of_a_configuration():
-    part = overlap.PullSizes(chunk_bytes=4096)
-    config = overlap.Config.of(pull=part, chunk_buffers=4, tile_n=128)
-    assert config == overlap.Config(tile_n=128, pull=overlap.PullSizes(chunk_bytes=4096, chunk_buffers=4))
-    assert overlap.Config.of(**config.fields) == config
+def test_fields_of_a_configuration_can_be_replaced():
+    config = overlap.Config(chunk_buffers=4, tile_n=128)
+    assert overlap.Config(tile_n=128).replace(chunk_buffers=4) == config
     with pytest.raises(TypeError, match="tile_x"):
         config.replace(tile_x=1)
 

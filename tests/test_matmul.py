@@ -29,9 +29,9 @@ from tests.product_cases import in_f32, normal, oracle_of
         (
             3,
             (256, 384, 128),
-            overlap.Config.of(tile_n=128, stages=2, epilogue_buffers=2, order_minor="n", order_width=1),
+            overlap.Config(tile_n=128, stages=2, order_minor="n", order_width=1),
         ),
-        (9, (256, 256, 64), overlap.Config.of(tile_n=128, epilogue_tile_n=128)),
+        (9, (256, 256, 64), overlap.Config(tile_n=128)),
     ],
 )
 def test_error_within_twice_that_of_xla(cores, shape, config, dtype):
@@ -72,7 +72,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     groups = 6 if name == "cut tiles of clusters" else 4
     cores = groups * config.cluster
     order = TileOrder.of(m, n, config)
-    work = StreamK(order.tiles, k // config.tile_k, groups, config.stream_k)
+    work = StreamK(order.tiles, k // 64, groups, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 
@@ -100,7 +100,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
 
             @pl.when(tile.n == 0)
             def _send():
-                rows, columns = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(step * config.tile_k, config.tile_k)
+                rows, columns = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(step * 64, 64)
                 tma_store(lhs_smem, copy_gmem.at[rows, columns])
                 wait_stores_landed()
 

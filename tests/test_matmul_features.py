@@ -29,10 +29,10 @@ def test_forms(left, right, dtype):
 TILES = [
     overlap.Config(tile_m=64, tile_n=128, stages=6),
     overlap.Config(tile_m=64, tile_n=256),
-    overlap.Config.of(tile_m=256, tile_n=128, epilogue_tile_n=64),
+    overlap.Config(tile_m=256, tile_n=128),
     overlap.Config(tile_m=256, tile_n=64, stages=3),
     overlap.Config(tile_m=128, tile_n=192),
-    overlap.Config.of(tile_m=128, tile_n=128, stages=5, epilogue_buffers=2),
+    overlap.Config(tile_m=128, tile_n=128, stages=5),
 ]
 
 
@@ -100,7 +100,7 @@ def test_epilogues(name, split):
     limit = (
         6e-3 if name in ("all", "activation", "addend") else None
     )  # The addend is converted to the result's dtype; tanh is approximate.
-    config = overlap.Config.of(tile_n=128, split_k=split, epilogue_tile_n=64)
+    config = overlap.Config(tile_n=128, split_k=split)
     check(normal(17, 256, 256), normal(18, 256, 256), config=config, limit=limit, **EPILOGUES[name])
 
 

@@ -63,15 +63,14 @@ SETTINGS = {  # A configuration, and the settings of the emulation.
     "many cores": (SMALL, {"cores": 7, "completion": "random"}),
     "one CTA at a time": (SMALL, {"cores": 4, "resident": 1, "seed": 3}),
     "again with the same flags": (SMALL, {"laps": 2, "completion": "eager"}),
-    "wide tiles": (overlap.Config.of(tile_m=128, tile_n=256, stages=3, epilogue_tile_n=32), {"cores": 3}),
-    "high tiles": (overlap.Config.of(tile_m=256, tile_n=128, stages=2, epilogue_tile_n=32, order_minor="n"), {}),
-    "low, wide tiles": (overlap.Config.of(tile_m=64, tile_n=256, stages=3), {"cores": 2}),
-    "two buffers": (overlap.Config.of(tile_n=128, stages=2, epilogue_tile_n=32, epilogue_buffers=2), {}),
+    "wide tiles": (overlap.Config(tile_m=128, tile_n=256, stages=3), {"cores": 3}),
+    "high tiles": (overlap.Config(tile_m=256, tile_n=128, stages=2, order_minor="n"), {}),
+    "low, wide tiles": (overlap.Config(tile_m=64, tile_n=256, stages=3), {"cores": 2}),
     "small chunks": (
-        overlap.Config.of(tile_m=64, tile_n=128, stages=3, chunk_bytes=1024, chunk_buffers=3),
+        overlap.Config(tile_m=64, tile_n=128, stages=3, chunk_bytes=1024, chunk_buffers=3),
         {"cores": 3},
     ),
-    "large chunks": (overlap.Config.of(tile_m=64, tile_n=128, stages=2, chunk_bytes=65536, chunk_buffers=1), {}),
+    "large chunks": (overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=65536, chunk_buffers=1), {}),
 }
 
 
@@ -105,7 +104,7 @@ def test_float8_with_scales_of_each_device(kinds, along):
     layer = Layer(along, transpose_rhs=True, dtype=F32 if kinds[0] == E4M3 else BF16)
     arrays = layer.integers(2, 2 * 40, 2 * 72, 144, extras=("lhs_scale", "rhs_scale"))
     arrays |= {name: arrays[name].astype(kind) for name, kind in zip(("lhs", "rhs"), kinds, strict=True)}
-    config = overlap.Config(tile_m=64, tile_n=128, tile_k=128, stages=2)
+    config = overlap.Config(tile_m=64, tile_n=128, stages=2)
     check(layer, make_mesh(x=2), arrays, config=config)
 
 

@@ -59,13 +59,13 @@ def test_the_command_draws_the_same_for_a_seed(tmp_path):
 def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
     monkeypatch.setattr(configurations, "_WARM_UP_S", 0.0)
     problem = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16", layout="nt")
-    good = Config.of(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
-    task = Task(problem, (good, Config.of(tile_n=512)), with_xla=True)
+    good = Config(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
+    task = Task(problem, (good, Config(tile_n=512)), with_xla=True)
     worker = configurations._Worker(128 * 128, samples=2, launch_ms=0.0)
     compiled = worker.compile(task)
     loop, expected, difference = worker.prepare(compiled)
     rows = {row["config"]: row for row in worker.measure(compiled, loop, expected, difference)}
-    (wrong,) = {json.dumps(configurations.changed(Config.of(tile_n=512)))} & rows.keys()
+    (wrong,) = {json.dumps(configurations.changed(Config(tile_n=512)))} & rows.keys()
     assert rows[wrong]["status"].startswith("error: ValueError") and rows[wrong]["us"] == "nan"
     others = [row for name, row in rows.items() if name != wrong]
     assert len(others) == 2 and all(row["status"] == "ok" and row["samples"] == 2 for row in others)

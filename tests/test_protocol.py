@@ -142,8 +142,8 @@ def test_each_defect_is_reported(defect, monkeypatch):
 
 
 UNEVEN = {
-    "rows": (Form(133, (64,), 64, container=None), overlap.Config.of(tile_n=64, stages=2, chunk_bytes=2048)),
-    "columns": (Form(70, (64,), 8 * 37, container=None), overlap.Config.of(tile_n=64, stages=2, chunk_bytes=256)),
+    "rows": (Form(133, (64,), 64, container=None), overlap.Config(tile_n=64, stages=2, chunk_bytes=2048)),
+    "columns": (Form(70, (64,), 8 * 37, container=None), overlap.Config(tile_n=64, stages=2, chunk_bytes=256)),
 }
 
 

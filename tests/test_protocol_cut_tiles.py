@@ -42,7 +42,6 @@ BOTH = dataclasses.replace(STREAM_K, cluster=2)
 CASES = {  # devices, cores, (m, n, k) of a shard, config
     "stream k": (1, 7, (256, 128, 448), STREAM_K),
     "stream k after a wave": (1, 4, (640, 128, 320), STREAM_K),
-    "stream k, two slots": (1, 4, (640, 128, 320), STREAM_K.replace(epilogue_buffers=2)),
     "cluster": (1, 4, (384, 128, 320), CLUSTER),
     "cluster along n": (1, 4, (128, 264, 320), dataclasses.replace(CLUSTER, cluster_along="n")),
     "both": (1, 12, (384, 128, 448), BOTH),
@@ -191,10 +190,6 @@ def one_slot_for_both_ranks(patch):
     move_sums(patch, lambda worker, rows, columns: (worker, pl.ds(lax.rem(rows.start, 128), rows.size), columns))
 
 
-def do_not_drain_the_slots(patch):
-    patch.setattr(finish, "wait_stores_read", lambda *n: None if n == (0,) else primitives.wait_stores_read(*n))
-
-
 def count_the_slots_anew_for_each_piece(patch):
     piece = StreamK.piece
 
@@ -286,7 +281,6 @@ DEFECTS = [  # defect, case, error, words of some message
     (never_raise_the_flag, "stream k", DeadlockError, "to reach 1, got 0"),
     (raise_the_first_workers_flag, "stream k", DeadlockError, "to reach 1, got 0"),
     (raise_the_next_workers_flag, "stream k", RaceError, "output 1"),
-    (do_not_drain_the_slots, "stream k, two slots", RaceError, "TMA store, read"),
     (wait_for_the_other_warpgroups_flag, "stream k", RaceError, "output 1"),
     (wait_for_the_other_ranks_flag, "both", RaceError, "output 1"),
     (wait_for_the_first_part_only, "stream k", RaceError, "output 1"),

@@ -44,7 +44,7 @@ def kernel_of(name):
     """Returns the number of cores, a call of the kernel (traced at its first run), and a check of its results."""
     devices, cores, form, config = CASES[name]
     schedule = AllGatherSchedule.of(devices, (*form.batch, form.m, form.k), form.widths, 2, config)
-    work = StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k)
+    work = StreamK(schedule.tiles, -(-form.k // 64), cores // config.cluster, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     mesh, arrays = oracle.make_mesh(x=devices), several_sides_cases.operands(form, devices)
     given = several_sides_cases.put(form, mesh, arrays)

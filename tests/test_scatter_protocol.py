@@ -24,7 +24,7 @@ from tests.test_rhs_protocol import pull_last
 STEPS = 200_000
 COMPLETIONS = ("late", "eager", "random")
 # Each warpgroup has two boxes. With 136 rows, the last tile has rows of one warpgroup only.
-TALL = overlap.Config.of(tile_n=128, stages=3, chunk_bytes=4096)
+TALL = overlap.Config(tile_n=128, stages=3, chunk_bytes=4096)
 
 
 def run_some(kernel, *, seeds=3, cores=2, **settings):

@@ -23,7 +23,7 @@ WALKS = [  # along, (batch, rows, columns) of a block, (count, rows, columns) of
 
 def schedules(devices):
     for along, block, boxes, fields in WALKS:
-        config = overlap.Config.of(**fields)
+        config = overlap.Config(**fields)
         itemsize = 128 // boxes[2]
         yield ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config), block, config
 
@@ -167,7 +167,7 @@ def test_strips_have_as_many_rows_as_divide_a_tile():
     for tile_n in (64, 128, 192, 256):
         for chunk_bytes in (64, 1024, 4096, 8192, 65536):
             for tile_m, itemsize in ((64, 2), (128, 4), (256, 2)):
-                config = overlap.Config.of(tile_m=tile_m, tile_n=tile_n, chunk_bytes=chunk_bytes)
+                config = overlap.Config(tile_m=tile_m, tile_n=tile_n, chunk_bytes=chunk_bytes)
                 rows = config.strip_rows(itemsize)
                 assert tile_m % rows == 0 and (rows == 1 or rows * tile_n * itemsize <= chunk_bytes)
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
+from overlap.kernels.config import tile_k
 from overlap.kernels.stream_k import StreamK
 from tests import assembly, oracle, several_sides_cases
 from tests.handshake_cases import change_own_chunks
@@ -22,8 +23,8 @@ SMALL = overlap.Config(tile_n=64, stages=2)
 CUT = overlap.Config(tile_n=64, stages=2, stream_k=3)
 ALONG_M = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, order_minor="n", order_width=2)
 ALONG_N = overlap.Config(tile_n=64, stages=2, cluster=2, cluster_along="n", stream_k=2)
-FINE = overlap.Config.of(tile_n=128, epilogue_buffers=2, chunk_bytes=512, chunk_buffers=3)
-F8 = overlap.Config(tile_n=64, tile_k=128, stages=2)
+FINE = overlap.Config(tile_n=128, chunk_bytes=512, chunk_buffers=3)
+F8 = overlap.Config(tile_n=64, stages=2)
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
@@ -31,7 +32,7 @@ def cuts(form, devices, cores, config):
     """Returns whether the kernel of this call has tiles that several CTAs share."""
     shard, itemsize = (*form.batch, form.m, form.k), jnp.dtype(form.dtype).itemsize
     schedule = AllGatherSchedule.of(devices, shard, form.widths, itemsize, config)
-    return StreamK(schedule.tiles, -(-form.k // config.tile_k), cores // config.cluster, config.stream_k).cuts
+    return StreamK(schedule.tiles, -(-form.k // tile_k(form.dtype)), cores // config.cluster, config.stream_k).cuts
 
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
@@ -122,9 +123,9 @@ SCALED = [
     (3, 5, Form(136, (136,), 136, transpose_rhs=True, container=None), ALONG_M),
     (2, 3, Form(136, (72, 8), 272, transpose_rhs=True, dtype=E4M3, gathered=True), F8),
     (3, 7, Form(72, (136, 72), 144, (2,), transpose_rhs=True, dtype=E4M3, rhs_dtype=E5M2, out_dtype=jnp.float16,
-                scales=("rows", "columns")), overlap.Config(tile_n=64, tile_k=128, stages=2, stream_k=2)),
+                scales=("rows", "columns")), overlap.Config(tile_n=64, stages=2, stream_k=2)),
     (2, 4, Form(136, (136,), 272, transpose_rhs=True, dtype=E5M2, scales=("scalar", "rows"), container=None),
-     overlap.Config(tile_n=64, tile_k=128, stages=2, cluster=2, cluster_along="n")),
+     overlap.Config(tile_n=64, stages=2, cluster=2, cluster_along="n")),
 ]  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def test_explain_takes_all_forms():
     rhs = [struct(256, 64, dtype=E4M3), struct(136, 64, dtype=E4M3)]
     choice = overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
                              lhs_scale=0.5, rhs_scale=[1.0, np.ones(136)], return_gathered=True, **FUSED)  # fmt: skip
-    assert choice.implementation == "fused" and choice.config is not None and choice.config.tile_k == 128
+    assert choice.implementation == "fused"
     by_xla = overlap.explain(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
     assert by_xla.implementation == "xla"
 
@@ -374,11 +375,11 @@ ASSEMBLED = [  # dtype, shape, what is given
     ("f16", (1024, 4096, 4096), {"widths": "4096+1024+1024"}),
     ("bf16", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2, "cluster": 2}),
     ("bf16", (1000, 4096, 4104), EVERYTHING | {"cluster": 2, "cluster_along": "n", "transpose_rhs": True}),
-    ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | {"tile_k": 128, "stream_k": 2, "transpose_rhs": True}),
+    ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2, "transpose_rhs": True}),
     ("f16", (1024, 4096, 4096), RING),
     ("bf16", (1024, 4096, 4096), EVERYTHING | RING | {"stream_k": 2, "cluster": 2}),
     ("bf16", (1000, 4096, 4104), EVERYTHING | RING | {"cluster": 2, "cluster_along": "n", "transpose_rhs": True}),
-    ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | RING | {"tile_k": 128, "stream_k": 2, "transpose_rhs": True}),
+    ("float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | RING | {"stream_k": 2, "transpose_rhs": True}),
 ]
 
 

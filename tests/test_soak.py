@@ -53,20 +53,6 @@ def test_what_repeats_it_runs_up_to_the_last_wrong_program(here, capsys):
     assert given["first"] <= 30 and given["first"] + given["programs"] == 34
 
 
-def test_wrong_arguments(capsys):
-    for arguments in (
-        ["--minutes", "0"],
-        ["--minutes", "nan"],
-        ["--first", "-1"],
-        ["--programs", "0"],
-        ["--steps", "0"],
-    ):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["soak", *arguments])
-        assert end.value.code == 2
-        assert f"argument {arguments[0]}: must be" in capsys.readouterr().err
-
-
 def test_every_case_is_exact_in_its_dtype():
     """The soak test relies on this: a right result has exactly the expected bits."""
     for case in soak_programs.CASES:

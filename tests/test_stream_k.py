@@ -126,7 +126,7 @@ def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs(work):
 
 @pytest.mark.parametrize("shape", [(190, 376, 136), (64, 128 * 141, 64)])
 def test_products_of_spread_tiles_are_exact_and_the_model_expects_them(shape, monkeypatch):
-    config, launched, kernel = overlap.Config(tile_m=64, tile_n=128, tile_k=64, stages=2), [], product.ProductKernel
+    config, launched, kernel = overlap.Config(tile_m=64, tile_n=128, stages=2), [], product.ProductKernel
     monkeypatch.setattr(product, "ProductKernel", lambda *args: (launched.append(args[-1]), kernel(*args))[1])
     check_exactly(shape, config, cores=132)
     [work], target = set(launched), Target("cpu", "cpu", 132)
@@ -243,20 +243,20 @@ def test_nothing_is_cut_without_need():
 
 # ---- the mainloop ----------------------------------------------------------------------------------------------------
 
-SMALL = dict(tile_n=128, epilogue_tile_n=64)
+SMALL = dict(tile_n=128)
 
 SIZES = [  # cores, shape, config
-    (4, (64, 128, 640), overlap.Config.of(stream_k=4, **SMALL)),  # One tile, shared by all.
-    (5, (256, 128, 448), overlap.Config.of(stream_k=8, **SMALL)),  # Two tiles, a CTA idle.
-    (8, (128, 256, 192), overlap.Config.of(stream_k=8, **SMALL)),  # Fewer k steps than it could be cut into.
-    (9, (128, 128, 192), overlap.Config.of(stream_k=9, **SMALL)),  # Six CTAs have nothing to do.
-    (3, (512, 128, 256), overlap.Config.of(stream_k=3, stages=2, **SMALL)),  # A full wave before.
-    (2, (384, 384, 200), overlap.Config.of(stream_k=2, stages=3, **SMALL)),  # Four of them.
-    (4, (384, 256, 328), overlap.Config.of(stream_k=2, order_minor="n", order_width=1, **SMALL)),
+    (4, (64, 128, 640), overlap.Config(stream_k=4, **SMALL)),  # One tile, shared by all.
+    (5, (256, 128, 448), overlap.Config(stream_k=8, **SMALL)),  # Two tiles, a CTA idle.
+    (8, (128, 256, 192), overlap.Config(stream_k=8, **SMALL)),  # Fewer k steps than it could be cut into.
+    (9, (128, 128, 192), overlap.Config(stream_k=9, **SMALL)),  # Six CTAs have nothing to do.
+    (3, (512, 128, 256), overlap.Config(stream_k=3, stages=2, **SMALL)),  # A full wave before.
+    (2, (384, 384, 200), overlap.Config(stream_k=2, stages=3, **SMALL)),  # Four of them.
+    (4, (384, 256, 328), overlap.Config(stream_k=2, order_minor="n", order_width=1, **SMALL)),
     (6, (64, 512, 320), overlap.Config(tile_m=64, stream_k=3, stages=3)),  # A warpgroup has half of the columns.
-    (3, (256, 128, 320), overlap.Config.of(tile_m=256, stream_k=4, stages=3, **SMALL)),  # Half of the rows.
-    (5, (128, 256, 320), overlap.Config.of(stream_k=5, stages=3, epilogue_buffers=2)),
-    (5, (130, 264, 328), overlap.Config.of(tile_n=128, stream_k=3, epilogue_tile_n=128)),  # Ragged in all dimensions.
+    (3, (256, 128, 320), overlap.Config(tile_m=256, stream_k=4, stages=3, **SMALL)),  # Half of the rows.
+    (5, (128, 256, 320), overlap.Config(stream_k=5, stages=3)),
+    (5, (130, 264, 328), overlap.Config(tile_n=128, stream_k=3)),  # Ragged in all dimensions.
 ]
 
 
@@ -272,9 +272,9 @@ def test_results_are_exact(cores, shape, config):
 
 
 def test_one_by_itself_does_not_cut():
-    run = check_exactly((256, 128, 448), overlap.Config.of(**SMALL), cores=5)
+    run = check_exactly((256, 128, 448), overlap.Config(**SMALL), cores=5)
     assert run.counts["signals"] == 0
-    run = check_exactly((256, 128, 448), overlap.Config.of(stream_k=4, **SMALL), cores=2)
+    run = check_exactly((256, 128, 448), overlap.Config(stream_k=4, **SMALL), cores=2)
     assert run.counts["signals"] == 0
 
 
@@ -287,14 +287,14 @@ EPILOGUE = dict(
 
 @pytest.mark.parametrize(("left", "right"), list(itertools.product([False, True], repeat=2)))
 def test_all_layouts_and_the_whole_epilogue_on_a_batch(left, right):
-    config = overlap.Config.of(stream_k=3, stages=3, **SMALL)
+    config = overlap.Config(stream_k=3, stages=3, **SMALL)
     check_exactly((136, 264, 328), config, cores=5, batch=(2,), transpose_lhs=left, transpose_rhs=right,
                   addend=integers(6, 2, 136, 264), **EPILOGUE)  # fmt: skip
 
 
 @pytest.mark.parametrize("out", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_float8(out):
-    config = overlap.Config.of(tile_k=128, stream_k=4, **SMALL)
+    config = overlap.Config(stream_k=4, **SMALL)
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
         check_exactly((130, 136, 656), config, cores=5, dtype=dtype, transpose_rhs=True, preferred_element_type=out)
 
@@ -305,7 +305,7 @@ def test_float8(out):
 def test_error_within_twice_that_of_rounding(dtype, out):
     columns = jnp.exp(normal(9, 1, 264, dtype=jnp.float32))
     extra = dict(lhs_scale=0.1, rhs_scale=columns, bias=normal(10, 264), activation=jnp.tanh)
-    config = overlap.Config.of(stream_k=3, **SMALL)
+    config = overlap.Config(stream_k=3, **SMALL)
     lhs, rhs = normal(7, 200, 456, dtype=dtype), normal(8, 456, 264, dtype=dtype)
     check(lhs, rhs, config=config, cores=5, preferred_element_type=out)
     check(lhs, rhs, config=config, cores=5, preferred_element_type=out, limit=6e-3, **extra)
@@ -313,7 +313,7 @@ def test_error_within_twice_that_of_rounding(dtype, out):
 
 def test_gradients():
     lhs, rhs = 0.1 * normal(11, 136, 328), 0.1 * normal(12, 328, 136)
-    config = overlap.Config.of(stream_k=4, **SMALL)
+    config = overlap.Config(stream_k=4, **SMALL)
 
     def loss(a, b, **kwargs):
         return jnp.sum(jnp.sin(overlap.matmul(a, b, activation=jnp.tanh, **kwargs).astype(jnp.float32)))
@@ -336,7 +336,7 @@ SCHEDULES = [
 @pytest.mark.parametrize(("cores", "stream_k"), [(5, 3), (13, 8)])
 def test_the_same_bits_under_every_schedule(cores, stream_k):
     lhs, rhs = normal(13, 200, 520), normal(14, 520, 264)
-    config = overlap.Config.of(stream_k=stream_k, stages=3, **SMALL)
+    config = overlap.Config(stream_k=stream_k, stages=3, **SMALL)
     results = []
     for completion, scheduler, seed in SCHEDULES:
         with emulate(cores=cores, completion=completion, scheduler=scheduler, seed=seed):
@@ -345,7 +345,7 @@ def test_the_same_bits_under_every_schedule(cores, stream_k):
     assert all((result == results[0]).all() for result in results)
     # In another order the sums differ in their last bits, so these operands can tell orders apart.
     with emulate(cores=cores):
-        whole = overlap.matmul(lhs, rhs, config=overlap.Config.of(**SMALL), implementation="fused",
+        whole = overlap.matmul(lhs, rhs, config=overlap.Config(**SMALL), implementation="fused",
                                preferred_element_type=jnp.float32)  # fmt: skip
         assert not (np.asarray(whole) == results[0]).all()
 
@@ -353,7 +353,7 @@ def test_the_same_bits_under_every_schedule(cores, stream_k):
 def test_launches_in_a_row():
     """At each start, flags are zero and `sums` is empty: the second launch must not use data of the first."""
     xs, w = integers(15, 3, 130, 520), integers(16, 520, 264)
-    config = overlap.Config.of(stream_k=4, **SMALL)
+    config = overlap.Config(stream_k=4, **SMALL)
 
     def step(w, x):
         y = overlap.matmul(x, w, config=config, implementation="fused", preferred_element_type=jnp.float32)
@@ -370,7 +370,7 @@ def test_launches_in_a_row():
 @pytest.mark.parametrize("scheduler", ["pct", "random", "round_robin"])
 def test_as_many_ctas_at_a_time_as_a_tile_has_parts_are_enough(scheduler):
     """The CTAs that share a tile wait for each other, and have consecutive numbers."""
-    config = overlap.Config.of(stream_k=4, **SMALL)
+    config = overlap.Config(stream_k=4, **SMALL)
     shape = (256, 128, 1024)
     assert work_of(shape, config, 9).pieces_per_tile == 4
     check_exactly(shape, config, cores=9, settings=dict(resident=4, scheduler=scheduler))
@@ -396,5 +396,5 @@ def test_shares_are_adjacent_and_even(boxes, pieces):
     ],
 )
 def test_all_gather(devices, cores, shape, stream_k, transport):
-    config = overlap.Config.of(stream_k=stream_k, stages=3, **SMALL)
+    config = overlap.Config(stream_k=stream_k, stages=3, **SMALL)
     check_gathered(devices, cores, shape, config, transport)

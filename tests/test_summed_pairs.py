@@ -95,6 +95,12 @@ WRONG = [  # lhs, rhs, what the message must contain
 ]
 
 
+@pytest.mark.parametrize("op", [overlap.all_gather_lhs_matmul, overlap.all_gather_rhs_matmul])
+def test_pairs_where_nothing_is_added(op):
+    with pytest.raises(ValueError, match=r"`lhs` of .* must be one array, got a list of 2: only `matmul_reduce_sc"):
+        overlap.explain(op, [A, A], [B, B], "x", mesh=make_mesh(x=2))
+
+
 @pytest.mark.parametrize(("lhs", "rhs", "message"), WRONG)
 @pytest.mark.parametrize("op", [overlap.matmul_reduce_scatter, overlap.matmul_all_reduce])
 def test_wrong_pairs(op, lhs, rhs, message):
@@ -265,8 +271,8 @@ def of_pair(change):
     """Changes what a k step of a pair loads: `change(refs, which, k)` returns these three."""
 
     def defect(patch):
-        def where(refs, steps, tile_k):
-            found = scattered_operands.of_pairs(refs, steps, tile_k)
+        def where(refs, steps):
+            found = scattered_operands.of_pairs(refs, steps)
 
             def changed(k_step):
                 one, k = found.where(k_step)

@@ -46,14 +46,13 @@ CASES = {  # cores, shape, config, further arguments
     "cluster along n": (2, RAGGED, SWAPPED.replace(tile_m=80, cluster=2, cluster_along="n"), TRANSPOSED),
     "cluster in turn": (2, RAGGED, TURNS.replace(cluster=2), {}),
     "columns first": (2, RAGGED, SWAPPED.replace(order_minor="n", order_width=4), {}),
-    "two epilogue buffers": (2, RAGGED, TURNS.replace(epilogue_buffers=2), {}),
-    "two boxes at a time": (2, RAGGED, SWAPPED.replace(tile_n=256, epilogue_tile_n=128), {}),
+    "two boxes at a time": (2, RAGGED, SWAPPED.replace(tile_n=256), {}),
     "one tile": (2, (64, 128, 200), SWAPPED, {}),
     "one k step": (1, (*RAGGED[:2], 40), SWAPPED.replace(stages=4), {}),
     "few rows": (2, (16, 520, 200), SWAPPED, {}),
     "batch": (2, (80, 264, 200), SWAPPED, {"batch": (3,)}),
     "all of the epilogue": (2, RAGGED, SWAPPED, EPILOGUE),
-    "all of the epilogue, in turn": (2, RAGGED, TURNS.replace(epilogue_buffers=2), EPILOGUE),
+    "all of the epilogue, in turn": (2, RAGGED, TURNS, EPILOGUE),
     "cut": (7, (200, 264, 520), SWAPPED.replace(stream_k=3), {}),
     "cut, [n, k], all of the epilogue": (
         5,
@@ -73,10 +72,10 @@ CASES = {  # cores, shape, config, further arguments
     "cut, in turn": (4, (200, 264, 520), TURNS.replace(stream_k=3), EPILOGUE | TRANSPOSED),
     "cut, in turn, cluster": (10, (200, 264, 520), TURNS.replace(stream_k=3, cluster=2), {}),
     "cut, few rows": (7, (20, 264, 520), SWAPPED.replace(stream_k=3), TRANSPOSED),
-    "cut, two boxes at a time": (3, (72, 256, 520), SWAPPED.replace(tile_n=256, epilogue_tile_n=128, stream_k=3), {}),
+    "cut, two boxes at a time": (3, (72, 256, 520), SWAPPED.replace(tile_n=256, stream_k=3), {}),
     "cut, batch": (7, (64, 128, 520), SWAPPED.replace(stream_k=4), {"batch": (3,)}),
     "float16": (2, (200, 264, 72), SWAPPED, {"dtype": jnp.float16, "preferred_element_type": jnp.float16}),
-    "float8": (2, (*RAGGED[:2], 400), SWAPPED.replace(tile_k=128), {"dtype": E4M3, **TRANSPOSED}),
+    "float8": (2, (*RAGGED[:2], 400), SWAPPED, {"dtype": E4M3, **TRANSPOSED}),
 }
 
 

@@ -170,9 +170,7 @@ PROGRAMS = {
     "blocks": lambda: launched(BLOCKS, (208, 128, 128)),
     "blocks, addend": lambda: launched(BLOCKS, (208, 128, 128), "addend"),
     "blocks, scales": lambda: launched(BLOCKS, (208, 128, 128), "scales"),
-    "wide": lambda: launched(SWAPPED.replace(tile_n=256, epilogue_tile_n=128), (72, 256, 128)),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
-    "buffers": lambda: launched(TURNS.replace(epilogue_buffers=2), (360, 256, 192)),
     # One whole tile, then three CTAs (or clusters): two with pieces of the last tile, one idle.
     "cut": lambda: launched(CUT, (104, 1024, 256), cores=CORES["cut"]),
     "cut, cluster": lambda: launched(CUT.replace(cluster=2), (208, 1024, 256), cores=CORES["cut, cluster"]),

@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import overlap
 from overlap.choice import choose, crossover, table_entry, table_files, tables
 from overlap.choice import problem as problems
-from overlap.cli import tune_arguments
+from overlap.cli import arguments as types
 from overlap.kernels.config import Config
 from tests.tuning_cases import H200, MISSING, SHAPES, TUNED, entry, line, nested, no_tables, problem, users_table, write
 
@@ -101,7 +101,7 @@ def test_many_bad_entries_are_one_warning(caplog):
 
 
 def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
-    stages = lambda number, **changes: line(config=Config(stages=number).fields, **changes)  # noqa: E731
+    stages = lambda number, **changes: line(config=vars(Config(stages=number)), **changes)  # noqa: E731
     path = write(stages(2), stages(3), stages(4, complete=False))
     with caplog.at_level(logging.WARNING, "overlap"):
         assert explained().config == Config(stages=3)
@@ -112,7 +112,7 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
 
 def test_an_entry_whose_configuration_cannot_run_is_named(caplog, monkeypatch):
     monkeypatch.setattr(crossover, "verdict", lambda *_: (False, "faster"))
-    write(line(config=Config(tile_m=256, tile_n=256).fields))
+    write(line(config=vars(Config(tile_m=256, tile_n=256))))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):
             assert explained().source == "heuristic"
@@ -172,7 +172,7 @@ def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each,
 def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
     """Such sizes follow the rules of a table; whether the kernel supports them, the kernel itself says."""
     largest = 2**31 - 1
-    write(line(config=Config.of(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest).fields))
+    write(line(config=vars(Config(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest))))
     assert explained().config.order_width == largest
     operands = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 4096), (4096, 8192)))
     with jax.sharding.use_abstract_mesh(ON_H200):
@@ -277,6 +277,6 @@ def test_what_is_written_says_which_versions_measured_it():
 def test_each_fact_that_stands_twice_is_the_same(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     assert project["version"] == overlap.__version__
-    assert tune_arguments.LAYOUTS == problems.LAYOUTS
-    assert tune_arguments.LARGEST_SIZE == table_entry.LARGEST_SIZE
-    assert set(tune_arguments.DTYPES.values()) == set(table_entry._DTYPES)
+    assert types.LAYOUTS == problems.LAYOUTS
+    assert types.LARGEST_SIZE == table_entry.LARGEST_SIZE
+    assert set(types.DTYPES.values()) == set(table_entry._DTYPES)

@@ -49,7 +49,7 @@ def recorded(case, capacity=256):
     mesh = mesh_of(jax.devices()[: problem.devices])
     with emulate(cores=CORES, completion="random", scheduler="round_robin", record=True) as run:
         made = trace.record(
-            problem, draw_operands(problem, mesh, 0), mesh, overlap.Config.of(tile_n=128, **config), capacity,
+            problem, draw_operands(problem, mesh, 0), mesh, overlap.Config(tile_n=128, **config), capacity,
             emulated=True,
         )  # fmt: skip
     run.check()

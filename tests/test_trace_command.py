@@ -18,8 +18,8 @@ from benchmarks import timeline as benchmark
 from benchmarks import timeline_picture
 from overlap.choice.problem import Problem
 from overlap.cli import main, trace_files
-from overlap.cli import trace as trace_command
-from overlap.emulation import emulate, registers
+from overlap.emulation import emulate
+from overlap.emulation.execution import registers
 from overlap.primitives.marks import ROWS, WORDS, Work
 from overlap.tuning import clocks, trace
 from overlap.tuning.clocks import Offset
@@ -188,7 +188,7 @@ SMALL = ["trace", "--op", "matmul", "--shape", "64x256x128"]
 
 def test_the_picture_may_have_a_place_of_its_own_and_what_is_missing_is_said(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(trace_command, "_CAPACITY", 2)
+    monkeypatch.setattr(trace_files, "CAPACITY", 2)
     out, picture = tmp_path / "a.json", tmp_path / "b.png"
     assert main([*SMALL, "--out", str(out), "--picture", str(picture)]) == 0
     assert sorted(tmp_path.iterdir()) == [out, picture]
@@ -211,13 +211,11 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--op", "zz"], "--op must be one of matmul, all_gather_lhs_matmul"),
-        (["--shape", "0x1x2"], "argument --shape: must be one MxNxK, each size from 1 to"),
-        (["--shape", "1x1x2,3x4x5"], "got '1x1x2,3x4x5': e.g. 1024x4096x4096"),
+        (["--shape", "0x1x2"], "argument --shape: must be MxNxK or MxNxK:DTYPE, several with commas"),
+        (["--shape", "1x1x2,3x4x5"], "must be one MxNxK, got '1x1x2,3x4x5': e.g. 1024x4096x4096"),
         (["--shape", "256x256x100"], "multiples of 16 bytes"),
         (["--dtype", "zz"], "argument --dtype: a dtype must be one of f16, bf16"),
         (["--layout", "zz"], "argument --layout: invalid choice: 'zz'"),
-        (["--devices", "0"], "argument --devices: must be an integer of at least 1, got '0'"),
         (["--devices", "99"], "--devices must be at most 8 where they are emulated, got 99"),
         (["--config", "tile_n"], "argument --config: must be NAME=VALUE"),
         (["--config", "zz=3"], "--config: overlap.Config has no field 'zz'; it has tile_m"),
@@ -227,14 +225,11 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
             ["--op", "matmul_reduce_scatter", "--devices", "3"],
             "gives each of the 3 devices the same number of rows of `lhs`, got m=256",
         ),
-        (["--out", "/nowhere/x.json"], "argument --out: there is no folder /nowhere"),
-        (["--out", "/dev/full"], "argument --out: must name a file, got '/dev/full', which is a device or a pipe"),
-        (["--out", "x.png"], "--out names the trace, a JSON file, got x.png"),
+        (["--out", "x.png"], "--picture must be another file than --out, got x.png"),
         (["--out", "x.json", "--picture", "./x.json"], "--picture must be another file than --out, got x.json"),
         (["--layout", "tn"], "--layout must be one of nn, nt for all_gather_lhs_matmul, got tn"),
         (["--op", "matmul", "--devices", "2"], "--devices is for a collective, and matmul runs on one device, got 2"),
         (["--config", "joined=1"], "--config: joined must be of the type of False, got 1"),
-        (["--picture", "/nowhere/x.png"], "argument --picture: there is no folder /nowhere"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsys):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import math
 import os
 import pathlib
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -22,67 +19,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_cases import TINY, environment, losses_of, told  # First: it puts examples/ on the path.
+from train_cases import TINY, environment, told  # First: it puts examples/ on the path.
 
 import train  # isort: skip
-from gpt import corpus, devices, losses, options, run, training  # isort: skip
-from gpt.checkpoints import Checkpoints, NotSaved  # isort: skip
-from gpt.devices import Refused  # isort: skip
-from gpt.losses import Step  # isort: skip
-from gpt.stopping import Stopped  # isort: skip
+from gpt import options, program, stories  # isort: skip
+from overlap.cli.arguments import WrongArguments  # isort: skip
+
+MESH = "--data 2 --tensor 2"
 
 
 @pytest.fixture(scope="module")
 def text():
-    return corpus.stories(1 << 20, 0)
+    return stories.stories(1 << 20, 0)
 
 
 def call_at(patched: pytest.MonkeyPatch, at: int, function: Callable[[], object]) -> None:
     """Calls a function while a step is being prepared."""
-    batch = corpus.batch
+    batch = stories.batch
 
     def calling(text, seed, step, **sizes):
         if step == at:
             function()
         return batch(text, seed, step, **sizes)
 
-    patched.setattr(corpus, "batch", calling)
+    patched.setattr(stories, "batch", calling)
 
 
-def signal_at(patched: pytest.MonkeyPatch, at: int, number: signal.Signals) -> None:
-    """Sends this process a signal while a step is being prepared."""
-    call_at(patched, at, lambda: os.kill(os.getpid(), number))
+def losses_of(steps: list[train.Step]) -> list[float]:
+    return [step["loss"] for step in steps]
 
 
 # --- The text ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_stories_are_the_same_everywhere(text):
-    assert (
-        hashlib.sha256(text.tobytes()).hexdigest() == "7e1280d3b3902314b1ee0119421a49d3bcd9106514865bd10d5a58a9fa87dd2b"
-    )
-    assert not np.array_equal(text, corpus.stories(1 << 20, 1))
-
-
-@pytest.mark.one_jax
-def test_the_stories_count_correctly(text):
-    number = {word: value for value, word in enumerate(corpus._NUMBERS)}
+def test_the_stories_are_the_same_everywhere_and_count_correctly(text):
+    digest = hashlib.sha256(text.tobytes()).hexdigest()
+    assert digest == "7e1280d3b3902314b1ee0119421a49d3bcd9106514865bd10d5a58a9fa87dd2b"
+    number = {word: value for value, word in enumerate(stories._NUMBERS)}
     whole = bytes(text).decode()
     gifts = re.findall(r"has (\w+) \w+\. .*? gives (\w+) \w+ to \w+\. Now \w+ has (\w+) ", whole)
-    finds = re.findall(r"There \w+ (\w+) \w+ in the .*? finds (\w+) \w+ more\. Together that makes (\w+) ", whole)
-    assert len(gifts) > 1000 and len(finds) > 1000
+    assert len(gifts) > 1000
     assert all(number[before] - number[given] == number[after] for before, given, after in gifts)
-    assert all(number[before] + number[found] == number[after] for before, found, after in finds)
 
 
 def test_batches_depend_on_seed_and_step_alone(text):
-    batch = corpus.batch(text, 3, 7, size=4, sequence=16)
+    batch = stories.batch(text, 3, 7, size=4, sequence=16)
     assert batch.shape == (4, 17)
-    assert np.array_equal(batch, corpus.batch(text, 3, 7, size=4, sequence=16))
+    assert np.array_equal(batch, stories.batch(text, 3, 7, size=4, sequence=16))
     for seed, step in ((3, 8), (4, 7)):
-        assert not np.array_equal(batch, corpus.batch(text, seed, step, size=4, sequence=16))
-    whole = text.tobytes()
-    assert all(bytes(row.astype(np.uint8)) in whole for row in batch)
+        assert not np.array_equal(batch, stories.batch(text, seed, step, size=4, sequence=16))
 
 
 # --- Training ---------------------------------------------------------------------------------------------------------
@@ -91,14 +76,14 @@ def test_batches_depend_on_seed_and_step_alone(text):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
     """Runs that differ only in their folder share a compiled program: most of their time is compilation."""
-    made: dict[options.Options, run.Program] = {}
+    made: dict[str, program.Program] = {}
 
-    def program(chosen: options.Options) -> run.Program:
-        key = dataclasses.replace(chosen, out=pathlib.Path())
-        return made[key] if key in made else made.setdefault(key, training.Program(chosen))
+    def shared(chosen):
+        key = str(sorted((name, str(value)) for name, value in vars(chosen).items() if name != "out"))
+        return made[key] if key in made else made.setdefault(key, program.Program(chosen))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run, "Program", program)
+        patched.setattr(train, "Program", shared)
         yield
 
 
@@ -106,93 +91,51 @@ def compiled_once():
 def whole_run(tmp_path_factory, text):
     """A run that was not stopped, and its folder."""
     folder = tmp_path_factory.mktemp("whole")
-    return run.train(told(folder, "--data 2 --tensor 2"), text, title="whole"), folder
+    return train.train(told(folder, MESH), text), folder
 
 
-def test_the_loss_falls(whole_run):
-    first, *_, last = losses_of(whole_run[0].steps)
-    assert len(whole_run[0].steps) == 12
+def test_the_loss_falls_and_the_step_is_compiled_once(whole_run):
+    steps, folder = whole_run
+    first, *_, last = losses_of(steps)
+    assert len(steps) == 12 and steps == train.read(folder / "losses.jsonl")
     assert abs(first - math.log(256)) < 1.5  # No loss is known yet.
     assert last < first - 1.5
-
-
-def test_the_step_is_compiled_once(whole_run):
-    assert whole_run[0].program._step._cache_size() == 1
-
-
-def test_the_file_holds_the_losses(whole_run):
-    result, folder = whole_run
-    lines = (folder / "losses.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == losses_of(result.steps)
+    assert train.Program(told(folder, MESH))._step._cache_size() == 1
 
 
 # The test of another mesh below uses the first case's program, and checks the same about it.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--fsdp 2 --tensor 2 --accumulate 2",
-        "--data 2 --fsdp 2 --tensor 2 --remat",
-        "--tensor 4",
-        "--fsdp 8",
-    ],
-)
-def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, monkeypatch, arguments):
-    expected = losses_of(whole_run[0].steps)
-    spread = told(tmp_path / "spread", arguments)
-    np.testing.assert_allclose(losses_of(run.train(spread, text, title="spread").steps), expected, rtol=1e-4)
-    # Different batches change the losses by more than rounding.
-    batch = corpus.batch
-    monkeypatch.setattr(corpus, "batch", lambda text, seed, step, **sizes: batch(text, seed + 1, step, **sizes))
-    other = run.train(told(tmp_path / "other", "--data 2 --tensor 2"), text, title="other")
-    assert np.abs(np.divide(losses_of(other.steps), expected) - 1).max() > 1e-3
+@pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
+def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, arguments):
+    spread = train.train(told(tmp_path, arguments), text)
+    np.testing.assert_allclose(losses_of(spread), losses_of(whole_run[0]), rtol=1e-4)
 
 
 @pytest.mark.one_jax
 def test_weights_and_moments_are_sharded(tmp_path):
-    program = training.Program(told(tmp_path, "--data 2 --fsdp 2 --tensor 2"))
-    state = program.first_state()
+    state = program.Program(told(tmp_path, "--data 2 --fsdp 2 --tensor 2")).first()
     up = state["params"]["blocks"][0]["mlp"]["up"]["kernel"][...]
     assert up.addressable_shards[0].data.shape == (32 // 2, 64 // 2)
     large = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.shape == up.shape]
-    assert large and all(leaf.sharding.is_equivalent_to(up.sharding, 2) for leaf in large if leaf.shape == (32, 64))
+    assert large and all(leaf.sharding.is_equivalent_to(up.sharding, 2) for leaf in large)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
 @pytest.mark.one_jax
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path, text, monkeypatch):
     """The checkpoints saved before are finite, and nothing is saved after."""
-    step = training.Program.step
+    step, calls = program.Program.step, []
 
     def diverging(self, state, tokens, *, stop):
         state, metrics = step(self, state, tokens, stop=stop)
-        diverging.calls += 1
-        return state, metrics | {"gradient_norm": jnp.inf} if diverging.calls == 6 else metrics
+        calls.append(metrics)
+        return state, metrics | {"gradient_norm": jnp.inf} if len(calls) == 6 else metrics
 
-    diverging.calls = 0
-    monkeypatch.setattr(training.Program, "step", diverging)
-    with pytest.raises(
-        run.Diverged, match=r"step 6 has loss .* gradient norm inf. The last checkpoint is of step 4: go on"
-    ):
-        run.train(told(tmp_path, "--data 2 --tensor 2"), text, title="wild")
-    assert [step.step for step in losses.read(tmp_path / "losses.jsonl")] == [1, 2, 3, 4, 5]
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
-
-
-@pytest.mark.one_jax
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, text):
-    """The second checkpoint fails; the first stays."""
-    full = told(tmp_path, "--data 2 --tensor 2")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    with pytest.MonkeyPatch.context() as patched:
-        call_at(patched, 6, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1])))
-        try:
-            with pytest.raises(NotSaved, match=r"\(File too large\). The last one is of step 4: make room"):
-                run.train(full, text, title="full")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()] == ["4"]
+    monkeypatch.setattr(program.Program, "step", diverging)
+    with pytest.raises(train.Diverged, match=r"step 6 has loss .* gradient norm inf. The last checkpoint is of step 4"):
+        train.train(told(tmp_path, MESH), text)
+    assert [step["step"] for step in train.read(tmp_path / "losses.jsonl")] == [1, 2, 3, 4, 5]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["4"]
 
 
 # --- Stopped and resumed ----------------------------------------------------------------------------------------------
@@ -201,63 +144,36 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, text):
 @pytest.mark.one_jax
 def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path, text, whole_run, monkeypatch):
     """The signal comes while step 6 is prepared. Step 7 tells all processes, and its state is saved."""
-    again = told(tmp_path, "--data 2 --tensor 2")
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patched:
-        signal_at(patched, 6, signal.SIGTERM)
-        with pytest.raises(Stopped) as stopped:
-            run.train(again, text, title="stopped")
-    assert (stopped.value.step, stopped.value.status) == (7, 128 + signal.SIGTERM)
+        call_at(patched, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(train.Stopped) as stopped:
+            train.train(told(tmp_path, MESH), text)
+    assert stopped.value.args == (7, 128 + signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert len(losses.read(tmp_path / "losses.jsonl")) == 7
-    resumed = run.train(again, text, title="resumed")
-    assert losses_of(resumed.steps) == losses_of(whole_run[0].steps)
+    with (tmp_path / "losses.jsonl").open("a") as file:
+        file.write('{"step": 8')  # As if the process had been killed while it wrote.
+    assert len(train.read(tmp_path / "losses.jsonl")) == 7
+    assert losses_of(train.train(told(tmp_path, MESH), text)) == losses_of(whole_run[0])
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd):
-    result, folder = whole_run
+    steps, folder = whole_run
     shutil.copytree(folder, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / "12")
-    moved = told(tmp_path / "moved", "--fsdp 2 --tensor 2 --accumulate 2")
-    steps = run.train(moved, text, title="moved").steps
+    moved = train.train(told(tmp_path / "moved", "--data 1 --fsdp 2 --tensor 2 --accumulate 2"), text)
     assert "goes on after step 8" in capfd.readouterr().err
-    assert losses_of(steps[:8]) == losses_of(result.steps[:8])
-    np.testing.assert_allclose(losses_of(steps), losses_of(result.steps), rtol=1e-4)
+    assert losses_of(moved[:8]) == losses_of(steps[:8])
+    np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
 
 
-def test_what_has_changed_is_said(whole_run):
+def test_what_has_changed_is_said_and_another_model_is_refused(text, whole_run, capfd):
     _, folder = whole_run
-    checkpoints = Checkpoints(folder / "checkpoints", told(folder, "--steps 20 --seed 1"))
-    assert checkpoints.check() == ["--steps 12 before, 20 now", "--seed 0 before, 1 now"]
-    checkpoints.close()
-
-
-def test_steps_after_the_checkpoint_are_computed_again(tmp_path):
-    path = tmp_path / "losses.jsonl"
-    file = losses.LossFile(path, last_step=0)
-    for number in range(1, 8):
-        file.add(Step(number, 1.0 / number, 0.1, None))
-    file.close()
-    path.write_text(path.read_text()[:-9])  # The process was killed while it wrote.
-    assert [step.step for step in losses.read(path)] == list(range(1, 7))
-    losses.LossFile(path, last_step=4).close()
-    assert losses.read(path) == [Step(number, 1.0 / number, 0.1, None) for number in range(1, 5)]
-
-
-def test_another_models_checkpoints_are_refused(text, whole_run):
-    _, folder = whole_run
-    before = sorted(path.name for path in folder.rglob("*"))
-    with pytest.raises(Refused, match="--features 32 before, 64 now"):
-        run.train(told(folder, "--features 64"), text, title="other")
-    assert sorted(path.name for path in folder.rglob("*")) == before
-
-
-def test_two_runs_in_one_folder_are_refused(tmp_path, text):
-    with losses.locked(tmp_path), pytest.raises(Refused, match="another run is writing to"):
-        run.train(told(tmp_path), text, title="second")
-
-
-# --- As a command -----------------------------------------------------------------------------------------------------
+    train.train(told(folder, f"{MESH} --seed 1 --print-every 5"), text)
+    said = capfd.readouterr().err
+    assert "other than before: --seed 0 before, 1 now" in said and "all steps are done after step 12" in said
+    with pytest.raises(WrongArguments, match="another model"):
+        train.train(told(folder, f"{MESH} --features 64"), text)
 
 
 def start(repository: pathlib.Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -266,82 +182,30 @@ def start(repository: pathlib.Path, *arguments: str, **variables: str) -> subpro
                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
-@pytest.fixture
-def main(monkeypatch):
-    """Runs the command in this process, which has its devices already; returns the exit status."""
-
-    def started(data, fsdp, tensor, *, emulate):
-        return devices.fit(data or 2, fsdp, tensor or 2, devices=8, processes=1)
-
-    def call(out: pathlib.Path, arguments: str = "") -> int:
-        monkeypatch.setattr(sys, "argv", ["examples/train.py", *TINY.split(), "--out", str(out), *arguments.split()])
-        return train.main()
-
-    monkeypatch.setattr(devices, "start", started)
-    return call
-
-
 @pytest.mark.one_jax
-def test_the_exit_status_of_a_stopped_run(tmp_path, main, monkeypatch, capfd):
-    with monkeypatch.context() as patched:
-        signal_at(patched, 6, signal.SIGUSR1)
-        assert main(tmp_path) == 128 + signal.SIGUSR1
-    again = shlex.join(sys.argv[1:])
-    assert capfd.readouterr().err.endswith(
-        "train: stopped after step 7, which is saved. The same command goes on from there: "
-        f"python examples/train.py {again}\n"
-    )
-    assert not (tmp_path / "losses.png").exists()
-
-
-@pytest.mark.slow
-def test_the_last_lines(tmp_path, main, whole_run, monkeypatch, capfd):
-    with monkeypatch.context() as patched:
-        signal_at(patched, 6, signal.SIGUSR1)
-        assert main(tmp_path) == 128 + signal.SIGUSR1
-    assert main(tmp_path) == 0
-    said = capfd.readouterr()
-    assert "goes on after step 7" in said.err
-    first, *_, last = losses_of(whole_run[0].steps)
-    assert f"Loss {first:.4f} at step 1, {last:.4f} at step 12; " in said.out
-    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert main(tmp_path) == 0
-    assert "all 12 steps are done already" in capfd.readouterr().err
-    assert main(tmp_path, "--features 64") == 2
-    assert "holds checkpoints of another model (--features 32 before, 64 now)" in capfd.readouterr().err
-
-
-def wait_for(condition, process: subprocess.Popen[str], seconds: float = 100) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < until, "it does not come to the place where it is to be stopped"
-        time.sleep(0.002)
-
-
-@pytest.mark.one_jax
-def test_a_killed_run_goes_on_with_the_same_losses(repository, tmp_path, whole_run):
-    """The kill comes while a checkpoint is half written."""
-    steps, out = ("--data", "2", "--tensor", "2", "--out", str(tmp_path / "run")), tmp_path / "run" / "checkpoints"
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_the_command_goes_on_with_the_same_losses(number, repository, tmp_path, whole_run):
+    """SIGKILL comes while a checkpoint is half written."""
+    arguments, out = (*MESH.split(), "--out", str(tmp_path / "run")), tmp_path / "run" / "checkpoints"
     # The second process uses the first one's compilation cache.
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-
-    def half_written() -> bool:
-        return any("8" in path.name and "tmp" in path.name for path in out.glob("*"))
-
-    with start(repository, *steps, **cache) as process:
-        wait_for(half_written, process)
-        process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "run" / "losses.png").exists()
-
-    with start(repository, *steps, **cache) as process:
+    with start(repository, *arguments, **cache) as process:
+        while not any("4" in path.name for path in out.glob("*")):
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.002)
+        process.send_signal(number)
+        _, error = process.communicate()
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + signal.SIGUSR1
+        assert f"The same command goes on: python examples/train.py {shlex.join([*TINY.split(), *arguments])}" in error
+    with start(repository, *arguments, **cache) as process:
         output, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
-    assert "goes on after step 4" in error or "goes on after step 8" in error
-    assert losses_of(losses.read(tmp_path / "run" / "losses.jsonl")) == losses_of(whole_run[0].steps)
-    assert "Plot: " in output
+    assert losses_of(train.read(tmp_path / "run" / "losses.jsonl")) == losses_of(whole_run[0])
+    assert re.search(r"Loss \d\.\d+ at step 1, \d\.\d+ at step 12. Plot: ", output)
+    assert (tmp_path / "run" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -351,7 +215,7 @@ def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
     mpirun = pathlib.Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside Python (extra `mpi`)")
-    result, folder = whole_run
+    steps, folder = whole_run
     shutil.copytree(folder, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved" / "checkpoints" / "12")
     command = [repository / "launch" / "mpirun.sh", "-np", "2", "--", sys.executable, "examples/train.py"]
@@ -363,5 +227,84 @@ def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
     assert process.returncode == 0, process.stderr
     assert "1 data × 1 fsdp × 2 tensor" in process.stderr
     assert process.stderr.count("goes on after step 8") == 1  # Only one process prints.
-    steps = losses.read(tmp_path / "moved" / "losses.jsonl")
-    np.testing.assert_allclose(losses_of(steps), losses_of(result.steps), rtol=1e-4)
+    moved = train.read(tmp_path / "moved" / "losses.jsonl")
+    np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
+
+
+# --- Fused and XLA compared -------------------------------------------------------------------------------------------
+
+
+def drifting(scale: float, seed: int) -> list[train.Step]:
+    noise = np.random.default_rng(seed).normal(scale=scale, size=50)
+    return [{"step": n + 1, "loss": 5.0 - 0.05 * n + float(noise[n]), "seconds": None} for n in range(50)]
+
+
+@pytest.mark.parametrize(("fused_scale", "status"), [(1e-3, 0), (2e-2, 1)])
+def test_the_comparison_tells_rounding_from_error(tmp_path, text, monkeypatch, capsys, fused_scale, status):
+    """Within rounding the fused run passes; beyond it, as with a wrong gradient, it fails."""
+    made = {"xla": drifting(0, 0), "xla-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2)}
+    chosen = {}
+
+    def run(options, text):
+        chosen[options.out.name] = options.implementation, options.data, options.tensor
+        return made[options.out.name]
+
+    monkeypatch.setattr(train, "train", run)
+    assert train.compare(told(tmp_path, "--data 2 --tensor 4 --compare"), text) == status
+    assert ("NOT within" in capsys.readouterr().out) == bool(status)
+    assert chosen == {"xla": ("xla", 2, 4), "xla-other-order": ("xla", 4, 2), "fused": ("fused", 2, 4)}
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_compare_with_emulated_kernels(repository, tmp_path):
+    command = [sys.executable, "examples/train.py", "--compare", "--steps", "6", "--data", "1", "--out", str(tmp_path)]
+    process = subprocess.run(command, env=environment(repository), cwd=repository, stdin=subprocess.DEVNULL,
+                             timeout=280, capture_output=True, text=True, check=False)  # fmt: skip
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "The fused curve is within 3 times the distance that another order of summation makes." in process.stdout
+
+
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_are_taken_and_it_names_all_files(repository):
+    page = (repository / "docs" / "training.md").read_text()
+    shell = "".join(re.findall(r"```sh\n(.*?)```", page, re.S))
+    commands = re.findall(r"^.*python examples/train\.py(.*)$", shell, re.M)
+    commands += [shlex.split(words)[0] for words in re.findall(r"make train ARGS=(.*)", page)]
+    assert len(commands) >= 8
+    for command in commands:
+        options.parser().parse_args(shlex.split(command))
+    files = {path.name for path in (repository / "examples" / "gpt").glob("*.py")} - {"__init__.py"}
+    assert files <= set(re.findall(r"(\w+\.py)`", page.split("## Your own model")[1]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--features 30", "--features 30 is not divisible by --heads 4: choose --features 32, say"),
+        ("--hidden 65 --tensor 2", "--hidden 65 is not divisible by --tensor 2: choose --hidden 66, say"),
+        ("--tensor 3 --heads 3 --features 33 --hidden 66 --sequence 33", "the vocabulary of 256 is not divisible"),
+        ("--batch 8 --data 2 --accumulate 3", "--accumulate 3: choose --batch 12, say"),
+        ("--data 4 --tensor 4", "--data 4 × --fsdp 1 × --tensor 4 asks for 16 devices, and there are 8 in 1 processes"),
+        ("--compare --tensor 2 --implementation xla", "--compare takes --tensor 2 or more, and no --implementation"),
+        ("--compare --tensor 1 --data 8", "--compare takes --tensor 2 or more"),
+    ],
+)
+def test_arguments_that_do_not_go_together(tmp_path, arguments, message):
+    with pytest.raises(WrongArguments) as refused:
+        told(tmp_path, arguments)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "mesh"),
+    [("", 4, (1, 1, 4)), ("--data 2", 4, (2, 1, 2)), ("--fsdp 2 --tensor 2", 8, (2, 2, 2)), ("", 16, (2, 1, 8))],
+)
+def test_axes_that_are_not_given_are_chosen(tmp_path, arguments, devices, mesh):
+    heads = "--heads 8 --features 32 --batch 16 " + arguments
+    chosen = told(tmp_path, heads, devices=devices, processes=devices)
+    assert (chosen.data, chosen.fsdp, chosen.tensor) == mesh
+    with pytest.raises(WrongArguments, match="choose axes whose product is that"):
+        told(tmp_path, f"{heads} --data 1 --fsdp 1 --tensor 1", devices=devices, processes=devices)

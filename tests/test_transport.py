@@ -77,12 +77,12 @@ def test_a_transport_that_there_is_not(transport, implementation):
 
 def test_the_ring_needs_no_chunk_buffers(hopper):
     config, bf16 = overlap.Config(), jnp.bfloat16
-    pulled, plain = (smem_bytes(config, bf16, bf16, transport) for transport in ("pull", ""))
-    assert smem_bytes(config, bf16, bf16, "ring") == plain
-    assert pulled - plain == config.pull.chunk_buffers * (config.pull.chunk_bytes + BARRIER_BYTES)
+    pulled, plain = (smem_bytes(config, bf16, transport) for transport in ("pull", ""))
+    assert smem_bytes(config, bf16, "ring") == plain
+    assert pulled - plain == config.chunk_buffers * (config.chunk_bytes + BARRIER_BYTES)
     # So a configuration may fit the ring but not pulling; all other limits are the same.
-    large = overlap.Config.of(chunk_bytes=16384)
-    assert smem_bytes(large, bf16, bf16, "pull") > SMEM_BYTES
+    large = overlap.Config(chunk_bytes=16384)
+    assert smem_bytes(large, bf16, "pull") > SMEM_BYTES
     assert explain(config=large, transport="ring").implementation == "fused"
     with pytest.raises(ValueError, match="shared memory"):
         explain(config=large, transport="pull")
@@ -103,7 +103,7 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
     for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
         schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
-        work = StreamK(schedule.tiles, math.ceil(200 / config.tile_k), num_ctas, config.stream_k)
+        work = StreamK(schedule.tiles, math.ceil(200 / 64), num_ctas, config.stream_k)
         passed, raised = collections.Counter(), collections.Counter()
         for group, rank in itertools.product(range(num_ctas), range(cluster)):
             steps = []
@@ -146,7 +146,7 @@ ASSEMBLED = [  # devices, m of a shard, config; with 384 rows, the tiles of all 
     (3, 384, {"stream_k": 4}),
     (4, 1000, {"tile_n": 128, "stages": 6}),
     (4, 1024, {"cluster": 2, "tile_m": 64, "stages": 5}),
-    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3, "epilogue_buffers": 2}),
+    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3}),
     (2, 384, {"cluster": 2, "cluster_along": "n", "stream_k": 4}),
 ]
 
@@ -159,5 +159,5 @@ def test_the_ring_assembles_without_spills_and_with_the_shared_memory_it_announc
     (report,) = assembly.assemble_case(case)
     assert report.spills == report.stack_frame_bytes == 0 and report.remarks == ()
     assert report.architecture == "sm_90a"
-    announced = smem_bytes(overlap.Config.of(**config), jnp.float16, jnp.float16, "ring")
+    announced = smem_bytes(overlap.Config(**config), jnp.float16, "ring")
     assert report.shared_memory_bytes == announced

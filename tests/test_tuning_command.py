@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib
 import itertools
@@ -22,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import choose, tables
 from overlap.choice.problem import Problem
-from overlap.cli import main, tune_arguments
-from overlap.emulation import interrupt
+from overlap.cli import _parser, main
+from overlap.emulation.foundations import interrupt
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import progress, search
-from overlap.tuning.interrupt import noticed
+from overlap.tuning import progress
+from overlap.tuning.stop import stopped_by_signals
 from tests.tuning_cases import no_tables
 
 __all__ = ["no_tables"]
@@ -179,23 +178,22 @@ def test_progress_without_a_terminal_is_a_line_for_each_problem_and_now_and_then
     with progress.shown(said.append, every_s=1000) as report:
         for text, fraction in (("1x1x1: XLA", 0), ("1x1x1: compiling", 0.1), ("2x2x2: XLA", 0.5)):
             report(text, fraction)
-    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA, about 3 s left"]
+    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA"]
     said.clear()
     with progress.shown(said.append, every_s=0) as report:
         for fraction in (0.2, 0.3):
             report("1x1x1: checking 128x128x64", fraction)
-    of_both = ("20%", 4), ("30%", 5)
-    assert said == [f" {part} 1x1x1: checking 128x128x64, about {left} s left" for part, left in of_both]
+    assert said == [f" {part} 1x1x1: checking 128x128x64" for part in ("20%", "30%")]
 
 
 @pytest.mark.parametrize("handler", [signal.default_int_handler, interrupt._handle])
 def test_ctrl_c_is_noticed_and_the_second_one_raises(handler, capfd):
     before = signal.signal(signal.SIGINT, handler)
     try:
-        with pytest.raises(KeyboardInterrupt), noticed() as interrupted:
-            assert not interrupted()
+        with pytest.raises(KeyboardInterrupt), stopped_by_signals() as stop:
+            assert not stop.signal
             signal.raise_signal(signal.SIGINT)
-            assert interrupted()
+            assert stop.signal == signal.SIGINT
             assert "Ctrl-C again ends it at once" in capfd.readouterr().err
             signal.raise_signal(signal.SIGINT)
         assert signal.getsignal(signal.SIGINT) is handler
@@ -264,32 +262,11 @@ def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path, nu
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
-@pytest.mark.parametrize("columns", [40, 80, 200])
-def test_what_was_found_is_readable_at_any_width(columns, capsys, monkeypatch):
-    pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
-    from overlap.cli import tune as command_tune
-
-    config = Config(stages=3, tile_n=128, cluster=2, cluster_along="n")
-    others = {"xla": 1234.5, "heuristic": 950.25}
-    entry = tables.Entry(SMALL, "cpu", "0.11.2", config, 987.6, others, tried=48, complete=True, date="2026-11-22")
-    outcomes = [
-        search.Outcome(SMALL, result=entry),
-        search.Outcome(dataclasses.replace(SMALL, m=64), note="no configuration of the fused kernel can run it"),
-    ]
-    monkeypatch.setenv("COLUMNS", str(columns))
-    command_tune._print(outcomes, Target("cpu", "cpu", 4), None, 2)
-    said = capsys.readouterr().out
-    assert "…" not in said and max(map(len, said.splitlines()[:-1])) <= columns
-    words = said.replace("│", " ").split()
-    for word in ("128x128x64", "cluster_along=n", "987.6", "1234.5", "1.250", "0.962", "48", "bfloat16"):
-        assert word in words, said
-
-
 def test_the_command_lists_without_measuring(repository):
     process = tune(repository, "--shapes", "4096x8192x4096", "--layouts", "nn,nt", "--dry-run", "--max-configs", 5)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("NVIDIA H200") == 2
-    assert process.stdout.count("128x256x64") >= 2
+    assert process.stdout.count("128x256 ") >= 2
     assert "predicted" in process.stdout
 
 
@@ -313,33 +290,22 @@ def test_why_there_is_nothing_to_tune(arguments, status, said, capsys):
     assert said in " ".join((printed.out + printed.err).split())
 
 
-_SHAPES = "argument --shapes: must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to 2147483647, got '"
+_SHAPES = "argument --shapes: must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to 2147483647, got "
 _DTYPES = "a dtype must be one of f16, bf16, f32, f8_e4m3fn, f8_e5m2, got "
-_COUNT = "must be an integer of at least 1, got "
-_SECONDS = "must be a number of seconds, more than 0 and finite, got "
-NO_SHAPES = [
-    "12x13", "0x1x1", "-1x1x1", "1x1x1.5", "", "1x1x1,", "x", "1x1x2147483648", "9" * 5000 + "x1x1", "1x1x\u0967",
-    "1x1x1x1", "1x1x1;2x2x2",
-]  # fmt: skip
-NO_COUNTS = ["0", "-1", "1.5", "inf", "nan", "two", "", "1_0", "9999999999"]
-NO_SECONDS = ["nan", "inf", "-inf", "-1", "0", "soon", "", "1e999"]
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        *(("--shapes", value, _SHAPES) for value in NO_SHAPES),
         *(
-            ("--shapes", f"1x1x1:{value}", f"argument --shapes: {_DTYPES}'{value}'")
-            for value in ("int8", "", "f16:f16")
+            ("--shapes", value, f"{_SHAPES}'{value.split(',')[-1]}'")
+            for value in ("12x13", "0x1x1", "-1x1x1", "1x1x1.5", "1x1x1,", "1x1x2147483648", "1x1x\u0967")
         ),
+        ("--shapes", "1x1x1:int8", f"argument --shapes: {_DTYPES}'int8'"),
         ("--dtype", "zz", f"argument --dtype: {_DTYPES}'zz'"),
-        ("--out-dtype", "", f"argument --out-dtype: {_DTYPES}''"),
         ("--layouts", "nn,mn", "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
-        *(("--devices", value, f"argument --devices: {_COUNT}'{value}'") for value in NO_COUNTS),
-        *(("--max-configs", value, f"argument --max-configs: {_COUNT}'{value}'") for value in NO_COUNTS),
-        *(("--budget-s", value, f"argument --budget-s: {_SECONDS}'{value}'") for value in NO_SECONDS),
-        ("--op", "conv", "tune: --op must be one of matmul, all_gather_lhs_matmul"),
+        ("--budget-s", "0", "argument --budget-s: must be a finite number of seconds above 0, got 0"),
+        ("--op", "conv", "argument --op: invalid choice: 'conv'"),
         ("--devices", "9", "tune: --devices must be at most 8 on this machine, got 9"),
     ],
 )
@@ -359,9 +325,7 @@ def test_the_command_says_what_is_wrong(name, value, said, capsys):
 def test_a_problem_named_twice_is_one():
     from overlap.cli import tune as command_tune
 
-    given = argparse.ArgumentParser()
-    tune_arguments.add_arguments(given)
-    parsed = given.parse_args(["--shapes", "1x2x3,1x2x3:f16, 1x2x3:bf16", "--layouts", "nn,nn"])
+    parsed = _parser().parse_args(["tune", "--shapes", "1x2x3,1x2x3:f16, 1x2x3:bf16", "--layouts", "nn,nn"])
     assert [str(problem) for problem in command_tune._problems(parsed)] == [
         "matmul 1x2x3 bfloat16",
         "matmul 1x2x3 float16",

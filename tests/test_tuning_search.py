@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import re
 import signal
 import threading
@@ -20,13 +19,14 @@ import overlap
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
-from overlap.emulation.sequence import World
+from overlap.emulation.entry.sequence import World
 from overlap.kernels.config import Config
 from overlap.kernels.target import current_target
 from overlap.tuning import bench as bench_module
-from overlap.tuning import interrupt, search
+from overlap.tuning import search
 from overlap.tuning.bench import Bench
-from overlap.tuning.effort import Effort
+from overlap.tuning.settings import Settings
+from overlap.tuning.stop import Stop
 from tests.tuning_cases import H200, SHAPES, bench, problem
 
 __all__ = ["bench"]
@@ -39,8 +39,8 @@ autotune = importlib.import_module("overlap.tuning.autotune")
 
 
 def find(of=None, **options):
-    settings = search.Settings(**{"max_configs": 24, "workers": 4, **options.pop("settings", {})})
-    return search.search(of or problem(), H200, [None], settings, **options)
+    settings = Settings(**{"max_configs": 24, "workers": 4, **options.pop("settings", {})})
+    return search.search(of or problem(), H200, [None], settings, stop=Stop(**options))
 
 
 def times(of=None):
@@ -143,13 +143,13 @@ def test_the_time_that_is_left_is_shared_by_the_problems_that_are_left(monkeypat
     now, given = [1000.0], []
     monkeypatch.setattr(autotune.time, "monotonic", lambda: now[0])
 
-    def searched(of, *_, deadline, **__):
-        given.append(deadline - now[0])
+    def searched(of, *_, stop, **__):
+        given.append(stop.deadline - now[0])
         now[0] += 30.0 if len(given) == 1 else 80.0
         return search.Outcome(of)
 
     monkeypatch.setattr(autotune, "search", searched)
-    outcomes = autotune.tune([problem(s) for s in SHAPES[:4]], H200, search.Settings(4), None, budget_s=100)
+    outcomes = autotune.tune([problem(s) for s in SHAPES[:4]], H200, Settings(4), None, budget_s=100)
     assert given == pytest.approx([25, 70 / 3])
     assert [outcome.note for outcome in outcomes] == ["", "", *["the budget was spent before its turn"] * 2]
 
@@ -169,23 +169,23 @@ def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
 
     hook.left = 9
     bench.hook = staticmethod(hook)
-    outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
+    outcomes = autotune.tune(problems, H200, Settings(8, workers=4), path)
     assert [outcome.interrupted for outcome in outcomes] == [0, 0, signal.SIGINT]
     saved = {e.problem.shape: e.complete for e in tables.read(path)}
     assert saved == dict(zip(SHAPES[:3], [True, True, False], strict=True))
     # On a second run, complete results stay and the rest is measured.
     bench.hook = staticmethod(lambda what, config: started.append(what) if what == "warm up" else None)
     started.clear()
-    outcomes = autotune.tune(problems, H200, search.Settings(8, workers=4), path)
+    outcomes = autotune.tune(problems, H200, Settings(8, workers=4), path)
     assert [outcome.note for outcome in outcomes] == ["already measured", "already measured", "", ""]
     assert all(outcome.result for outcome in outcomes)
     assert len(started) == 2
     assert all(e.complete for e in tables.read(path))
-    autotune.tune(problems[:1], H200, search.Settings(8, workers=4), path, force=True)
+    autotune.tune(problems[:1], H200, Settings(8, workers=4), path, force=True)
     assert len(started) == 3
     # A configuration that no kernel supports (from a hand-edited table) is not a result.
     path.write_text(re.sub(r'"tile_m": \d+', '"tile_m": 100', path.read_text()))
-    (again,) = autotune.tune(problems[:1], H200, search.Settings(8, workers=4), path)
+    (again,) = autotune.tune(problems[:1], H200, Settings(8, workers=4), path)
     assert (again.note, len(started)) == ("", 4)
     assert [e.config.tile_m == 100 for e in tables.read(path)].count(False) == 1
 
@@ -200,14 +200,9 @@ def test_one_problem_that_fails_does_not_end_the_others(bench, monkeypatch):
             raise RuntimeError("out of memory")
 
     bench.hook = staticmethod(hook)
-    outcomes = autotune.tune([problem(shape) for shape in SHAPES[:2]], H200, search.Settings(4, workers=4), None)
+    outcomes = autotune.tune([problem(shape) for shape in SHAPES[:2]], H200, Settings(4, workers=4), None)
     assert [outcome.note for outcome in outcomes] == ["error: RuntimeError: out of memory", ""]
     assert outcomes[1].result is not None
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="`max_configs` must be at least 1, got 0"):
-        search.Settings(0)
 
 
 # --- The real bench, emulated -----------------------------------------------------------------------------------------
@@ -227,7 +222,7 @@ def test_settings_are_checked():
     ids=str,
 )
 def test_the_bench_tells_right_from_wrong(of, monkeypatch):
-    bench = Bench(of, jax.devices()[: of.devices], Effort.emulated())
+    bench = Bench(of, jax.devices()[: of.devices], Settings.for_platform("cpu"))
     xla, config = bench.compile(None), Config(tile_n=128, stages=2)
     baseline = bench.error_of(xla)
     assert 0 < baseline < 1e-2 if of.out_dtype != "float32" else baseline < 1e-5
@@ -250,7 +245,7 @@ def test_the_bench_tells_right_from_wrong(of, monkeypatch):
 def test_an_old_result_cannot_pass_for_a_new_one():
     """A kernel that writes nothing would leave in memory what another kernel has computed."""
     of = Problem("matmul", 128, 256, 128, "bfloat16", "bfloat16")
-    bench = Bench(of, jax.devices()[:1], Effort.emulated())
+    bench = Bench(of, jax.devices()[:1], Settings.for_platform("cpu"))
     xla = bench.compile(None)
     bench.error_of(xla)
     idle = jax.jit(lambda state, rhs: (state[0], state[1]))
@@ -259,7 +254,9 @@ def test_an_old_result_cannot_pass_for_a_new_one():
 
 def test_every_call_of_the_loop_depends_on_the_one_before():
     of = Problem("matmul", 8, 8, 16, "bfloat16", "bfloat16")
-    bench = Bench(of, jax.devices()[:1], dataclasses.replace(Effort.emulated(), max_iterations=3, launch_us=1e9))
+    bench = Bench(
+        of, jax.devices()[:1], dataclasses.replace(Settings.for_platform("cpu"), max_iterations=3, launch_us=1e9)
+    )
     assert bench.iterations == 3
     loop = bench._ready(bench.compile(None))
     lhs, rhs, out = (np.array(x, np.float32) for x in (*loop.operands, loop.out))
@@ -301,37 +298,28 @@ def launches(monkeypatch):
     return seen
 
 
-def emulated(of, **end):
-    return search.search(of, current_target(), jax.devices()[:1], search.Settings.for_platform("cpu", 1), **end)
+def emulated(of, stop=None):
+    return search.search(of, current_target(), jax.devices()[:1], Settings.for_platform("cpu", 1), stop=stop or Stop())
 
 
-def out_of_time_once(event, monkeypatch):
-    """The time for launches is over as soon as the event is set."""
-    clock = types.SimpleNamespace(monotonic=lambda: math.inf if event.is_set() else 0.0)
-    monkeypatch.setattr(interrupt, "time", clock)
-    return dict(deadline=time.monotonic() + 1000)
+def end_when_running(launches, end):
+    threading.Thread(target=lambda: launches.running.wait(60) and end()).start()
 
 
-@pytest.mark.parametrize("ended_by", ["budget", "signal", "KeyboardInterrupt"])
-def test_an_emulated_launch_ends_with_the_search(ended_by, launches, monkeypatch):
-    def interrupted():
-        """Raises once at most; this may be in the thread that watches the launches."""
-        if not launches.running.is_set() or ended_by == "budget":
-            return 0
-        if ended_by == "signal":
-            return signal.SIGTERM
-        launches.running.clear()
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("ended_by", [0, signal.SIGTERM])
+def test_an_emulated_launch_ends_with_the_search(ended_by, launches):
+    """By a signal, or by the end of the time."""
+    stop = Stop()
 
-    end = out_of_time_once(launches.running, monkeypatch) if ended_by == "budget" else {}
-    outcome = emulated(LARGE, interrupted=interrupted, **end)
+    end_when_running(launches, lambda: stop.come(ended_by) if ended_by else stop.end_launches())
+    outcome = emulated(LARGE, stop)
     assert launches.stopped
     assert outcome.result is None and not outcome.complete and outcome.note.endswith("ended before the first one")
-    assert outcome.interrupted == {"budget": 0, "signal": signal.SIGTERM, "KeyboardInterrupt": signal.SIGINT}[ended_by]
+    assert outcome.interrupted == ended_by
     assert [trial.status for trial in outcome.trials] == ["ok"]  # XLA; what was stopped is neither wrong nor an error.
 
 
-def test_a_search_stops_no_launches_but_its_own(launches, monkeypatch):
+def test_a_search_stops_no_launches_but_its_own(launches):
     """Neither those of another thread, nor later ones of the `emulate` context that it runs in."""
     ones, results, over = jnp.ones((256, 256), jnp.bfloat16), [], threading.Event()
     product = jax.jit(lambda x: overlap.matmul(x, x, implementation="fused"))
@@ -343,8 +331,8 @@ def test_a_search_stops_no_launches_but_its_own(launches, monkeypatch):
     with emulate(cores=2):
         thread = threading.Thread(target=others)
         thread.start()
-        with monkeypatch.context() as patch:
-            outcome = emulated(LARGE, **out_of_time_once(launches.running, patch))
+        end_when_running(launches, (stop := Stop()).end_launches)
+        outcome = emulated(LARGE, stop)
         over.set()
         thread.join()
         assert launches.stopped and outcome.result is None and not outcome.complete

@@ -26,7 +26,7 @@ def traced(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     options = dict(case.config)
     op, off = options.pop("of"), options.pop("off", False)
-    config = overlap.Config.of(**options) if options else None
+    config = overlap.Config(**options) if options else None
     problem = Problem(op, *case.shape, "bfloat16", "bfloat16", devices=mesh.size)
     call = functools.partial(lambda lhs, rhs: call_operation(problem, lhs, rhs, config, "fused"))
     program = call_program(problem, call, mesh) if off else trace.program(problem, call, mesh, 64)[0]

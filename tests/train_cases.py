@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pathlib
 import sys
@@ -12,25 +13,19 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "example
 for package in ("flax", "optax", "orbax.checkpoint"):
     pytest.importorskip(package, reason=f"{package} is not installed (extra `examples`)")
 
-from gpt import devices, options  # noqa: E402
-from gpt.losses import Step  # noqa: E402
+from gpt import options  # noqa: E402
 
 TINY = (
-    "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2"
+    "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2 "
+    "--dtype float32 --checkpoint-every 4"
 )
-TINY += " --dtype float32 --checkpoint-every 4 --implementation xla"
 
 
-def told(out: pathlib.Path, arguments: str = "", *, compared: bool = False) -> options.Options:
+def told(out: pathlib.Path, arguments: str = "", *, devices: int = 8, processes: int = 1) -> argparse.Namespace:
     """Parses the options of the tiny model, followed by further arguments. The model needs 8 devices."""
-    tiny = TINY.replace("--implementation xla", "") if compared else TINY
-    given = options.parser().parse_args([*tiny.split(), "--out", str(out), *arguments.split()])
-    axes = devices.fit(given.data or 1, given.fsdp, given.tensor or 1, devices=8, processes=1)
-    return options.complete(given, axes, gpus=False, processes=1)
-
-
-def losses_of(steps: list[Step]) -> list[float]:
-    return [step.loss for step in steps]
+    given = options.parser().parse_args([*TINY.split(), "--out", str(out), *arguments.split()])
+    options.complete(given, devices=devices, processes=processes, gpus=False)
+    return given
 
 
 def environment(repository: pathlib.Path) -> dict[str, str]:

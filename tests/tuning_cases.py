@@ -13,6 +13,7 @@ from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import search
+from overlap.tuning.settings import Settings
 
 H200 = Target("gpu", "NVIDIA H200", 132)
 SHAPES = ["4096x8192x4096", "8192x8192x8192", "1024x4096x4096", "1024x1024x14336", "16384x1536x4096", "128x8192x8192"]
@@ -68,9 +69,9 @@ def no_tables(tmp_path, monkeypatch):
 
 def one_configuration_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes searches on the CPU try a single configuration, for tests of something else."""
-    of_three = search.Settings.for_platform("cpu")
+    of_three = Settings.for_platform("cpu")
     one = dataclasses.replace(of_three, max_configs=1)
-    monkeypatch.setattr(search.Settings, "for_platform", staticmethod(lambda platform, max_configs=None: one))
+    monkeypatch.setattr(Settings, "for_platform", staticmethod(lambda platform, max_configs=None: one))
 
 
 class FakeBench:

@@ -1,1 +1,1 @@
-"""The modules of examples/train.py: a small GPT, its text, training, checkpoints and curves."""
+"""The parts of examples/train.py."""

@@ -1,19 +1,25 @@
-"""The model: a decoder-only transformer of overlap's layers. Its code depends only on the names of the mesh's axes."""
+"""The model of examples/train.py: a decoder-only transformer of overlap's layers.
+
+Its code depends only on the names of the mesh's axes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from gpt.corpus import VOCABULARY
-from gpt.devices import BATCH_AXES, FSDP, TENSOR
-from gpt.options import Sizes
 from overlap.layers import ColumnParallelLinear, GatedMLP, OutputProjection, QKVProjection, RMSNorm
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+# The batch is split along these axes.
+BATCH_AXES = (DATA, FSDP)
+VOCABULARY = 256  # A token is a byte.
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -34,7 +40,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Attention and MLP, each with a norm before it and a residual connection around both."""
 
-    def __init__(self, sizes: Sizes, *, rngs: nnx.Rngs, **layer: Any):
+    def __init__(self, sizes: argparse.Namespace, *, rngs: nnx.Rngs, **layer: Any):
         features, head_dim = sizes.features, sizes.features // sizes.heads
         self.attention_norm = RMSNorm(features, rngs=rngs, **layer)
         self.qkv = QKVProjection(features, sizes.heads, rngs=rngs, **layer)
@@ -53,37 +59,28 @@ class GPT(nnx.Module):
     """Embeddings, blocks, a norm, and the logits of the next token.
 
     Args:
-      sizes: the shapes of the parameters.
-      dtype: dtype of products and activations. The parameters are float32.
-      implementation: how the layers multiply: "fused", "xla", or None to choose the faster one for each product.
-      remat: whether only the input of each block is kept for the backward pass.
+      options: the options of examples/train.py: "layers", "features", "heads", "hidden" and "sequence" are the shapes
+        of the parameters, which are float32; "dtype" is that of products and activations.
       rngs: the seed of the parameters. They depend on the seed only, not on the mesh.
     """
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        *,
-        dtype: jnp.dtype,
-        implementation: Literal["fused", "xla"] | None,
-        remat: bool = False,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, options: argparse.Namespace, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(options.dtype)
         layer: dict[str, Any] = {
             "dtype": dtype,
             "axis": TENSOR,
             "fsdp_axis": FSDP,
             "batch_axis": BATCH_AXES,
-            "implementation": implementation,
+            "implementation": None if options.implementation == "auto" else options.implementation,
         }
         small = nnx.initializers.normal(0.02)
         # The two tables are small, so each device has them whole.
-        self.tokens = nnx.Embed(VOCABULARY, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
-        self.positions = nnx.Embed(sizes.sequence, sizes.features, dtype=dtype, embedding_init=small, rngs=rngs)
-        self.blocks = nnx.List([Block(sizes, rngs=rngs, **layer) for _ in range(sizes.layers)])
-        self.norm = RMSNorm(sizes.features, rngs=rngs, **layer)
-        self.logits = ColumnParallelLinear(sizes.features, VOCABULARY, use_bias=False, rngs=rngs, **layer)
-        self.remat = remat
+        self.tokens = nnx.Embed(VOCABULARY, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Embed(options.sequence, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.blocks = nnx.List([Block(options, rngs=rngs, **layer) for _ in range(options.layers)])
+        self.norm = RMSNorm(options.features, rngs=rngs, **layer)
+        self.logits = ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, rngs=rngs, **layer)
+        self.remat = options.remat
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Computes, for each token, the logits of the next token.

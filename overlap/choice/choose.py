@@ -15,9 +15,11 @@ from overlap.choice.problem import Problem
 from overlap.choice.rates import gpu_of, rates_of
 from overlap.choice.session import session
 from overlap.choice.space import heuristic, spills
-from overlap.kernels.config import Config, default_config
+from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
+# Every device has room for this configuration, so its check names what a problem lacks.
+_LEAST_CONFIG = Config(tile_n=128, stages=2)
 logger = logging.getLogger("overlap")
 _missed: set[tuple[Problem, str]] = set()
 
@@ -59,8 +61,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
                      file and the entry. If the entry was measured with other versions of jax or of this library than
                      run now, the text names both versions.
         "heuristic"  the model (`space.heuristic`)
-        "default"    the default configuration, because no configuration can run the problem. The check of the default
-                     configuration says why.
+        "default"    the smallest configuration, because none can run the problem. Its check says why.
     """
     active: Session | None = session.value
     if active is not None and heuristic(problem, target) is not None:
@@ -73,7 +74,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
         return entry.config, source
     config = heuristic(problem, target)
     if config is None:
-        return default_config(problem.dtype, block_scaled=problem.block_scaled), "default"
+        return _LEAST_CONFIG, "default"
     # A session collects the problems in order to tune them, so inside a session this message is not logged.
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
@@ -92,7 +93,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
 def why_no_config(problem: Problem, target: Target) -> str:
     """Says why no configuration of the fused kernel can run a problem (`space.candidates` is empty)."""
     try:
-        problem.check(default_config(problem.dtype, block_scaled=problem.block_scaled), target)
+        problem.check(_LEAST_CONFIG, target)
     except (ValueError, NotImplementedError) as error:
         return str(error)
     return "no configuration of the search fits this problem"

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.choice.shared_loads import OperandTiles, operand_tiles
-from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
+from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import ceil_div
 
 # The values of `Config.order_minor` and `Config.order_width`.
@@ -31,8 +32,6 @@ _LIMITED = 8.0
 # The part of the L2 that keeps an operand from one band of tiles to the next. Results and the other operand pass
 # through the L2 meanwhile.
 _KEPT_IN_L2 = 0.5
-# The columns of a box of 16-bit results.
-BOX_COLUMNS = 64
 # The time of a gather from its start until the first rows of a peer may be multiplied.
 GATHER_US = 6.0
 # The time that each shard but the first adds to a gather, if the rows of all shards are not joined (`Config.joined`).
@@ -56,7 +55,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
     # own.
     lengths = problem.devices if problem.gathered == "k" else 1
     tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
-    k_steps = lengths * ceil_div(problem.k, config.split_k * config.tile_k)
+    k_steps = lengths * ceil_div(problem.k, config.split_k * tile_k(problem.dtype))
     return StreamK.on(target, config, tiles, k_steps, may_spread=not problem.communicates)
 
 
@@ -100,7 +99,8 @@ def predicted_us(
     per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)
     cycles = _core_cycles(config, problem, rates, work, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
-    us = _at_power_limit(us, work, config, per_depth, hbm_bytes, rates) + rates.launch_us
+    depth = work.tiles * config.cluster // config.ctas_per_tile * work.k_steps * tile_k(problem.dtype)
+    us = _at_power_limit(us, depth, per_depth, hbm_bytes, rates) + rates.launch_us
     if work.cuts:
         # CTAs that share a tile exchange and add their sums at the end, when no other work hides the time of this.
         added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
@@ -133,8 +133,8 @@ def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence
     """
     rates, work = rates_of(target), work_of(config, problem, target)
     m, n, _ = problem.grid(config)
-    lhs = rates.rows_loaded(config, m, problem.transpose_lhs) * problem.itemsize
-    rhs, depth = config.tile_n * problem.itemsize, work.total_k_steps(0) * config.tile_k
+    lhs = rates.rows_loaded(config, m, problem.dtype, problem.transpose_lhs) * problem.itemsize
+    rhs, depth = config.tile_n * problem.itemsize, work.total_k_steps(0) * tile_k(problem.dtype)
     grid, found = TileOrder.of(m, n, config), []
     for minor, width in orders:
         order = dataclasses.replace(grid, minor=minor, width=width)
@@ -191,7 +191,7 @@ class _PerDepth:
         itemsize = problem.itemsize
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
-        rows = rates.rows_loaded(config, m, problem.transpose_lhs)
+        rows = rates.rows_loaded(config, m, problem.dtype, problem.transpose_lhs)
         # A warpgroup whose rows all lie beyond the operand multiplies nothing.
         busy_part = rates.rows_multiplied(config, rows) / config.tile_m
         multiplied = busy_part * config.tile_m * config.tile_n * itemsize
@@ -206,9 +206,9 @@ class _PerDepth:
         shared = rhs if config.cluster_along == "m" else lhs
         loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
         of_group = _loaded_by_gpc(config, loads, (rows - empty) * itemsize, config.tile_n * itemsize)
-        load = loaded / l2_rate + empty * rates.empty_row_cycles / config.tile_k
+        load = loaded / l2_rate + empty * rates.empty_row_cycles / tile_k(problem.dtype)
         if config.cluster > 1 and config.cluster_along == "n":
-            load -= empty * rates.empty_row_cycles / config.tile_k * (1 - 1 / config.cluster)
+            load -= empty * rates.empty_row_cycles / tile_k(problem.dtype) * (1 - 1 / config.cluster)
         step = rates.step_cycles + (rates.cluster_step_cycles if config.shares_loads else 0.0)
         busy = _at_once(
             rates.overlap_exponent,
@@ -218,9 +218,9 @@ class _PerDepth:
             of_group * loads.at_work / rates.group_bytes_per_cycle,
         )
         # A stage is released one k step after its product, and only then filled again.
-        refill = (rates.load_latency_cycles / config.tile_k + busy) / (config.stages - 1)
+        refill = (rates.load_latency_cycles / tile_k(problem.dtype) + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
-        return _PerDepth(busy + step / config.tile_k, multiplied, loaded, of_group, read)
+        return _PerDepth(busy + step / tile_k(problem.dtype), multiplied, loaded, of_group, read)
 
 
 def _loaded_by_gpc(config: Config, loads: OperandTiles, lhs: float, rhs: float) -> float:
@@ -239,19 +239,19 @@ def _exchange_cycles(config: Config, rates: Rates) -> float:
     """Returns the cycles that a cluster takes to exchange the sums of a tile: barriers, reading and adding."""
     rows, _ = hopper.warpgroup_tile(config)
     # Each box of a tile is finished by one CTA, which reads the sums of all CTAs.
-    boxes = ceil_div(config.tile_m * config.tile_n // (rows * BOX_COLUMNS), config.ctas_per_tile)
-    read = boxes * rows * BOX_COLUMNS * config.ctas_per_tile * F32_BYTES
+    boxes = ceil_div(config.tile_m * config.tile_n // (rows * EPILOGUE_COLUMNS), config.ctas_per_tile)
+    read = boxes * rows * EPILOGUE_COLUMNS * config.ctas_per_tile * F32_BYTES
     return rates.exchange_cycles + read / rates.exchange_bytes_per_cycle
 
 
 def _core_cycles(config: Config, problem: Problem, rates: Rates, work: StreamK, per_depth: _PerDepth) -> float:
     """Returns the cycles that the busiest core takes for its products and its stores."""
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
-    mainloop = work.total_k_steps(0) * config.tile_k * per_depth.cycles
+    mainloop = work.total_k_steps(0) * tile_k(problem.dtype) * per_depth.cycles
     tiles = work.full_waves + (work.left > 0)
     elements = config.tile_m * config.tile_n
-    # A store waits if all epilogue buffers are in use.
-    waits = max(rates.stores(config) - config.epilogue_buffers, 0)
+    # Each store but the first waits for the epilogue buffer.
+    waits = max(rates.stores(config) - 1, 0)
     store = elements * out_bytes / rates.store_bytes_per_cycle + rates.tile_cycles + waits * rates.store_wait_cycles
     if rates.overlaps_epilogue:
         # Each store but the last one runs at the same time as the products of the next tile.
@@ -265,11 +265,16 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, work: StreamK, 
     return mainloop + tiles * store
 
 
-def _at_power_limit(
-    us: float, work: StreamK, config: Config, per_depth: _PerDepth, hbm_bytes: float, rates: Rates
-) -> float:
-    """Returns the time, at the clock rate that the power limit allows, of work that takes `us` at full clocks."""
-    depth = work.tiles * config.cluster // config.ctas_per_tile * work.k_steps * config.tile_k
+def _at_power_limit(us: float, depth: int, per_depth: _PerDepth, hbm_bytes: float, rates: Rates) -> float:
+    """Returns the time, at the clock rate that the power limit allows, of work that takes `us` at full clocks.
+
+    Args:
+      us: the time at full clocks.
+      depth: elements of k of all tiles together.
+      per_depth: the costs of each of them.
+      hbm_bytes: bytes moved to and from the device's memory.
+      rates: the rates of the GPU.
+    """
     # How long the work would take if power were the only limit.
     energy_us = hbm_bytes / rates.moved_per_us + depth * (
         per_depth.multiplied / rates.multiplied_per_us
@@ -293,7 +298,7 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
     # the right operand; the time of these loads is saved afterwards.
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     early_steps = min(config.stages, work.total_k_steps(0))
-    early_us = early_steps * config.tile_k * config.tile_n * problem.itemsize * active / hbm_rate
+    early_us = early_steps * tile_k(problem.dtype) * config.tile_n * problem.itemsize * active / hbm_rate
     return us + gather_us - min(gather_us, early_us, us)
 
 

@@ -77,7 +77,7 @@ class Problem:
     @property
     def communicates(self) -> bool:
         """Whether the call sends data between devices."""
-        return self.devices > 1
+        return self.devices > 1 and bool(self.spec.transports)
 
     @property
     def spec(self) -> OperationSpec:

@@ -131,7 +131,7 @@ class Rates:
     def stores(self, config: Config) -> int:
         """Returns how many epilogue buffers a compute warpgroup fills and stores for its part of one tile."""
         _, columns = hopper.warpgroup_tile(config)
-        return columns // config.epilogue_tile_n
+        return columns // tma.EPILOGUE_COLUMNS
 
     def smem_reads(self, config: Config) -> float:
         """Returns how many elements of shared memory the tensor cores read for a tile, per element of k."""
@@ -146,9 +146,9 @@ class Rates:
         rows, _ = hopper.warpgroup_tile(config)
         return -(-loaded // rows) * rows
 
-    def rows_loaded(self, config: Config, m: int, transpose_lhs: bool) -> int:
+    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
         """Returns how many rows are loaded for a tile of a left operand of `m` rows."""
-        return hopper.rows_loaded(config, m, transpose_lhs)
+        return hopper.rows_loaded(config, m, dtype, transpose_lhs)
 
 
 # Names in the kinds of devices that have the memory of an H100. An H200's measurements stand for all other Hopper GPUs.
@@ -165,10 +165,10 @@ class BlackwellRates(Rates):
         return config.tile_m
 
     def stores(self, config: Config) -> int:
-        return config.tile_n // config.epilogue_tile_n
+        return config.tile_n // tma.EPILOGUE_COLUMNS
 
-    def rows_loaded(self, config: Config, m: int, transpose_lhs: bool) -> int:
-        return tma.rows_loaded(config, m, transpose_lhs)
+    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
+        return tma.rows_loaded(config, m, dtype, transpose_lhs)
 
 
 def gpu_of(target: Target) -> Literal["h100", "h200", "h800", "h20"]:

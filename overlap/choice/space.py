@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from overlap.choice.model import Order, orders_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
-from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
@@ -29,7 +29,6 @@ from overlap.kernels.target import Target
 SHAPE: dict[str, tuple[Any, ...]] = {
     "tile_m": (128, 256, 64),
     "tile_n": (256, 192, 128, 64),
-    "tile_k": (64, 128),
     "schedule": ("cooperative", "pingpong"),
     "swap_operands": (False,),
     "cluster": (1, 2),
@@ -41,9 +40,6 @@ SHAPE: dict[str, tuple[Any, ...]] = {
 }
 # The first value of each field is the usual one.
 FINE: dict[str, tuple[Any, ...]] = {
-    # Wider epilogue buffers were measured not to be faster, and some of them need more registers than a thread has.
-    "epilogue_tile_n": (64, 32),
-    "epilogue_buffers": (1, 2, 3, 4),
     "order_minor": ("m", "n"),
     "order_width": (8, 4, 16, 2),
 }
@@ -121,7 +117,7 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
 def rank(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns what `candidates` sorts by: the model's time in µs, plus a little for each unusual fine field."""
     us = _expected_us(config, problem, target, rates)
-    shape = dataclasses.replace(_usual(problem), **{name: config.fields[name] for name in SHAPE})
+    shape = dataclasses.replace(_usual(problem), **{name: getattr(config, name) for name in SHAPE})
     base = _base(shape, problem, target)
     if base is None:
         return us
@@ -136,12 +132,12 @@ def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates 
 def _least_us(shape: Config, problem: Problem, target: Target) -> float:
     """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`).
 
-    In the model a call takes no longer with more stages, more epilogue buffers, or a larger `epilogue_tile_n`, of which
-    the usual value is the largest. So this is the time with the most of each, without the tile order's part.
+    In the model a call takes no longer with more stages. So this is the time with the most, without the tile order's
+    part.
     """
     if not work_of(shape, problem, target).tiles:
         return math.inf  # A device's block is empty, so no configuration runs.
-    ideal = dataclasses.replace(shape, stages=max(STAGES), epilogue_buffers=max(FINE["epilogue_buffers"]))
+    ideal = dataclasses.replace(shape, stages=max(STAGES))
     return predicted_us(ideal, problem, target, with_order=False) * _unmeasured_factor(ideal, problem)
 
 
@@ -154,7 +150,7 @@ def _unmeasured_factor(config: Config, problem: Problem) -> float:
 def _deviation_factor(config: Config, base: Config, problem: Problem, target: Target) -> float:
     """Returns the factor by which `config` is assumed to take longer than `base`. They differ in fine fields only."""
     fine = (*FINE, *CHUNKS, "stages")
-    deviations = sum(config.fields[name] != base.fields[name] for name in fine)
+    deviations = sum(getattr(config, name) != getattr(base, name) for name in fine)
     order: Order = config.order_minor, config.order_width
     usual: Order = base.order_minor, base.order_width
     slower = 1.0
@@ -166,9 +162,9 @@ def _deviation_factor(config: Config, base: Config, problem: Problem, target: Ta
 
 def differences(config: Config) -> str:
     """Returns a configuration as text: its tile, and the other fields in which it differs from `Config()`."""
-    usual, tile = Config().fields, ("tile_m", "tile_n", "tile_k")
-    rest = [f"{name}={value}" for name, value in config.fields.items() if name not in tile and value != usual[name]]
-    return " ".join([f"{config.tile_m}x{config.tile_n}x{config.tile_k}", *rest])
+    usual, tile = vars(Config()), ("tile_m", "tile_n")
+    rest = [f"{name}={value}" for name, value in vars(config).items() if name not in tile and value != usual[name]]
+    return " ".join([f"{config.tile_m}x{config.tile_n}", *rest])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,7 +194,6 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     joined = problem.op == "all_gather_lhs_matmul" and problem.devices > 1
     one_shot = problem.replicates and problem.communicates
     shapes = SHAPE | {
-        "tile_k": (SWIZZLE_BYTES // problem.itemsize,),
         "joined": SHAPE["joined"] if joined else (False,),
         "one_shot": SHAPE["one_shot"] if one_shot else (False,),
     }
@@ -221,14 +216,14 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
     """
     if problem.communicates or not target.is_hopper:
         return
-    usual, k_steps = _usual(problem), -(-problem.k // (SWIZZLE_BYTES // problem.itemsize))
+    usual, k_steps = _usual(problem), -(-problem.k // tile_k(problem.dtype))
     upright = itertools.product((False,), SHAPE["tile_m"], SHAPE["tile_n"])
     swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), SWAPPED["tile_n"])
     tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())
     for (swap, rows, columns), cluster in itertools.product(tiles, CLUSTERS_ALONG_K):
         count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
         if count <= clusters_at_once(target.num_cores, cluster) and k_steps >= LEAST_K_STEPS * cluster:
-            shape = dict(tile_m=rows, tile_n=columns, tile_k=SWIZZLE_BYTES // problem.itemsize, swap_operands=swap)
+            shape = dict(tile_m=rows, tile_n=columns, swap_operands=swap)
             config = dataclasses.replace(usual, **shape, cluster=cluster, cluster_along="k")
             if not spills(config):
                 yield config
@@ -334,17 +329,14 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 
     It has as many stages as shared memory holds, but no more than the busiest CTA has k steps.
     """
-    epilogue = ("epilogue_tile_n", "epilogue_buffers")
-    for values in itertools.product(*(_values(name, target) for name in epilogue)):
-        least = shape.replace(**dict(zip(epilogue, values, strict=True)), stages=min(STAGES))
-        if not problem.accepts(least, target):
-            continue
-        least = _ordered(least, problem, target)
-        work = work_of(shape, problem, target)
-        filled = max(math.ceil(waves(shape, problem, target) * work.k_steps), least.stages)
-        deeper = (dataclasses.replace(least, stages=stages) for stages in STAGES if stages <= filled)
-        return next((config for config in deeper if problem.accepts(config, target)), least)
-    return None
+    least = dataclasses.replace(shape, stages=min(STAGES))
+    if not problem.accepts(least, target):
+        return None
+    least = _ordered(least, problem, target)
+    work = work_of(shape, problem, target)
+    filled = max(math.ceil(waves(shape, problem, target) * work.k_steps), least.stages)
+    deeper = (dataclasses.replace(least, stages=stages) for stages in STAGES if stages <= filled)
+    return next((config for config in deeper if problem.accepts(config, target)), least)
 
 
 def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
@@ -369,13 +361,6 @@ def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
     return dataclasses.replace(shape, order_minor=minor, order_width=width)
 
 
-def _values(name: str, target: Target) -> tuple[Any, ...]:
-    """Returns the values to try of a field of the epilogue, the usual one first."""
-    # If a warpgroup stores a tile while the next tile is multiplied, two epilogue buffers are usual: the warpgroup
-    # fills one while the other one is being stored.
-    return (2, 1) if rates_of(target).overlaps_epilogue and name == "epilogue_buffers" else FINE[name]
-
-
 def _variations(base: Config, problem: Problem) -> Iterator[Config]:
     """Yields `base`, and each copy of `base` in which one fine field is changed."""
     yield base
@@ -383,7 +368,7 @@ def _variations(base: Config, problem: Problem) -> Iterator[Config]:
     fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
     for name, values in fields.items():
         for value in values:
-            if value != base.fields[name] and not (name == "stages" and value < min(STAGES)):
+            if value != getattr(base, name) and not (name == "stages" and value < min(STAGES)):
                 yield base.replace(**{name: value})
 
 

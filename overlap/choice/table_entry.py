@@ -87,7 +87,7 @@ class Entry:
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as a JSON object, which is one line of a table's file."""
         rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": self.config.fields}
+        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": dataclasses.asdict(self.config)}
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
@@ -125,14 +125,14 @@ def name_of(data: Any) -> str:
 
 def _config(fields: dict[str, Any]) -> Config:
     """Makes a configuration from its fields in a file. Raises ValueError if a field breaks a rule."""
-    known = Config().fields
+    known = vars(Config())
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"`config` has an unknown field {_said(name)}: a newer version of overlap may have it")
         if not (_is_text(value) or (isinstance(value, int) and abs(value) <= LARGEST_SIZE)):
             raise ValueError(f"`config`: `{name}` must be a short text, true, false or an int32, got {_said(value)}")
     try:
-        return Config.of(**fields)
+        return Config(**fields)
     except ValueError as error:  # It names the field.
         raise ValueError(f"`config`: {error}") from None
 

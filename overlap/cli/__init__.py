@@ -1,8 +1,12 @@
-"""The command line: `python -m overlap demo | doctor | soak | trace | tune`."""
+"""The command line: `python -m overlap demo | doctor | soak | trace | tune`.
+
+To parse a command line, neither rich nor jax is imported.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
@@ -12,10 +16,19 @@ from collections.abc import Sequence
 
 import overlap
 from overlap import _requirements
-from overlap.cli import ending, trace_arguments, tune_arguments
-from overlap.cli.arguments import Parser, finite_number, new_file, whole_number
+from overlap.cli import arguments as types
+from overlap.cli import ending
+from overlap.cli.arguments import DTYPES, LAYOUTS, Parser, new_file, whole_number
+from overlap.kernels.operations import BY_NAME
 
 __all__ = ["main"]
+
+# What --op names: the operations, of which each way to shard the operands counts as one.
+OPS = tuple(BY_NAME)
+_STATUSES = (
+    "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
+    "are wrong; 130 after Ctrl-C; 143 after SIGTERM."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,15 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         arguments = _parser().parse_args(argv)
-        return arguments.run(arguments)
+        if arguments.command == "doctor":
+            from overlap.cli import doctor
+
+            return doctor.run(as_json=arguments.json)
+        if not _can_run(arguments.command):
+            return 1
+        return importlib.import_module(f"overlap.cli.{arguments.command}").run(arguments)
 
     return ending.run(run)
 
 
-_STATUSES = (
-    "Exit status: 0 if all is well; 1 if something is missing or wrong, if there is no result, or if the output cannot "
-    "be written; 2 if the arguments are wrong; 130 after Ctrl-C; 143 after SIGTERM."
-)
+def _can_run(command: str) -> bool:
+    """Whether the library works here and the packages of the command are installed. If not, prints what to do."""
+    if reason := _requirements.why_not():
+        print(f"{command}: {reason}; {_requirements.SEE_DOCTOR}", file=sys.stderr)
+        return False
+    if missing := [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]:
+        print(f"{command} needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
+        return False
+    return True
 
 
 class _Version(argparse.Action):
@@ -61,43 +85,35 @@ def _parser() -> Parser:
         epilog=_STATUSES,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    count = whole_number(at_least=1)
 
     demo = commands.add_parser(
         "demo",
         help="run the two fused halves of a layer and draw them",
         description="Runs a fused all-gather matmul and a fused matmul reduce-scatter, and the same by XLA. Uses the "
-        "visible GPUs; without GPUs, CPU devices emulate them. Prints a table, and draws which shard each device "
-        "multiplied, received and sent, and when.",
+        "visible GPUs; without GPUs, CPU devices emulate them. Prints a table, and draws on which device's rows each "
+        "role of each device worked, and when.",
     )
     demo.add_argument(
-        "--out",
-        type=new_file,
-        default="overlap-demo.png",
-        help="file for the picture, a PNG (default: %(default)s)",
+        "--out", type=new_file, default="overlap-demo.png", help="file for the picture, a PNG (default: %(default)s)"
     )
     demo.add_argument(
         "--devices",
-        type=whole_number(at_least=1),
+        type=count,
         help="how many devices (default: all visible GPUs, or 4 emulated devices; at most 8 emulated devices)",
     )
     demo.add_argument("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
-    demo.set_defaults(run=_demo)
 
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and its packages",
         description="Checks what the library needs, and says how to mend what is missing or wrong. It also works "
         "without jax, with a broken jax, and on an old Python.",
-        epilog="Exit status: 0 if no line says PROBLEM. 1 if one does: Python or jax is too old or too new, jax cannot "
-        "be imported or its packages differ in version, CUDA_VISIBLE_DEVICES or JAX_PLATFORMS make no sense here, jax "
-        "does not use the GPUs, GPUs do not reach each other, there are GPUs but no NCCL, NCCL is too old for this "
-        "jax, a file that is called NCCL is none, the allocator fails or is unknown, XLA flags break fused kernels, a "
-        "variable of overlap is wrong, or the emulated all-gather matmul fails. 2 if the arguments are wrong. A line "
-        "that says note is not a problem.",
+        epilog="Exit status: 0 if no line says PROBLEM; 1 if one does; 2 if the arguments are wrong. A line that says "
+        "note is not a problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    doctor.set_defaults(run=_doctor)
 
     soak = commands.add_parser(
         "soak",
@@ -107,21 +123,14 @@ def _parser() -> Parser:
         "is compared bit for bit. Start it with launch/mpirun.sh for one process per GPU. Without GPUs it is emulated, "
         "to try it out.",
     )
-    minutes, any_number = finite_number("minutes", above=0), whole_number(0, 10**6)
-    above_0 = whole_number(at_least=1)
+    minutes = types.finite_number("minutes", above=0)
     soak.add_argument("--minutes", type=minutes, default=5.0, help="how long to run (default: 5)")
     soak.add_argument(
-        "--seed",
-        type=whole_number(0, 2**31 - 1),
-        default=0,
-        help="determines what runs, and in which order (default: 0)",
+        "--seed", type=whole_number(0), default=0, help="determines what runs, and in which order (default: 0)"
     )
-    soak.add_argument("--first", type=any_number, default=0, help="number of the program to begin with (default: 0)")
-    soak.add_argument("--programs", type=above_0, help="how many programs to run (default: until the time is over)")
-    soak.add_argument(
-        "--steps", type=whole_number(1, 10**6), help="launches in each program (default: 200; emulated: 1)"
-    )
-    soak.set_defaults(run=_soak)
+    soak.add_argument("--first", type=whole_number(0), default=0, help="number of the first program (default: 0)")
+    soak.add_argument("--programs", type=count, help="how many programs to run (default: until the time is over)")
+    soak.add_argument("--steps", type=count, help="launches in each program (default: 200; emulated: 1)")
 
     tune = commands.add_parser(
         "tune",
@@ -130,8 +139,40 @@ def _parser() -> Parser:
         "writes the fastest configuration with a right result to a table that later calls use. After an interrupt or "
         "the end of the budget, the results so far are kept. Without GPUs it is emulated, to try it out.",
     )
-    tune_arguments.add_arguments(tune)
-    tune.set_defaults(run=_tune)
+    names = ", ".join(DTYPES)
+    tune.add_argument("--op", default="matmul", choices=OPS, help="the operation (default: %(default)s)")
+    tune.add_argument(
+        "--shapes",
+        required=True,
+        metavar="MxNxK,…",
+        type=types.shapes,
+        help="problems, for a collective per shard; each may name its own dtype: 1024x4096x4096:f16",
+    )
+    tune.add_argument("--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)")
+    tune.add_argument(
+        "--out-dtype", type=types.dtype, help="of the result (default: that of the operands; for f8: bf16)"
+    )
+    tune.add_argument(
+        "--layouts",
+        default=["nn"],
+        type=types.layouts,
+        help="how the operands are stored, where t means transposed: nn (default), nt, tn, tt, or several as nn,nt",
+    )
+    tune.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 2 emulated)")
+    tune.add_argument(
+        "--max-configs", type=count, help="most configurations to try per problem (default: 12; emulated: 3)"
+    )
+    tune.add_argument(
+        "--budget-s",
+        type=types.finite_number("seconds", above=0),
+        default=float("inf"),
+        help="end after this time, in seconds, with the results so far",
+    )
+    tune.add_argument(
+        "--out", type=pathlib.Path, help="the table to write or extend (default: the user's table; emulated: none)"
+    )
+    tune.add_argument("--force", action="store_true", help="measure problems again that the table already has")
+    tune.add_argument("--dry-run", action="store_true", help="list the configurations that would be tried, and exit")
 
     trace = commands.add_parser(
         "trace",
@@ -140,55 +181,36 @@ def _parser() -> Parser:
         "waited, loaded, multiplied, stored and copied, with the same clock for all GPUs: a file for ui.perfetto.dev, "
         "and a picture. Without GPUs it is emulated.",
     )
-    trace_arguments.add_arguments(trace)
-    trace.set_defaults(run=_trace)
+    trace.add_argument(
+        "--op", default="all_gather_lhs_matmul", choices=OPS, help="the operation (default: %(default)s)"
+    )
+    trace.add_argument(
+        "--shape",
+        metavar="MxNxK",
+        type=types.shape,
+        help="sizes, for a collective per shard (default: 1024x4096x4096; emulated: 256x256x256)",
+    )
+    trace.add_argument(
+        "--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)"
+    )
+    trace.add_argument(
+        "--layout", default="nn", choices=LAYOUTS, help="how the operands are stored; t means transposed (default: nn)"
+    )
+    trace.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 4 emulated)")
+    trace.add_argument(
+        "--config",
+        metavar="NAME=VALUE,…",
+        type=types.config_fields,
+        help="fields of overlap.Config, such as tile_n=128,stages=4 (default: what the library chooses)",
+    )
+    trace.add_argument("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
+    trace.add_argument(
+        "--out",
+        type=new_file,
+        default="overlap-trace.json.gz",
+        help="file for the trace, for ui.perfetto.dev; compressed if it ends with .gz (default: overlap-trace.json.gz)",
+    )
+    trace.add_argument(
+        "--picture", type=new_file, help="file for the picture, a PNG (default: beside the trace, overlap-trace.png)"
+    )
     return parser
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    if not _can_run("demo", "rich", "matplotlib"):
-        return 1
-    from overlap.cli import demo
-
-    return demo.run(pathlib.Path(arguments.out), devices=arguments.devices, emulate=arguments.emulate)
-
-
-def _tune(arguments: argparse.Namespace) -> int:
-    if not _can_run("tune", "rich"):
-        return 1
-    from overlap.cli import tune
-
-    return tune.run(arguments)
-
-
-def _trace(arguments: argparse.Namespace) -> int:
-    if not _can_run("trace", "rich", "matplotlib"):
-        return 1
-    from overlap.cli import trace
-
-    return trace.run(arguments)
-
-
-def _soak(arguments: argparse.Namespace) -> int:
-    if not _can_run("soak", "rich"):
-        return 1
-    from overlap.cli import soak
-
-    return soak.run(arguments)
-
-
-def _can_run(command: str, *packages: str) -> bool:
-    """Whether the library works here and the packages of the command are installed. If not, prints what to do."""
-    if reason := _requirements.why_not():
-        print(f"{command}: {reason}; {_requirements.SEE_DOCTOR}", file=sys.stderr)
-        return False
-    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
-        print(f"{command} needs {' and '.join(missing)}: pip install 'overlap[cli]'", file=sys.stderr)
-        return False
-    return True
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from overlap.cli import doctor
-
-    return doctor.run(as_json=arguments.json)

@@ -1,20 +1,30 @@
-"""The parser of all commands, and types of command-line options that check a number, a file or a folder.
+"""The parser of all commands, and types of options: argparse names the option whose text a type refuses.
 
-Use a type as `parser.add_argument("--devices", type=whole_number(at_least=1))`. If the value is wrong, argparse prints
-the option's name and the message of the type, and ends with exit status 2. This module imports only the standard
-library.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pathlib
-import stat
-import tempfile
+import re
 from collections.abc import Callable
 from typing import Any
+
+DTYPES = {
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "f32": "float32",
+    "f8_e4m3fn": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2",
+}
+LAYOUTS = ("nn", "nt", "tn", "tt")
+# Kernels use int32 for sizes.
+LARGEST_SIZE = 2**31 - 1
+_SHAPE = re.compile(r"([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10})(?::(.*))?", re.DOTALL)
+
+Shape = tuple[int, int, int, "str | None"]  # m, n, k and a dtype
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,135 +38,92 @@ class WrongArguments(SystemExit):
     """Raised if arguments do not fit together. `overlap.cli.ending` prints the message and exits with status 2."""
 
 
-def whole_number(at_least: int, at_most: int | None = None) -> Callable[[str], int]:
+def whole_number(at_least: int, at_most: int = LARGEST_SIZE) -> Callable[[str], int]:
     """A type that reads a whole number from `at_least` to `at_most`."""
-    limits = f"a whole number, at least {at_least}" + ("" if at_most is None else f" and at most {at_most}")
 
     def read(text: str) -> int:
-        try:
-            # Python refuses to read numbers of more than 4300 digits, and no number here needs more than 40.
-            number = int(text) if len(text) <= 40 else None
-        except ValueError:
-            number = None
-        if number is None or number < at_least or (at_most is not None and number > at_most):
-            raise argparse.ArgumentTypeError(f"must be {limits}, got {_shown(text)}")
+        number = int(text)
+        if not at_least <= number <= at_most:
+            raise argparse.ArgumentTypeError(f"must be from {at_least} to {at_most}, got {text}")
         return number
 
+    read.__name__ = "whole number"  # If `int` refuses the text, argparse says "invalid whole number value".
     return read
 
 
 def finite_number(of: str, *, above: float | None = None, at_least: float | None = None) -> Callable[[str], float]:
     """A type that reads a finite number. `of` names the unit, such as "seconds"."""
-    limits = f"a finite number of {of}" + (f", at least {at_least:g}" if above is None and at_least is not None else "")
-    limits += "" if above is None else f" above {above:g}"
 
     def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        wrong = not math.isfinite(number) or (above is not None and number <= above)
-        if wrong or (at_least is not None and number < at_least):
-            raise argparse.ArgumentTypeError(f"must be {limits}, got {_shown(text)}")
+        number = float(text)
+        if abs(number) == float("inf") or not (at_least is None or number >= at_least):
+            raise argparse.ArgumentTypeError(f"must be a finite number of {of}, at least {at_least or 0:g}, got {text}")
+        if not (above is None or number > above):
+            raise argparse.ArgumentTypeError(f"must be a finite number of {of} above {above:g}, got {text}")
         return number
 
-    return read
-
-
-def one_of(*names: str) -> Callable[[str], str]:
-    """A type that reads one of these names."""
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(names)}, got {_shown(text)}")
-        return text
-
+    read.__name__ = f"number of {of}"
     return read
 
 
 def new_file(text: str) -> pathlib.Path:
-    """Reads the path of a file to write, in a folder that exists. Tries to write there, and leaves nothing behind."""
-    path = _no_other_file(text)
-    if not path.resolve().parent.is_dir():
+    """Reads the path of a file to write, in a folder that exists."""
+    path = pathlib.Path(text)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a file, got the folder {text!r}")
+    if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it first")
-    _try_to_write(path.resolve().parent, text)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: name another file")
     return path
 
 
-def new_file_with_folders(text: str) -> pathlib.Path:
-    """Reads the path of a file to write; the command makes its folder later. Leaves nothing behind."""
-    path = _no_other_file(text)
-    _try_to_write(path.resolve().parent, text)
-    return path
+def dtype(text: str) -> str:
+    """Reads a dtype. Returns its full name."""
+    if text not in DTYPES and text not in DTYPES.values():
+        raise argparse.ArgumentTypeError(f"a dtype must be one of {', '.join(DTYPES)}, got {text!r}")
+    return DTYPES.get(text, text)
 
 
-def new_folder(text: str) -> pathlib.Path:
-    """Reads the path of a folder to write to; the command makes it later if there is none. Leaves nothing behind."""
-    path = pathlib.Path(text)
-    _try_to_write(path.resolve(), text)
-    return path
+def shapes(text: str) -> list[Shape]:
+    """Reads m, n, k and, if one is given, the dtype of each problem: "1024x4096x4096,128x128x128:f16"."""
+    found: list[Shape] = []
+    for part in text.split(","):
+        match = _SHAPE.fullmatch(part.strip())
+        m, n, k = map(int, match.groups()[:3]) if match else (0, 0, 0)
+        if match is None or not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
+            raise argparse.ArgumentTypeError(
+                f"must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to {LARGEST_SIZE}, got {part!r}: "
+                "e.g. 4096x8192x4096"
+            )
+        found.append((m, n, k, None if match[4] is None else dtype(match[4])))
+    return found
 
 
-def old_file(text: str) -> pathlib.Path:
-    """Reads the path of a file that exists and can be read."""
-    path = pathlib.Path(text)
-    try:
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
-        with path.open("rb"):
-            return path
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot read {_shown(text)}: {_reason(error)}") from None
+def shape(text: str) -> tuple[int, int, int]:
+    """Reads m, n and k of one problem."""
+    first, *others = shapes(text)
+    if others or first[3] is not None:
+        raise argparse.ArgumentTypeError(f"must be one MxNxK, got {text!r}: e.g. 1024x4096x4096")
+    return first[:3]
 
 
-def old_folder(text: str) -> pathlib.Path:
-    """Reads the path of a folder that exists."""
-    path = pathlib.Path(text)
-    try:
-        if path.is_dir():
-            return path
-        reason = "it is a file" if path.exists() else "there is no such folder"
-    except OSError as error:
-        reason = _reason(error)
-    raise argparse.ArgumentTypeError(f"must name a folder, got {_shown(text)}: {reason}")
+def layouts(text: str) -> list[str]:
+    """Reads layouts. Returns each layout once."""
+    named = [part.strip() for part in text.split(",")]
+    if unknown := [part for part in named if part not in LAYOUTS]:
+        raise argparse.ArgumentTypeError(f"must name some of {', '.join(LAYOUTS)}, got {unknown[0]!r}")
+    return list(dict.fromkeys(named))
 
 
-def _no_other_file(text: str) -> pathlib.Path:
-    """Reads a path where nothing exists, or a file that may be replaced."""
-    path = pathlib.Path(text)
-    try:
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"must name a file, got the folder {_shown(text)}")
-        if not path.exists():
-            return path
-        mode = path.stat().st_mode
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {_shown(text)}: {_reason(error)}") from None
-    if not stat.S_ISREG(mode):
-        raise argparse.ArgumentTypeError(f"must name a file, got {_shown(text)}, which is a device or a pipe")
-    # Root may write any file. But a file that is marked read-only must not be replaced.
-    if not mode & 0o222 or not os.access(path, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} is read-only: name another file, or chmod u+w it")
-    return path
-
-
-def _try_to_write(folder: pathlib.Path, text: str) -> None:
-    """Raises ArgumentTypeError if no file can be written in `folder`, or in the nearest folder above it that exists."""
-    try:
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        if not folder.is_dir():
-            raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {folder} is no folder")
-        # Permissions, a read-only file system and /proc each refuse in another way. So try it: make a file, remove it.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".overlap-", suffix=".tmp"):
-            pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write to {_shown(text)}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 200 else repr(text[:200]) + "..."
+def config_fields(text: str) -> dict[str, int | str | bool]:
+    """Reads names and values of fields of `overlap.Config`: "tile_n=128,stages=4"."""
+    found: dict[str, int | str | bool] = {}
+    for part in text.split(","):
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals and value):
+            raise argparse.ArgumentTypeError(f"must be NAME=VALUE, several with commas, got {part!r}: e.g. tile_n=128")
+        is_number = value.removeprefix("-").isdecimal()
+        found[name] = int(value) if is_number else {"true": True, "false": False}.get(value.lower(), value)
+    return found

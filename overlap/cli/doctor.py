@@ -1,8 +1,7 @@
 """`python -m overlap doctor`: checks what the library needs on this machine, and says how to mend what is wrong.
 
-It has to work on a broken installation. So it imports neither jax nor a module that imports jax. Whatever could hang,
-crash or fail (importing jax, starting a backend, loading the driver, NCCL or an MPI library) runs in another process
-with a time limit. The table is plain text, so that rich is not needed.
+It has to work on a broken installation. So it imports neither jax nor a module that imports jax, and its table is plain
+text, so that rich is not needed.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Callable, Mapping
 
 import overlap
 from overlap.cli import checks, gpu_checks
-from overlap.cli.facts import NOTE, OK, PROBLEM, Fact, status_of
-from overlap.cli.machine import Machine
+from overlap.cli.facts import NOTE, OK, PROBLEM, Fact, Machine, status_of
 
 Check = Callable[[list[Fact], Machine], Fact]
 
@@ -38,8 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "wait limit": checks.wait_limit,
     "emulator": checks.emulator,
 }
-# On a terminal with fewer columns than `_NARROW`, the finding stands below its subject, not beside it.
-_NARROW, _INDENT = 72, 27
+_COLORS = {OK: "32", NOTE: "33", PROBLEM: "31"}
 
 
 def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
@@ -54,53 +51,48 @@ def run(*, as_json: bool = False, machine: Machine | None = None) -> int:
       The exit status: 1 if a line says PROBLEM, else 0.
     """
     facts: list[Fact] = []
+    machine = machine or Machine()
     for subject, check in CHECKS.items():
         try:
-            facts.append(check(facts, machine := machine or Machine()))
+            facts.append(check(facts, machine))
         except Exception as error:  # A check that raises is reported as a fact, and the other checks go on.
             facts.append(Fact(subject, PROBLEM, f"the check itself failed: {error!r}", "this is a bug to report"))
         if not as_json:
             _print(facts[-1])
-    on_gpus = status_of(facts, "GPUs") == status_of(facts, "peer access") == OK
-    emulated = status_of(facts, "emulator") == OK
+    works = {
+        "gpus": status_of(facts, "GPUs") == status_of(facts, "peer access") == OK,
+        "emulated": status_of(facts, "emulator") == OK,
+    }
+    can_run = [name for name, does in works.items() if does]
     problems = [fact.subject for fact in facts if fact.status == PROBLEM]
     if as_json:
-        can_run = [name for name, works in (("gpus", on_gpus), ("emulated", emulated)) if works]
-        listed = [*map(dataclasses.asdict, facts)]
+        listed = [dataclasses.asdict(fact) for fact in facts]
         found = {"version": overlap.__version__, "facts": listed, "can_run": can_run, "problems": problems}
-        # json.dumps writes ASCII, so the text is the same in any encoding.
         print(json.dumps(found, indent=2))
         return int(bool(problems))
-    places = [name for name, works in (("on the GPUs", on_gpus), ("emulated on the CPU", emulated)) if works]
+    words = {"gpus": "on the GPUs", "emulated": "emulated on the CPU"}
+    places = " and ".join(words[name] for name in can_run) or "nowhere here"
     wrong = f"Wrong here: {', '.join(problems)}. " if problems else ""
-    said = f"{wrong}The fused all-gather matmul can run {' and '.join(places) or 'nowhere here'}."
-    print("\n" + "\n".join(_wrapped(said, max(20, _columns()))))
+    print("\n" + _wrapped(f"{wrong}The fused all-gather matmul can run {places}.", "", ""))
     return int(bool(problems))
+
+
+def _print(fact: Fact) -> None:
+    indent = " " * (27 if _columns() >= 72 else 4)
+    text = _wrapped(f"{fact.status:<8} {fact.subject:<17} {fact.found}", "", indent)
+    if sys.stdout.isatty():
+        text = f"\x1b[{_COLORS[fact.status]}m{fact.status}\x1b[0m{text[len(fact.status) :]}"
+    print(text, flush=True)
+    if fact.advice:
+        print(_wrapped(f"→ {fact.advice}", indent, indent + "  "), flush=True)
+
+
+def _wrapped(text: str, first: str, others: str) -> str:
+    # Commands are not broken at hyphens, so that users can copy them.
+    return textwrap.fill(
+        text, max(_columns() - 1, 40), initial_indent=first, subsequent_indent=others, break_on_hyphens=False
+    )
 
 
 def _columns() -> int:
     return shutil.get_terminal_size((120, 24)).columns
-
-
-def _print(fact: Fact) -> None:
-    colors = {OK: "32", NOTE: "33", PROBLEM: "31"}
-    status = f"{fact.status:<8}"
-    if sys.stdout.isatty():
-        status = f"\x1b[{colors[fact.status]}m{status}\x1b[0m"
-    columns = _columns()
-    indent = 2 if columns < _NARROW else _INDENT
-    width = max(20, columns - indent - 1)
-    lines = _wrapped(fact.found, width)
-    lines += [("→ " if not index else "  ") + line for index, line in enumerate(_wrapped(fact.advice, width - 3))]
-    if columns < _NARROW:
-        print(f"{status} {fact.subject}")
-    else:
-        print(f"{status} {fact.subject:<17} {lines.pop(0) if lines else ''}")
-    for line in lines:
-        print(" " * indent + line)
-    sys.stdout.flush()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    # Commands are not broken at hyphens, so that users can copy them.
-    return textwrap.wrap(text, width, break_on_hyphens=False)

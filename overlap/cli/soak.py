@@ -10,19 +10,18 @@ from __future__ import annotations
 import argparse
 import collections
 import random
-import shlex
-import sys
 import time
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import overlap
 from overlap.cli import soak_programs
+from overlap.cli.arguments import WrongArguments
+from overlap.cli.console import console, progress_bar, refuse
 from overlap.cli.devices import why_not_gpus
 from overlap.cli.soak_programs import CASES, Axis, Case
 
@@ -44,11 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
       The exit status: 0; 1 if a result was wrong or the job could not start; 2 if there are too few devices.
     """
-    console = Console(stderr=True)
     try:
         overlap.initialize()
     except RuntimeError as error:
-        console.print(f"soak: {error}", style="red", soft_wrap=True, markup=False, highlight=False)
+        refuse("soak", error)
         return 1
     emulated = why_not_gpus()
     if emulated:
@@ -56,17 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
     devices = jax.devices()
     if len(devices) < 2:
-        console.print(f"soak: needs at least 2 devices, got {len(devices)}: make more GPUs visible", style="red")
-        return 2
+        raise WrongArguments(f"soak: needs at least 2 devices, got {len(devices)}: make more GPUs visible")
     meshes = list(soak_programs.meshes(devices))
     kinds = [(case, mesh, axis) for mesh in meshes for axis in soak_programs.axes_of(mesh) for case in CASES]
     steps = arguments.steps or (1 if emulated else 200)
     where = f"{len(devices)} emulated CPU devices ({emulated})" if emulated else f"{len(devices)} GPUs"
     leads = jax.process_index() == 0
-    if leads:
-        console.print(f"{where}, {len(kinds)} kinds of programs of {steps} launches each, seed {arguments.seed}")
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not leads) as progress:
+    errors = console(stderr=True, quiet=not leads)
+    errors.print(f"{where}, {len(kinds)} kinds of programs of {steps} launches each, seed {arguments.seed}")
+    with progress_bar(errors) as progress:
         done, failed = _run_all(arguments, kinds, steps, progress)
     if leads:
         _print(done, failed, arguments, steps)
@@ -135,24 +131,19 @@ def _in_any_process(own: bool, mesh: Mesh) -> bool:
 
 
 def _print(done: collections.Counter[str], failed: list[_Failure], arguments: argparse.Namespace, steps: int) -> None:
-    console = Console()
+    out = console()
     for name, count in sorted(done.items()):
-        console.print(f"  {name:<24} {count:>6} programs  {count * steps:>10,} launches", highlight=False)
+        out.print(f"  {name:<24} {count:>6} programs  {count * steps:>10,} launches")
     if not failed:
-        console.print(f"{done.total() * steps:,} launches, no bit differed", style="green", highlight=False)
+        out.print(f"{done.total() * steps:,} launches, no bit differed", style="green")
         return
     for number, ((case, mesh, axis), late, _), wrong in failed:
         ids = [device.id for device in mesh.devices.flat]
-        console.print(
-            f"program {number}: {wrong} wrong results of {case.name} along {axis!r} of {dict(mesh.shape)} on devices "
-            f"{ids}, late by {late} µs",
-            style="red",
-            highlight=False,
-            markup=False,
-        )
+        text = f"program {number}: {wrong} wrong results of {case.name} along {axis!r} of {dict(mesh.shape)} on devices"
+        out.print(f"{text} {ids}, late by {late} µs", style="red")
     # Repeat also the programs that were started together with the failed one and before it.
     first = max(0, failed[0][0] - _BLOCK)
-    again = ["python", "-m", "overlap", "soak", "--seed", str(arguments.seed), "--first", str(first)]
-    again += ["--programs", str(failed[-1][0] - first + 1), "--steps", str(steps), "--minutes", str(arguments.minutes)]
-    console.print(f"to repeat it: {shlex.join(again)}", soft_wrap=True, markup=False, highlight=False)
-    sys.stdout.flush()
+    out.print(
+        f"to repeat it: python -m overlap soak --seed {arguments.seed} --first {first} --programs "
+        f"{failed[-1][0] - first + 1} --steps {steps} --minutes {arguments.minutes}"
+    )

@@ -130,7 +130,7 @@ def _all_reduce(rows: int, **options: Any) -> Compute:
         other = jnp.resize(weights, (size * rows, size * k))
         part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1)
         tile_m = 128 if current_target().is_blackwell else 64
-        config = overlap.Config.of(tile_m=tile_m, tile_n=128, **options)
+        config = overlap.Config(tile_m=tile_m, tile_n=128, **options)
         out = overlap.matmul_all_reduce(part, shard, axis, config=config, implementation="fused")
         return [(out, _exact(other, whole, out.dtype))]
 

@@ -7,20 +7,18 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-from rich.console import Console
-from rich.table import Table
 
 from overlap import _compat, _cuda, emulation
 from overlap.choice import dispatch, space
 from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.cli import tables
-from overlap.kernels.operations import BY_NAME
+from overlap.cli.console import console, refuse, show
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import require_equal_parts, require_layout
 from overlap.tuning.progress import shown
+from overlap.tuning.settings import Settings
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
@@ -35,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
       The exit status: 0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments; 130
       after Ctrl-C; 143 after SIGTERM.
     """
-    errors = Console(stderr=True)
+    errors = console(stderr=True)
     outcomes: list[search.Outcome] = []
     try:
         # Check this before anything that takes time.
@@ -43,48 +41,38 @@ def run(arguments: argparse.Namespace) -> int:
             autotune.require_writable(arguments.out, "--out")
         target = _start(arguments)
         problems = _problems(arguments)
-        settings = search.Settings.for_platform(target.platform, arguments.max_configs)
+        settings = Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
             return _dry_run(problems, listed, settings)
         file = autotune.result_file(target, arguments.out)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        return _refused(errors, error)
-    if note := autotune.emulation_note(problems, target, settings):
-        errors.print(f"tune: {note}", style="yellow", markup=False, highlight=False)
-    budget_s = float("inf") if arguments.budget_s is None else arguments.budget_s
-    try:
-        with shown(lambda line: errors.print(f"… {line}", soft_wrap=True, markup=False, highlight=False)) as progress:
+        if note := autotune.emulation_note(problems, target, settings):
+            errors.print(f"tune: {note}", style="yellow")
+        with shown(lambda line: errors.print(f"… {line}")) as progress:
             autotune.tune(
                 problems,
                 target,
                 settings,
                 file,
-                budget_s=budget_s,
+                budget_s=arguments.budget_s,
                 force=arguments.force,
                 progress=progress,
                 found=outcomes.append,
             )
     except (ValueError, NotImplementedError) as error:
-        return _refused(errors, error)
+        refuse("tune", error)
+        return 2
     finally:
         # However the search ended, print what it has found.
         if outcomes:
-            _print(outcomes, target, file, len(problems))
+            _print(outcomes, target, file, len(problems))  # pyright: ignore[reportPossiblyUnboundVariable]
     if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
         return 128 + ended_by
-    return int(any(outcome.result is None or outcome.unwritten for outcome in outcomes))
-
-
-def _refused(errors: Console, error: Exception) -> int:
-    errors.print(f"tune: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    return 2
+    return int(any(outcome.result is None for outcome in outcomes))
 
 
 def _start(arguments: argparse.Namespace) -> Target:
     """Chooses the GPUs, or emulated devices if there are no GPUs. Returns what kind of device they are."""
-    if arguments.op not in BY_NAME:
-        raise ValueError(f"--op must be one of {', '.join(BY_NAME)}, got {arguments.op!r}")
     if not _compat.backends_are_initialized():
         if not _cuda.visible_gpus():
             if (arguments.devices or 0) > _MOST_EMULATED:
@@ -116,30 +104,23 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
     return list(problems)
 
 
-def _dry_run(problems: Sequence[Problem], target: Target, settings: search.Settings) -> int:
+def _dry_run(problems: Sequence[Problem], target: Target, settings: Settings) -> int:
     """Prints the configurations that would be tried for each problem. Returns the exit status."""
+    out = console()
     for problem in problems:
         configs = space.candidates(problem, target)
-        # Not the table's title, since rich would wrap a title to the table's width.
-        console = Console()
-        console.print(
-            f"{problem}: {len(configs)} configurations for {target.kind}",
-            style="italic",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
-        table = Table(show_lines=console.width < 80)  # With few columns, configurations take several lines.
-        table.add_column("configuration", overflow="fold")
-        for heading in ("waves", "predicted, µs"):
-            table.add_column(heading, justify="right")
-        for config in configs[: settings.max_configs]:
-            us = predicted_us(config, problem, target)
-            table.add_row(space.differences(config), f"{waves(config, problem, target):.2f}", f"{us:.1f}")
-        if configs:
-            console.print(table)
-        else:
-            console.print(_why_none(problem, target), soft_wrap=True, markup=False, highlight=False)
+        title = f"{problem}: {len(configs)} configurations for {target.kind}"
+        rows = [
+            (
+                space.differences(config),
+                f"{waves(config, problem, target):.2f}",
+                f"{predicted_us(config, problem, target):.1f}",
+            )
+            for config in configs[: settings.max_configs]
+        ]
+        show(out, title, ("configuration", "waves", "predicted, µs"), rows, texts=1)
+        if not configs:
+            out.print(_why_none(problem, target))
     return 0
 
 
@@ -152,32 +133,22 @@ def _why_none(problem: Problem, target: Target) -> str:
 
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:
     """Prints the outcomes so far, of `problems` problems, and where they are written."""
-    console = Console()
-    title = f"{target.kind}, jax {jax.__version__}"
-    emulated = target.platform == "cpu"
-    caption = (
-        "Emulated: the results were checked; the times say nothing about a GPU's."
-        if emulated
-        else ("Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device.")
-    )
-    rows = [_row(outcome) for outcome in outcomes]
-    tables.show(console, title, _HEADINGS, rows, text_columns=("problem", "configuration", "note"), caption=caption)
+    out = console()
+    show(out, f"{target.kind}, jax {jax.__version__}", _HEADINGS, [_row(outcome) for outcome in outcomes], texts=3)
+    if target.platform == "cpu":
+        out.print("Emulated: the results were checked; the times say nothing about a GPU's.")
+    else:
+        out.print("Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device.")
     for outcome in outcomes:
         for trial in outcome.trials:
             if trial.status != "ok":
-                console.print(f"{outcome.problem.shape} {trial.name}: {trial.status}", markup=False, highlight=False)
+                out.print(f"{outcome.problem.shape} {trial.name}: {trial.status}")
     if len(outcomes) < problems:
-        console.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
-    text, why = autotune.unwritten(outcomes)
-    where = "Nothing was written: name a file with --out." if file is None else f"The results are in {file}"
-    if text:
-        where = f"tune: {file} could not be written ({why}). What it lacks, as a table:"
-    console.print(where, style="red" if text else None, soft_wrap=True, markup=False, highlight=False)
-    if text:
-        print(text, end="", flush=True)  # Unchanged, so that the user can save it as a file.
+        out.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
+    out.print("Nothing was written: name a file with --out." if file is None else f"The results are in {file}")
 
 
-_HEADINGS = ("problem", "configuration", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried", "note")
+_HEADINGS = ("problem", "configuration", "note", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried")
 
 
 def _row(outcome: search.Outcome) -> list[str]:
@@ -187,15 +158,15 @@ def _row(outcome: search.Outcome) -> list[str]:
     notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
     note = "; ".join(filter(None, notes))
     if entry is None:
-        return [str(outcome.problem), *["–"] * (len(_HEADINGS) - 2), note]
+        return [str(outcome.problem), "–", note, *["–"] * (len(_HEADINGS) - 3)]
     xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
     return [
         str(outcome.problem),
         space.differences(entry.config),
+        note,
         f"{entry.us:.1f}",
         f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
         *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
         "–" if guess is None else f"{guess / entry.us:.3f}",
         str(entry.tried),
-        note,
     ]

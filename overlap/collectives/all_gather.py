@@ -204,10 +204,10 @@ class AllGather(Operation):
             )
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()), *(is_batched.rhs_block_scales or ()))):
             if not self.takes_lists:
-                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped as well: {_XLA}"
+                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: {_XLA}"
             return (
                 "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
-                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped as well: pass right operands of one `lhs` as a "
+                "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: pass right operands of one `lhs` as a "
                 f"list, one value per row, or {_XLA}"
             )
         return None

@@ -187,7 +187,7 @@ def smem_types(
       others: sizes of `Communicator.others`, which pass through the same memory before or after the other chunks;
         None: there are none.
     """
-    count: int = config.pull.chunk_buffers
+    count: int = config.chunk_buffers
     buffers = plgpu.SMEM((count, chunking.rows, chunking.cols), dtype)
     if scales is not None:
         buffers = plgpu.RefUnion(buffers, scales)

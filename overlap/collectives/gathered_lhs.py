@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from overlap.collectives.gather_refs import Inputs, Outputs
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
 from overlap.frame.operands import Operands, Results, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -68,11 +70,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     )
     if schedule.batch_size == 1:
         batch = []
-    work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, config.tile_k))
+    work = StreamK.on(plan.target, config, schedule.tiles, ceil_div(k, tile_k(lhs.dtype)))
     row_scale = _padded_row_scale(operands.row_scale, schedule, plan, group)
-    inputs = lhs.reshape(*batch, m_shard, k), operands.rhs_list, plan.vectors(operands, row_scale), blocks
+    rows_of_batch = lhs.reshape(*batch, m_shard, k)
+    inputs = Inputs(rows_of_batch, operands.rhs_list, plan.vectors(operands, row_scale), blocks)
     scales: Any = blocks[0] if blocks else row_scale
-    out_types = (
+    out_types = Outputs(
         [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in plan.result_widths(operands)],
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
@@ -92,13 +95,13 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     )
     described = plan.described(operands)
     body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.program, described)
-    outs, scratch, _ = kernel.launch(inputs, out_types, body_of)
+    results = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
-    gathered = scratch.reshape(*rows, k) if keeps_own else None
-    return tuple(out.reshape(*rows, out.shape[-1]) for out in outs), gathered
+    gathered = results.scratch.reshape(*rows, k) if keeps_own else None
+    return tuple(out.reshape(*rows, out.shape[-1]) for out in results.outs), gathered
 
 
-def _packed(operands: Operands, plan: LaunchPlan) -> Any:
+def _packed(operands: Operands, plan: LaunchPlan) -> tuple[()] | tuple[jax.Array, Sequence[jax.Array]]:
     """Returns the scales of blocks in the order in which tiles load them; () if there are none.
 
     Returns:
@@ -154,7 +157,7 @@ class _Body:
     transport: Transport
     program: epilogue.Program | None
     shards: Shards
-    refs: Refs
+    refs: Refs[Inputs, Outputs]
     me: Index
 
     @staticmethod
@@ -165,14 +168,14 @@ class _Body:
         transport: Transport,
         program: epilogue.Program | None,
         operation: str,
-        refs: Refs,
+        refs: Refs[Inputs, Outputs],
     ) -> _Body:
         """Makes the body of one device from the references that the launch has made."""
-        (lhs_gmem, _, vectors, blocks), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
-        scales = (blocks[0] if blocks else vectors.row_scale, *scales_gmem) if scales_gmem else None
-        shards = Shards(
-            operation, group, schedule, kernel.config, kernel.work.pieces_per_tile, lhs_gmem, scratch_gmem, scales
-        )
+        inputs, outputs = refs.inputs, refs.outputs
+        own_scales = inputs.blocks[0] if inputs.blocks else inputs.vectors.row_scale
+        scales = (own_scales, *outputs.scales) if outputs.scales else None
+        pieces = kernel.work.pieces_per_tile
+        shards = Shards(operation, group, schedule, kernel.config, pieces, inputs.lhs, outputs.scratch, scales)
         return _Body(kernel, transport, program, shards, refs, group.me())
 
     def tile_at(self, index: Index) -> Tile:
@@ -183,14 +186,15 @@ class _Body:
         return Tile(step, m, n, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
-        (_, rhs_gmem, vectors, blocks), sides = self.refs.inputs, self.kernel.types.sides
-        has_epilogue = self.program is not None or jax.tree.leaves(vectors)
+        inputs, sides = self.refs.inputs, self.kernel.types.sides
+        rhs_gmem = inputs.rhs_list
+        has_epilogue = self.program is not None or jax.tree.leaves(inputs.vectors)
         hooks = Hooks(
             load_lhs=self._load_rows,
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
             out_at=self._out_at,
             epilogue_at=self._epilogue_at if has_epilogue else None,
-            block_scales_at=self._block_scales_at if blocks else None,
+            block_scales_at=self._block_scales_at if inputs.blocks else None,
         )
         return self.transport.hook_in(hooks, self.shards, self.refs.flags, self.refs.smem)
 
@@ -201,27 +205,26 @@ class _Body:
         pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, index)))
 
     def _block_scales_at(self, tile: Tile) -> BlockScales:
-        (*_, (_, rhs_gmem)), schedule = self.refs.inputs, self.shards.schedule
-        assert self.shards.scales is not None
+        blocks, schedule = self.refs.inputs.blocks, self.shards.schedule
+        assert blocks and self.shards.scales is not None
         own, of_peers = self.shards.scales
         # The second tile of a cluster may lie wholly below the last row. No scales arrive for such a tile. So it loads
         # scales of the own shard, which are there and are not used.
         is_own = jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks)
         lhs_tile = tile.batch * schedule.row_blocks + tile.m + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
         lhs = OneOf((own, of_peers), jnp.where(is_own, 0, 1))
-        return BlockScales(lhs, lhs_tile, OneOf(rhs_gmem, tile.side), tile.n)
+        return BlockScales(lhs, lhs_tile, OneOf(blocks[1], tile.side), tile.n)
 
     def _out_at(self, tile: Tile) -> OneOf:
         # The shards have a dimension of their own, so that TMA clips a tile at the last row of its shard.
-        outs_gmem, *_ = self.refs.outputs
         shard = self.shards.schedule.shard(self.me, tile.step)
-        return OneOf([self.shards.within(out, tile.batch, shard) for out in outs_gmem], tile.side)
+        return OneOf([self.shards.within(out, tile.batch, shard) for out in self.refs.outputs.outs], tile.side)
 
     def _epilogue_at(self, tile: Tile) -> Epilogue:
         # Scales of rows are padded to whole tiles for each batch element, scales of columns for each right operand.
         # Scales that the transport brings lie in the order of the steps, scales that XLA gathers in the order of the
         # devices.
-        (_, _, vectors, _), schedule, config = self.refs.inputs, self.shards.schedule, self.kernel.config
+        vectors, schedule, config = self.refs.inputs.vectors, self.shards.schedule, self.kernel.config
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
         first_row = (shard * schedule.batch_size + tile.batch) * schedule.padded_rows(config)

@@ -27,6 +27,7 @@ from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -66,15 +67,31 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     # The shards have a dimension of their own, so that TMA clips the last k step, or the last columns, of each shard.
     if along == "k":
         lhs = lhs.reshape((size, rows, m) if plan.layouts.transpose_lhs else (m, size, rows))
-    inputs = lhs, rhs
-    out_types = (
+    out_types = _Outputs(
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled_shards, rows, columns), rhs.dtype),
     )
     name = plan.described(operands)
     body_of = lambda refs: _Body(kernel, schedule, group, name, refs, group.me())  # noqa: E731
-    out, _ = kernel.launch(inputs, out_types, body_of)
-    return out.reshape(m, -1)
+    return kernel.launch(_Inputs(lhs, rhs), out_types, body_of).out.reshape(m, -1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The kernel's operands; peers read `rhs`."""
+
+    lhs: GmemRef
+    rhs: GmemRef
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Outputs:
+    """The kernel's results; `scratch` has the peers' shards of the right operand."""
+
+    out: GmemRef
+    scratch: GmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +111,7 @@ class _Body:
     schedule: GatherRhsSchedule
     group: PeerGroup
     operation: str
-    refs: Refs
+    refs: Refs[_Inputs, _Outputs]
     me: Index
 
     def tile_at(self, index: Index) -> Tile:
@@ -116,10 +133,10 @@ class _Body:
 
         Before that, waits until the rows of the right operand for the same k step have landed.
         """
-        (lhs_gmem, _), schedule = self.refs.inputs, self.schedule
+        lhs_gmem, schedule = self.refs.inputs.lhs, self.schedule
         self._wait_for_block(self.refs.flags[0], tile, k_step)
         if schedule.along == "n":
-            return lhs_gmem, k_step * self.kernel.config.tile_k
+            return lhs_gmem, k_step * tile_k(self.kernel.types.dtype)
         step, row = schedule.rows_of_k_step(tile.step, k_step)
         shard = schedule.shard(self.me, step)
         return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row
@@ -136,11 +153,11 @@ class _Body:
 
         `step` is an int32 scalar.
         """
-        (_, rhs_gmem), (_, scratch_gmem) = self.refs.inputs, self.refs.outputs
-        return OneOf((rhs_gmem, scratch_gmem.at[jnp.maximum(step - 1, 0)]), (step > 0).astype(jnp.int32))
+        of_peer = self.refs.outputs.scratch.at[jnp.maximum(step - 1, 0)]
+        return OneOf((self.refs.inputs.rhs, of_peer), (step > 0).astype(jnp.int32))
 
     def _out_at(self, tile: Tile) -> GmemRef:
-        out_gmem, _ = self.refs.outputs
+        out_gmem = self.refs.outputs.out
         return out_gmem if self.schedule.along == "k" else out_gmem.at[:, self.schedule.shard(self.me, tile.step)]
 
     def _wait_for_block(self, flags: SemaphoreRef, tile: Tile, k_step: Index) -> None:
@@ -166,9 +183,9 @@ class _Body:
                     wait(last_column)
 
     def _communicate(self) -> None:
-        refs = self.refs
-        (_, rhs_gmem), (_, scratch_gmem), (flags, *rest) = refs.inputs, refs.outputs, refs.flags
-        schedule, group = self.schedule, self.group
+        refs, schedule, group = self.refs, self.schedule, self.group
+        rhs_gmem, scratch_gmem = refs.inputs.rhs, refs.outputs.scratch
+        flags, *rest = refs.flags
         peers = Chunks(
             schedule.pulled_chunks,
             schedule.chunking,

@@ -35,10 +35,12 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
+from overlap.collectives.gather_refs import Inputs, Outputs
 from overlap.collectives.joined_schedule import JoinedSchedule
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -70,8 +72,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0])
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
-    work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, config.tile_k))
-    out_types = (
+    work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))
+    out_types = Outputs(
         [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in plan.result_widths(of_rows)],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
         [jax.ShapeDtypeStruct((schedule.read_rows,), jnp.float32)] * scaled,
@@ -86,8 +88,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         communicator.smem_types(config, schedule.chunking, lhs.dtype),
         peers_read=(0, 1 + len(widths)) if scaled else (0,),
     )
-    inputs = lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale)
-    outs, scratch, _ = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, plan.program, schedule, group))
+    inputs = Inputs(lhs, rhs_list, plan.vectors(of_rows, of_rows.row_scale))
+    results = kernel.launch(inputs, out_types, functools.partial(_Body, kernel, plan.program, schedule, group))
 
     def by_batch(x: jax.Array) -> jax.Array:
         """Rearranges [D, batch, rows, columns], the order of rows in the shards, to [batch, D · rows, columns]."""
@@ -96,7 +98,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
         by_shard = x.reshape(group.size, *batch, rows_shard, -1)
         return jnp.moveaxis(by_shard, 0, len(batch)).reshape(*batch, group.size * rows_shard, -1)
 
-    return tuple(map(by_batch, outs)), by_batch(scratch) if returns_gathered else None
+    return tuple(map(by_batch, results.outs)), by_batch(results.scratch) if returns_gathered else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class _Body:
     program: epilogue.Program | None
     schedule: JoinedSchedule
     group: PeerGroup
-    refs: Refs
+    refs: Refs[Inputs, Outputs]
 
     def tile_at(self, index: Index) -> Tile:
         schedule, config = self.schedule, self.kernel.config
@@ -125,8 +127,8 @@ class _Body:
         return Tile(step, m, n, side=side)
 
     def hooks(self) -> Hooks:
-        (_, rhs_gmem, vectors), (outs_gmem, scratch_gmem, _) = self.refs.inputs, self.refs.outputs
-        sides = self.kernel.types.sides
+        rhs_gmem, vectors, sides = self.refs.inputs.rhs_list, self.refs.inputs.vectors, self.kernel.types.sides
+        outs_gmem, scratch_gmem = self.refs.outputs.outs, self.refs.outputs.scratch
         return Hooks(
             load_lhs=lambda tile, load: load(scratch_gmem),
             rhs_at=lambda tile: OneOf(rhs_gmem, tile.side) if sides == 1 else SideBySide(rhs_gmem),
@@ -139,14 +141,14 @@ class _Body:
     def _wait_for_rows(self, tile: Tile) -> None:
         # The second tile of a cluster may lie wholly below the last row. It waits for the last rows, since its epilogue
         # reads their scales.
-        (flags, *_), schedule = self.refs.flags, self.schedule
-        flag = smaller(tile.m, schedule.flags_shape[0] - 1)
-        communicator.wait_for_block(flags.at[flag], schedule.flag_target(flag))
+        flag = smaller(tile.m, self.schedule.flags_shape[0] - 1)
+        communicator.wait_for_block(self.refs.flags[0].at[flag], self.schedule.flag_target(flag))
 
     def _communicate(self) -> None:
-        refs = self.refs
-        (lhs_gmem, _, vectors), (_, scratch_gmem, scales_gmem) = refs.inputs, refs.outputs
-        (flags, *rest), schedule, group = refs.flags, self.schedule, self.group
+        refs, schedule, group = self.refs, self.schedule, self.group
+        lhs_gmem, vectors = refs.inputs.lhs, refs.inputs.vectors
+        scratch_gmem, scales_gmem = refs.outputs.scratch, refs.outputs.scales
+        flags, *rest = refs.flags
         me = group.me()
 
         def destination(step: Index, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
@@ -185,7 +187,7 @@ class _Body:
         ).run()
 
     def _epilogue_at(self, tile: Tile) -> Epilogue:
-        (*_, vectors), (*_, scales_gmem), schedule = self.refs.inputs, self.refs.outputs, self.schedule
+        vectors, scales_gmem, schedule = self.refs.inputs.vectors, self.refs.outputs.scales, self.schedule
         mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
 
         def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:

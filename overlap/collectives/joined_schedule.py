@@ -70,7 +70,7 @@ class JoinedSchedule:
         return JoinedSchedule(
             devices,
             AllGatherSchedule.of(1, (devices * m_shard, k), widths, itemsize, config),
-            Chunking.cut(m_shard, k, itemsize, within_a_tile, config.pull.chunk_bytes),
+            Chunking.cut(m_shard, k, itemsize, within_a_tile, config.chunk_bytes),
             largest_divisor(within_a_tile, _SCALES_AT_ONCE) if scaled else 0,
         )
 

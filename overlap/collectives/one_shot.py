@@ -39,7 +39,15 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.collectives.scattered_operands import k_steps, landing_place, lands_in_an_operand, of_pairs, padded
+from overlap.collectives.scattered_operands import (
+    Inputs,
+    Outputs,
+    k_steps,
+    landing_place,
+    lands_in_an_operand,
+    of_pairs,
+    padded,
+)
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
@@ -87,14 +95,14 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     rows = None if rows is None else padded(rows.reshape(-1, m), config.tile_m)
     addends = [x.reshape(-1, m, n).astype(plan.out_dtype) for x in operands.addends or ()]
     lefts = [lhs.reshape(-1, *lhs.shape[-2:]) for lhs in operands.lefts]
-    inputs: Any = lefts, list(operands.rights), plan.vectors(operands, rows), addends, []
-    out_types = result, parts, landing
+    inputs = Inputs(lefts, list(operands.rights), plan.vectors(operands, rows), addends)
+    out_types = Outputs(result, parts, [landing])
     if lands_in_an_operand():
-        inputs, out_types = (*inputs[:-1], [landing_place(landing)]), out_types[:2]
+        inputs, out_types = dataclasses.replace(inputs, landing=[landing_place(landing)]), Outputs(result, parts, [])
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
     name = plan.described(operands)
     body_of = lambda refs: _Body(kernel, schedule, steps, group, plan, name, refs, group.me())  # noqa: E731
-    return kernel.launch(inputs, out_types, body_of)[0]
+    return kernel.launch(inputs, out_types, body_of).out
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int) -> int:
@@ -138,7 +146,7 @@ class _Body:
     group: PeerGroup
     plan: LaunchPlan
     name: str
-    refs: Refs
+    refs: Refs[Inputs, Outputs]
     me: Index
 
     def tile_at(self, index: Index) -> Tile:
@@ -146,12 +154,13 @@ class _Body:
         return Tile(0, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        (lefts, rights, vectors, addends, _), tile_k = self.refs.inputs, self.kernel.config.tile_k
-        out_gmem, parts_gmem, *_ = self.refs.outputs
+        inputs = self.refs.inputs
+        lefts, vectors, addends = inputs.lefts, inputs.vectors, inputs.addends
+        out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         return Hooks(
-            load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps, tile_k)),
-            rhs_at=lambda tile: of_pairs(rights, self.steps, tile_k),
+            load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps)),
+            rhs_at=lambda tile: of_pairs(inputs.rights, self.steps),
             out_at=lambda tile: out_gmem.at[tile.batch],
             communicate=self._look_for_peers,
             addend_at=(lambda tile: _of_batch(addends[0], tile)) if addends else None,
@@ -181,8 +190,7 @@ class _Body:
     @property
     def _landing(self) -> GmemRef:
         """The memory to which the peers send their parts: [D, boxes, elements]."""
-        (*_, operand), (_, _, *result) = self.refs.inputs, self.refs.outputs
-        return (*operand, *result)[0]
+        return (*self.refs.inputs.landing, *self.refs.outputs.landing)[0]
 
     def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
@@ -197,8 +205,7 @@ class _Body:
 
     def _term_at(self, tile: Tile, position: Any) -> Boxes:
         """Returns where in this device's memory the part of a tile lies that the device at `position` has computed."""
-        _, parts_gmem, *_ = self.refs.outputs
-        part = OneOf([self._landing.at[position], parts_gmem], jnp.where(position == self.me, 1, 0))
+        part = OneOf([self._landing.at[position], self.refs.outputs.parts], jnp.where(position == self.me, 1, 0))
         return Boxes(part, self._first_box(tile))
 
     def _epilogue_at(self, tile: Tile, *, of_part: bool) -> Epilogue:
@@ -206,7 +213,7 @@ class _Body:
 
         The epilogue of the sum adds the bias and applies the activation.
         """
-        _, _, vectors, *_ = self.refs.inputs
+        vectors = self.refs.inputs.vectors
         if not of_part:
             rest = dataclasses.replace(vectors, row_scale=None, column_scale=None)
             return epilogue.epilogue(rest, self.plan.program, self.kernel.mainloop)

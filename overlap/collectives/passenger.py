@@ -42,7 +42,7 @@ class Passenger:
             return None
         *batch, rows, columns = array.shape
         elements = batch[0] if batch else 1
-        chunking = Chunking.cut(elements * rows, columns, array.dtype.itemsize, rows, config.pull.chunk_bytes)
+        chunking = Chunking.cut(elements * rows, columns, array.dtype.itemsize, rows, config.chunk_bytes)
         return Passenger(devices, (elements, rows, columns), chunking)
 
     @property

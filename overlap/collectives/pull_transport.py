@@ -72,7 +72,7 @@ def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
         return None
     if not schedule.scale_k_steps:
         return plgpu.SMEM((1, schedule.block_rows), jnp.float32)
-    k_steps = largest_divisor(schedule.scale_k_steps, max(config.pull.chunk_bytes // SCALE_TILE_BYTES, 1))
+    k_steps = largest_divisor(schedule.scale_k_steps, max(config.chunk_bytes // SCALE_TILE_BYTES, 1))
     return plgpu.SMEM((k_steps, SCALE_TILE_WORDS), jnp.int32)
 
 

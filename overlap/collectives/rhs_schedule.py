@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from overlap.kernels.config import Config
+from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
@@ -65,9 +65,10 @@ class GatherRhsSchedule:
           itemsize: bytes of an element of the right operand.
           config: tile sizes and chunk sizes.
         """
-        chunking = Chunking.cut(*shard, itemsize, K_STEPS_PER_FLAG * config.tile_k, config.pull.chunk_bytes)
+        depth = SWIZZLE_BYTES // itemsize
+        chunking = Chunking.cut(*shard, itemsize, K_STEPS_PER_FLAG * depth, config.chunk_bytes)
         order = TileOrder.of(m, shard[1], config)
-        return GatherRhsSchedule(devices, along, order, chunking, config.tile_n, config.tile_k)
+        return GatherRhsSchedule(devices, along, order, chunking, config.tile_n, depth)
 
     # --- Tiles and their k steps ---
 

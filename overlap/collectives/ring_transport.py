@@ -49,7 +49,7 @@ from jax.typing import DTypeLike
 
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards
-from overlap.kernels.config import Config
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
@@ -68,7 +68,8 @@ def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> No
     """Sends the operand tile of one k step. TMA stores nothing beyond the last row or the last k of the scratch."""
     group, schedule, config = shards.group, shards.schedule, shards.config
     me, previous = group.me(), group.peer(group.size - 1)
-    place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k_step * config.tile_k, config.tile_k)
+    depth = tile_k(lhs_smem.dtype)
+    place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k_step * depth, depth)
 
     @pl.when(shards.schedule.passes_on(tile.step, tile.m, tile.side, tile.n))
     def _send() -> None:

@@ -145,7 +145,7 @@ class ReduceScatterSchedule:
         (batch_size, m, n), (count, rows, columns) = block, boxes
         m_tiles, n_tiles = batch_size * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         order = TileOrder(m_tiles, n_tiles, config.order_minor, config.order_width)
-        chunking = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.pull.chunk_bytes)
+        chunking = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.chunk_bytes)
         return ReduceScatterSchedule(devices, along, order, batch_size, boxes, chunking, uses_ring)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:

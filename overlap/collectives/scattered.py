@@ -65,6 +65,8 @@ from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.passenger import Passenger
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
 from overlap.collectives.scattered_operands import (
+    Inputs,
+    Outputs,
     addends_in_blocks,
     in_blocks,
     k_steps,
@@ -136,28 +138,28 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else shape_in_blocks((batch, m, n), schedule), plan.out_dtype)
     travelling = [rows.reshape(passenger.shape)] if passenger else []
-    inputs: Any = (*in_blocks(operands, plan, schedule), addends_in_blocks(operands, plan, schedule), travelling, [])
+    inputs = Inputs(*in_blocks(operands, plan, schedule), addends_in_blocks(operands, plan, schedule), travelling)
     gathered = [jax.ShapeDtypeStruct(passenger.gathered_shape, rows.dtype)] if passenger else []
-    out_types = result, parts, [parts], gathered
+    out_types = Outputs(result, parts, [parts], gathered)
     if lands_in_an_operand():
-        out_types, count = (result, parts, [], gathered), len(jax.tree.leaves(inputs))
+        count = len(jax.tree.leaves(inputs))
         landing = [landing_place(parts)]
         if strips is not None:
             landing.append(landing_place(result, becomes_result=True))
         aliased_results = () if strips is None else ((count + 1, 0),)
-        inputs = *inputs[:-1], landing
+        inputs, out_types = dataclasses.replace(inputs, landing=landing), dataclasses.replace(out_types, landing=[])
         # The passenger is the last operand before the memory that peers write to.
         peers_read = tuple(range(count - len(travelling), count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
     name = plan.described(operands)
     steps_of_pairs = k_steps(operands, plan)
 
-    def body_of(refs: Refs) -> _Body:
+    def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
         return _Body(kernel, schedule, strips, passenger, steps_of_pairs, group, plan, name, refs, group.me())
 
-    out, _, _, gathered = kernel.launch(inputs, out_types, body_of)
-    out = out.reshape(batch, *((m, n) if strips else block[1:]))
-    return out, gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
+    results = kernel.launch(inputs, out_types, body_of)
+    out = results.out.reshape(batch, *((m, n) if strips else block[1:]))
+    return out, results.gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
@@ -208,7 +210,7 @@ class _Body:
     group: PeerGroup
     plan: LaunchPlan
     name: str
-    refs: Refs
+    refs: Refs[Inputs, Outputs]
     me: Index
 
     def tile_at(self, index: Index) -> Tile:
@@ -216,10 +218,9 @@ class _Body:
         return Tile(step, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        _, _, vectors, addends, *_ = self.refs.inputs
+        vectors, addends, schedule = self.refs.inputs.vectors, self.refs.inputs.addends, self.schedule
         has_scales = vectors.row_scale is not None or vectors.column_scale is not None
-        out_gmem, parts_gmem, *_ = self.refs.outputs
-        schedule = self.schedule
+        out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
             rhs_at=self._rhs_of,
@@ -245,8 +246,8 @@ class _Body:
     @property
     def _landing(self) -> tuple[GmemRef, GmemRef]:
         """The memory to which peers send their parts, and the memory to which they send results to be replicated."""
-        (*_, landing), (out_gmem, _, parts, _) = self.refs.inputs, self.refs.outputs
-        return (landing[0], landing[-1]) if landing else (*parts, out_gmem)
+        landing, outputs = self.refs.inputs.landing, self.refs.outputs
+        return (landing[0], landing[-1]) if landing else (outputs.landing[0], outputs.out)
 
     def _own_block(self, ref: GmemRef, batch: Index) -> GmemRef:
         """Returns this device's block of a batch element of a result or addend."""
@@ -260,16 +261,15 @@ class _Body:
         return self.schedule.block(self.me, tile.step) if self.schedule.along == along else 0
 
     def _lhs_of(self, tile: Tile) -> GmemRef | ByKStep:
-        lefts, *_ = self.refs.inputs
+        lefts = self.refs.inputs.lefts
         block, batch = self._block(tile, "m"), tile.batch if lefts[0].shape[0] > 1 else 0
         where = (batch, slice(None), block) if self.plan.layouts.transpose_lhs else (batch, block)
-        return of_pairs([lhs.at[where] for lhs in lefts], self.steps, self.kernel.config.tile_k)
+        return of_pairs([lhs.at[where] for lhs in lefts], self.steps)
 
     def _rhs_of(self, tile: Tile) -> GmemRef | ByKStep:
-        _, rights, *_ = self.refs.inputs
         block = self._block(tile, "n")
         where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
-        return of_pairs([rhs.at[where] for rhs in rights], self.steps, self.kernel.config.tile_k)
+        return of_pairs([rhs.at[where] for rhs in self.refs.inputs.rights], self.steps)
 
     def _index_of(self, tile: Tile) -> Index:
         return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
@@ -283,7 +283,7 @@ class _Body:
 
     def _epilogue_at(self, tile: Tile, *, whole: bool) -> Epilogue:
         """Returns the epilogue of a part (its scales) or, if `whole`, of an own tile (also bias and activation)."""
-        _, _, vectors, *_ = self.refs.inputs
+        vectors = self.refs.inputs.vectors
         rows, columns = vectors.row_scale, vectors.column_scale
         if rows is not None:
             rows = rows.at[tile.batch if rows.shape[0] > 1 else 0, self._block(tile, "m")]
@@ -312,7 +312,7 @@ class _Body:
 
     def _communicate(self) -> None:
         schedule, group, (stored, sent, arrived, *handshake) = self.schedule, self.group, self.refs.flags
-        (_, parts_gmem, *_), (terms_gmem, _) = self.refs.outputs, self._landing
+        parts_gmem, (terms_gmem, _) = self.refs.outputs.parts, self._landing
 
         def receiver(step: Index) -> Index:
             return schedule.receiver(self.me, step)
@@ -359,12 +359,12 @@ class _Body:
         ).run()
 
     def _passengers(self, passenger: Passenger) -> Chunks:
-        (*_, (own_gmem,), _), (*_, (gathered_gmem,)) = self.refs.inputs, self.refs.outputs
+        (own_gmem,), (gathered_gmem,) = self.refs.inputs.passenger, self.refs.outputs.gathered
         return passenger.chunks(self.group, self.me, own_gmem, gathered_gmem)
 
     def _results(self, strips: Strips) -> Chunks:
         """Returns the strips of own tiles as chunks. Each strip is sent to all peers."""
-        stored, (out_gmem, *_), (_, results_gmem) = self.refs.flags[0], self.refs.outputs, self._landing
+        stored, out_gmem, (_, results_gmem) = self.refs.flags[0], self.refs.outputs.out, self._landing
         group, last = self.group, self.schedule.last_step
 
         def send(of: tuple[Index, Index], rows: pl.Slice, columns: pl.Slice, strip_smem: SmemRef) -> None:

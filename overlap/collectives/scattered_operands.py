@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +17,54 @@ from overlap.collectives.scatter_schedule import ReduceScatterSchedule
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.kernels.launch import sealed
 from overlap.primitives import addresses
 from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a kernel that sums over devices reads: arrays outside the kernel, references inside.
+
+    Attributes:
+      lefts: the left operand of each pair.
+      rights: the right operand of each pair.
+      vectors: the vectors of the epilogue.
+      addends: a list with the addend; [] if there is none.
+      passenger: a list with the passenger; [] if there is none.
+      landing: with one process per GPU the memory that peers write to: that of their parts, and that of results which
+        every device gets; [] if peers write to results.
+    """
+
+    lefts: Sequence[GmemRef]
+    rights: Sequence[GmemRef]
+    vectors: epilogue.Vectors
+    addends: Sequence[GmemRef]
+    passenger: Sequence[GmemRef] = ()
+    landing: Sequence[GmemRef] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The results.
+
+    Attributes:
+      out: this device's result.
+      parts: the parts of the peers' results that this device computes.
+      landing: a list with the memory that peers write their parts to; [] if that is an operand.
+      gathered: a list with the gathered passenger; [] if there is none.
+    """
+
+    out: GmemRef
+    parts: GmemRef
+    landing: Sequence[GmemRef]
+    gathered: Sequence[GmemRef] = ()
 
 
 def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
@@ -71,14 +112,13 @@ def in_blocks(
 
 def k_steps(operands: Operands, plan: LaunchPlan) -> list[int]:
     """Returns the number of k steps of each pair of operands. A tile goes through the pairs one after the other."""
-    config: Any = plan.config
-    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], config.tile_k) for lhs in operands.lefts]
+    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], tile_k(lhs.dtype)) for lhs in operands.lefts]
 
 
-def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int], tile_k: int) -> GmemRef | ByKStep:
+def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int]) -> GmemRef | ByKStep:
     """Returns an operand of a tile, given the references that hold it for each pair.
 
-    Where k of a pair is no multiple of `tile_k`, its last step is filled up with zeros, as at the end of any operand.
+    Where k of a pair is no multiple of a k step's, its last step is filled up with zeros, as at the end of any operand.
     """
     if len(refs) == 1:
         return refs[0]
@@ -88,7 +128,7 @@ def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int], tile_k: int) -> Gmem
         for pair, start in enumerate(itertools.accumulate(steps[:-1]), 1):
             which = jnp.where(k_step >= start, pair, which)
             first = jnp.where(k_step >= start, start, first)
-        return OneOf(refs, which), (k_step - first) * tile_k
+        return OneOf(refs, which), (k_step - first) * tile_k(refs[0].dtype)
 
     return ByKStep(where)
 

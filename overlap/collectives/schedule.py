@@ -83,7 +83,7 @@ class AllGatherSchedule:
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch_size, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch_size * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
-        chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.pull.chunk_bytes)
+        chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
         return AllGatherSchedule(
             devices, order, config.tile_m, chunking, batch_size, sides, keeps_own, scaled, scale_k_steps
         )

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from .cores import core_count
 
 if TYPE_CHECKING:
-    from .context import emulate
-    from .core_counts import core_count_of_devices
-    from .errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
-    from .interrupt import stoppable
-    from .lowering import enable
-    from .replay import run_sequence
-    from .runs import Event, Run
-    from .sequence import Launch
+    from .entry.context import emulate
+    from .entry.lowering import enable
+    from .entry.replay import run_sequence
+    from .entry.sequence import Launch
+    from .foundations.core_counts import core_count_of_devices
+    from .foundations.errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
+    from .foundations.interrupt import stoppable
+    from .state.runs import Event, Run
 
 __all__ = [
     "DeadlockError",
@@ -40,19 +40,19 @@ __all__ = [
 
 # For each public name, its module. `__getattr__` imports from there at run time what the imports above declare.
 _HOMES = {
-    "DeadlockError": "errors",
-    "EmulationError": "errors",
-    "Event": "runs",
-    "Launch": "sequence",
-    "ProtocolError": "errors",
-    "RaceError": "errors",
-    "Run": "runs",
-    "StepLimitError": "errors",
-    "core_count_of_devices": "core_counts",
-    "emulate": "context",
-    "enable": "lowering",
-    "run_sequence": "replay",
-    "stoppable": "interrupt",
+    "DeadlockError": "foundations.errors",
+    "EmulationError": "foundations.errors",
+    "Event": "state.runs",
+    "Launch": "entry.sequence",
+    "ProtocolError": "foundations.errors",
+    "RaceError": "foundations.errors",
+    "Run": "state.runs",
+    "StepLimitError": "foundations.errors",
+    "core_count_of_devices": "foundations.core_counts",
+    "emulate": "entry.context",
+    "enable": "entry.lowering",
+    "run_sequence": "entry.replay",
+    "stoppable": "foundations.interrupt",
 }
 
 if not TYPE_CHECKING:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,16 +73,23 @@ def takes_all(function: Any, rhs: Any) -> bool:
     traced already knows how many arrays it takes.
     """
     count = len(rhs) if type(rhs) in (list, tuple) else 1
-    if count < 2 or not callable(function):
-        return False
+    return count > 1 and callable(function) and _arrays_of(function)[0] == count
+
+
+def _arrays_of(function: Callable[..., Any]) -> tuple[int, float]:
+    """Returns the least and the most arrays that a function takes; (0, inf) if it does not tell."""
     if isinstance(function, Activation):
-        return function.program.arrays == count
+        return function.program.arrays, function.program.arrays
+    if isinstance(count := getattr(function, "nin", None), int):  # jnp.multiply and its like
+        return count, count
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # Some functions that are not written in Python do not tell.
-        return False
+        return 0, math.inf
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(x.kind in kinds and x.default is x.empty for x in parameters) == count
+    positional = [x for x in parameters if x.kind in kinds]
+    takes_any = any(x.kind is inspect.Parameter.VAR_POSITIONAL for x in parameters)
+    return sum(x.default is x.empty for x in positional), math.inf if takes_any else len(positional)
 
 
 def on_all(
@@ -112,6 +120,11 @@ def traced(
         raise ValueError(
             f"`activation` must be a function of an array, got {shown(function)}: pass a function, e.g. jax.nn.relu"
         )
+    least, most = _arrays_of(function)
+    if not least <= arrays <= most:
+        wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as `rhs` has right operands,"
+        count = least if arrays < least else most
+        raise ValueError(f"`activation` must be a function of {wanted} got {_name(function)}, which takes {count}")
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
     # types must say nothing of a mesh.
     with typeless():

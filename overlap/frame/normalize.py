@@ -91,6 +91,11 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
 def _pairs(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> list[tuple[Any, Any]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
+    if counts[0] is not None and not operation.sums_pairs:
+        raise ValueError(
+            f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
+            "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
+        )
     if not operation.sums_pairs or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
@@ -126,8 +131,9 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     if type(rhs) in (list, tuple) and container is None:
         raise ValueError(
             f"`rhs` of `{operation.name}` must be one array, got a {type(rhs).__name__} of {len(rhs)}: make a call "
-            "for each (several right operands share the gather of `all_gather_lhs_matmul`, and there and in `matmul` "
-            "an `activation` of as many arrays)"
+            "for each. Lists are for several products of one gather (`all_gather_lhs_matmul`), for an `activation` of "
+            "as many arrays (there and in `matmul`), and for pairs that are added (`matmul_reduce_scatter`, "
+            "`matmul_all_reduce`)"
         )
     if container is not None and not rhs:
         raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
@@ -188,6 +194,8 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
 def _per_rhs(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
     """Returns an argument's entry for each of `count` right operands: pairs of its name (for messages) and value."""
     if container is None:
+        if type(given) in (list, tuple):
+            raise ValueError(f"`{name}` must be one array, got {len(given)} in a {type(given).__name__}: give one")
         return [(name, given)]
     if not isinstance(given, (list, tuple)) or len(given) != count:
         was = (

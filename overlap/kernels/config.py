@@ -1,4 +1,4 @@
-"""Defines the tunable sizes of a matmul: of all mainloops and, in a nested dataclass, of a transport."""
+"""Defines the tunable sizes of a matmul: of all mainloops and of the transports."""
 
 from __future__ import annotations
 
@@ -27,55 +27,29 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _SWITCHES = ("swap_operands", "joined", "one_shot")
 
 
-def _require_valid(sizes: PullSizes | Config) -> None:
-    """Checks each field of a configuration, and stores other integers (of NumPy, say) as ints. Raises ValueError."""
-    for name, value in vars(sizes).items():
-        # Check the common case first, because the search makes thousands of configurations.
-        if type(value) is int and value >= 1 and name not in _NO_NUMBERS:
-            continue
-        nested = _NESTED.get(name)
-        if nested is not None:
-            if not isinstance(value, nested):
-                raise ValueError(f"`{name}` must be an overlap.{nested.__name__}, got {value!r}: pass one")
-        elif name in _SWITCHES:
-            if not isinstance(value, bool):
-                raise ValueError(f"`{name}` must be True or False, got {value!r}")
-        elif name in _CHOICES:
-            if not (isinstance(value, str) and value in _CHOICES[name]):
-                *most, last = map(repr, _CHOICES[name])
-                raise ValueError(f"`{name}` must be {', '.join(most)} or {last}, got {value!r}")
-        else:
-            object.__setattr__(sizes, name, _size(name, value))
+def tile_k(dtype: DTypeLike) -> int:
+    """Returns how many elements of a dtype one stage holds along k: rows as wide as the widest swizzle."""
+    return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
-def _size(name: str, value: Any) -> int:
+def _valid(name: str, value: object) -> object:
+    """Returns the value of a field, integers (of NumPy, say) as ints. Raises ValueError for one that is not allowed."""
+    if name in _SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f"`{name}` must be True or False, got {value!r}")
+        return value
+    if name in _CHOICES:
+        if not (isinstance(value, str) and value in _CHOICES[name]):
+            *most, last = map(repr, _CHOICES[name])
+            raise ValueError(f"`{name}` must be {', '.join(most)} or {last}, got {value!r}")
+        return value
     try:
-        number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+        number = 0 if isinstance(value, (bool, np.bool_)) else operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
-        number = None
-    if number is None or number < 1:
+        number = 0
+    if number < 1:
         raise ValueError(f"`{name}` must be an int of at least 1, got {value!r}")
     return number
-
-
-@dataclasses.dataclass(frozen=True)
-class PullSizes:
-    """The sizes of the transport "pull".
-
-    Attributes:
-      chunk_bytes: the most bytes that the communicator warp of a CTA pulls in one copy.
-      chunk_buffers: how many chunk buffers a CTA has in shared memory. Each can have one copy in flight.
-    """
-
-    chunk_bytes: int = 8192
-    chunk_buffers: int = 2
-
-    def __post_init__(self) -> None:
-        _require_valid(self)
-
-
-_NESTED: dict[str, type] = {"pull": PullSizes}
-_NO_NUMBERS = {*_SWITCHES, *_CHOICES, *_NESTED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +67,6 @@ class Config:
       tile_n: columns of the output tile of one CTA, at most 256. On Hopper a multiple of 64, or of 128 if `tile_m` is
         64 and `schedule` is "cooperative". On Blackwell a multiple of 64, or of 128 with `cluster=2`; twice these
         multiples if the right operand is float8 as [k, n].
-      tile_k: how many elements along k one stage holds. They must take exactly 128 bytes, the width of the widest
-        swizzle.
       stages: stages of the shared-memory pipeline, at least 2. Each holds the operand tiles of one k step. Shared
         memory limits their number.
       schedule: "cooperative": the two compute warpgroups of a CTA share each tile. "pingpong": they take turns, each
@@ -129,15 +101,13 @@ class Config:
         fill a tile together (`all_gather_lhs_matmul` by the transport "pull" only; ignored elsewhere).
       one_shot: whether each device sends its part of the whole result to all others, and adds up all parts itself: for
         few rows (`matmul_all_reduce` only; ignored elsewhere).
-      epilogue_tile_n: columns that a warpgroup stores at a time.
-      epilogue_buffers: epilogue buffers per warpgroup, so that one is filled while another is stored. Their number
-        must divide the number of stores of a tile.
-      pull: sizes of transports that move data in chunks (fused operations only; not the transport "ring").
+      chunk_bytes: the most bytes that a communicator warp copies at once (fused operations only; not the transport
+        "ring").
+      chunk_buffers: how many chunk buffers a CTA has in shared memory. Each can have one copy in flight.
     """
 
     tile_m: int = 128
     tile_n: int = 256
-    tile_k: int = 64
     stages: int = 4
     schedule: Literal["cooperative", "pingpong"] = "cooperative"
     swap_operands: bool = False
@@ -149,12 +119,14 @@ class Config:
     cluster_along: Literal["m", "n", "k"] = "m"
     joined: bool = False
     one_shot: bool = False
-    epilogue_tile_n: int = 64
-    epilogue_buffers: int = 1
-    pull: PullSizes = PullSizes()
+    chunk_bytes: int = 8192
+    chunk_buffers: int = 2
 
     def __post_init__(self) -> None:
-        _require_valid(self)
+        for name, value in vars(self).items():
+            # Check the common case first, because the search makes thousands of configurations.
+            if type(value) is not int or value < 1 or name in _SWITCHES or name in _CHOICES:
+                object.__setattr__(self, name, _valid(name, value))
 
     @property
     def in_turn(self) -> bool:
@@ -184,41 +156,8 @@ class Config:
 
     def strip_rows(self, itemsize: int) -> int:
         """Returns how many whole rows of an output tile one chunk holds: a divisor of `tile_m`."""
-        return largest_divisor(self.tile_m, max(self.pull.chunk_bytes // (self.tile_n * itemsize), 1))
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """All sizes by name, those of nested dataclasses included, as in tables and on command lines."""
-        flat = dict(vars(self))
-        for name in _NESTED:
-            flat |= vars(flat.pop(name))
-        return flat
+        return largest_divisor(self.tile_m, max(self.chunk_bytes // (self.tile_n * itemsize), 1))
 
     def replace(self, **fields: Any) -> Config:
-        """Returns a copy with some fields changed; `fields` may also name fields of nested dataclasses.
-
-        Raises:
-          TypeError: `fields` names a field that does not exist.
-        """
-        for name, nested in _NESTED.items():
-            names = vars(nested()).keys() & fields.keys()
-            if names:
-                given = fields.get(name, getattr(self, name))
-                fields[name] = dataclasses.replace(given, **{field: fields.pop(field) for field in names})
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **fields)
-
-    @staticmethod
-    def of(**fields: Any) -> Config:
-        """Makes a configuration from `Config.fields`. A field that is not given gets its default."""
-        return Config().replace(**fields)
-
-
-# `Config.fields` and `replace` need distinct names for all sizes, nested ones included.
-assert len(Config().fields) == sum(len(dataclasses.fields(x)) for x in (Config, *_NESTED.values())) - len(_NESTED)
-
-
-def default_config(dtype: DTypeLike, *, block_scaled: bool = False) -> Config:
-    """Returns the configuration for large problems of a dtype. With block scales a tile has fewer columns."""
-    itemsize = jnp.dtype(dtype).itemsize
-    tile_k = SWIZZLE_BYTES // itemsize if itemsize <= 2 else 64
-    return Config(tile_n=128 if block_scaled else Config.tile_n, tile_k=tile_k)

@@ -86,9 +86,9 @@ class ByKStep:
     where: Callable[[Index], tuple[GmemRef | OneOf, Index]]
 
 
-def at_k_step(operand: GmemRef | OneOf | ByKStep, k_step: Index, tile_k: int) -> tuple[GmemRef | OneOf, Index]:
+def at_k_step(operand: GmemRef | OneOf | ByKStep, k_step: Index, depth: int) -> tuple[GmemRef | OneOf, Index]:
     """Returns the reference (or `OneOf`) that holds a k step of an operand, and the k at which it begins there."""
-    return operand.where(k_step) if isinstance(operand, ByKStep) else (operand, k_step * tile_k)
+    return operand.where(k_step) if isinstance(operand, ByKStep) else (operand, k_step * depth)
 
 
 def with_reference(choice: GmemRef | OneOf, use: Callable[[GmemRef], None]) -> None:

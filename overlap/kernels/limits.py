@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.config import Config
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.layouts import PLAIN, OperandLayouts
 from overlap.kernels.operations import Transport
 from overlap.kernels.target import Target
@@ -63,8 +63,8 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
     """
     mainloop = mainloop_of(target)
     mainloop.check_types(sizes)
-    if config.pull.chunk_bytes % TMA_ROW_BYTES:
-        raise ValueError(f"`chunk_bytes` must be a multiple of {TMA_ROW_BYTES}, got {config.pull.chunk_bytes}")
+    if config.chunk_bytes % TMA_ROW_BYTES:
+        raise ValueError(f"`chunk_bytes` must be a multiple of {TMA_ROW_BYTES}, got {config.chunk_bytes}")
     if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
         where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
@@ -95,15 +95,16 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
                 f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
                 f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
             )
-    k_steps = ceil_div(k, config.tile_k)
+    depth = tile_k(sizes.dtype)
+    k_steps = ceil_div(k, depth)
     if k_steps < config.ctas_per_tile:
         raise NotImplementedError(
-            f"k={k} has {k_steps} k steps (tile_k={config.tile_k}), fewer than the {config.cluster} CTAs of a cluster "
+            f"k={k} has {k_steps} k steps of {depth}, fewer than the {config.cluster} CTAs of a cluster "
             "that divide them among them (cluster_along='k'): reduce `cluster`, or leave it out of `config`"
         )
     if k_steps % config.split_k:
         raise NotImplementedError(
-            f"`split_k` must divide the {k_steps} k steps of k={k} (tile_k={config.tile_k}), got {config.split_k}: "
+            f"`split_k` must divide the {k_steps} k steps of k={k} ({depth} each), got {config.split_k}: "
             'name a divisor, or use implementation="xla"'
         )
 

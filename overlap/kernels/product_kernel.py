@@ -32,18 +32,18 @@ from overlap.primitives.types import Index, SemaphoreRef
 
 
 @dataclasses.dataclass(frozen=True)
-class Refs:
+class Refs[Inputs, Outputs]:
     """The references that a kernel's body works with.
 
     Attributes:
-      inputs: the operands, in the structure in which they were passed to `ProductKernel.launch`.
-      outputs: the results, in the structure of their types.
+      inputs: the operands, as they were passed to `ProductKernel.launch`: a dataclass of arrays, here of references.
+      outputs: the results, as their types were passed.
       flags: one array of flags for each shape in `ProductKernel.flags`.
       smem: one reference (or pytree of them) for each type in `ProductKernel.smem`.
     """
 
-    inputs: Any
-    outputs: Any
+    inputs: Inputs
+    outputs: Outputs
     flags: tuple[SemaphoreRef, ...]
     smem: tuple[Any, ...]
 
@@ -98,7 +98,9 @@ class ProductKernel:
         return mainloop_of(self.target)
 
     @in_32_bits
-    def launch(self, inputs: Any, out_types: Any, body_of: Callable[[Refs], Body]) -> Any:
+    def launch[Inputs, Outputs](
+        self, inputs: Inputs, out_types: Outputs, body_of: Callable[[Refs[Inputs, Outputs]], Body]
+    ) -> Outputs:
         """Runs the kernel on a tree of arrays and returns a tree of results. The caller has checked the operands.
 
         Args:

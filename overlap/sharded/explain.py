@@ -21,6 +21,7 @@ from overlap.collectives.backward import explained
 from overlap.collectives.operations import PUBLIC
 from overlap.frame import arguments
 from overlap.frame.signatures import Arguments
+from overlap.kernels.target import Target
 from overlap.sharded import checks, matmul
 
 
@@ -70,10 +71,12 @@ def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **k
                 f"`with_backward` must be False for {op.__name__}, whose products run inside `jax.shard_map`: explain "
                 "the operation that its own explanation names, on a device's part of the arrays"
             )
-        return dataclasses.replace(choice, backward=_of_backward_pass(op, args, kwargs))
+        return dataclasses.replace(choice, backward=_of_backward_pass(op, args, kwargs, choice.target))
 
 
-def _of_backward_pass(op: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Explanation, ...]:
+def _of_backward_pass(
+    op: Callable[..., Any], args: Any, kwargs: dict[str, Any], target: Target
+) -> tuple[Explanation, ...]:
     """Traces the backward pass of a call of arrays or their types, and returns what its operations would run."""
     mesh, kwargs = kwargs.get("mesh"), {name: value for name, value in kwargs.items() if name != "mesh"}
     leaves, structure = jax.tree.flatten((args, kwargs))
@@ -97,4 +100,6 @@ def _of_backward_pass(op: Callable[..., Any], args: Any, kwargs: dict[str, Any])
         mapped = jax.shard_map(gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with explained() as found:
         jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype) for index in places))
-    return tuple(found)
+    return tuple(found) or (
+        Explanation(op.__name__, "xla", None, "no kernel communicates in it", target, plan="backward pass"),
+    )

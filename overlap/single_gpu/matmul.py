@@ -163,8 +163,8 @@ def matmul(
       NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
 
     Works under `jax.jit`, `jax.vmap` and `lax.scan`, and has derivatives of any order. The backward pass uses the same
-    kernel where its operands have a dtype that the kernel takes. If there is a scale or an activation, or if the
-    result has another dtype than the operands, cotangents are in float32, and XLA multiplies them. Forward mode
+    kernel where its operands have a dtype that the kernel takes. If there is a scale or an activation of one array, or
+    if the result has another dtype than the operands, cotangents are in float32, and XLA multiplies them. Forward mode
     (`jax.jvp`) runs by XLA.
 
     The products of the backward pass have configurations of their own, chosen as without `config`. `jax.vmap` keeps the

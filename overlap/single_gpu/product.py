@@ -20,6 +20,7 @@ from overlap.frame import by_xla
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import BlockScales, Hooks, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -39,14 +40,14 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     batch, m, (n, *_), k = sizes(operands, plan.layouts)
     batches, types = batch or 1, plan.types(operands, m)
     order = TileOrder.of(m, types.sides * n, config)
-    k_steps = ceil_div(ceil_div(k, config.tile_k), split)
+    k_steps = ceil_div(ceil_div(k, tile_k(types.dtype)), split)
     work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
     kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
-    inputs = _matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors()
-    out_type = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
+    inputs = _Inputs(_matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors())
+    out_type: GmemRef = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
     out = kernel.launch(inputs, out_type, functools.partial(_Body, kernel, order, k_steps, plan.program))
     if split == 1:
         return out
@@ -79,6 +80,15 @@ def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
     return plan.vectors(operands, scale)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The kernel's operands: what the mainloop loads, and the vectors of the epilogue."""
+
+    matrices: Operands
+    vectors: epilogue.Vectors
+
+
 @dataclasses.dataclass(frozen=True)
 class _Body:
     """The kernel's body: its tile order, and where the operands of a tile lie.
@@ -95,7 +105,7 @@ class _Body:
     order: TileOrder
     k_steps: int
     program: epilogue.Program | None
-    refs: Refs
+    refs: Refs[_Inputs, GmemRef]
 
     def tile_at(self, index: Index) -> Tile:
         config = self.kernel.config
@@ -106,25 +116,26 @@ class _Body:
         return Tile(result, row, column, k_first=piece * self.k_steps)
 
     def hooks(self) -> Hooks:
-        (matrices, _), out_gmem = self.refs.inputs, self.refs.outputs
+        matrices, out_gmem = self.refs.inputs.matrices, self.refs.outputs
+        addends = matrices.addends
         return Hooks(
             load_lhs=lambda tile, load: load(self._of_batch(matrices.lhs, tile)),
             rhs_at=self._rhs_at,
             out_at=lambda tile: out_gmem.at[tile.step] if len(out_gmem.shape) == 3 else out_gmem,
-            addend_at=None if matrices.addends is None else lambda tile: self._of_batch(matrices.addends[0], tile),
+            addend_at=None if addends is None else lambda tile: self._of_batch(addends[0], tile),
             epilogue_at=self._epilogue_at if self.kernel.config.split_k == 1 else None,
             block_scales_at=self._block_scales_at if self.kernel.types.block_scaled else None,
         )
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide:
-        (matrices, _), sides = self.refs.inputs, self.kernel.types.sides
-        refs = [self._of_batch(ref, tile) for ref in matrices.rhs_list]
-        return refs[0] if sides == 1 else SideBySide(refs)
+        refs = [self._of_batch(ref, tile) for ref in self.refs.inputs.matrices.rhs_list]
+        return refs[0] if self.kernel.types.sides == 1 else SideBySide(refs)
 
     def _block_scales_at(self, tile: Tile) -> BlockScales:
-        matrices, _ = self.refs.inputs
-        scales = matrices.lhs_block_scale, matrices.rhs_block_scales[0]
-        left, right = (self._of_batch(ref, tile, rank=3) for ref in scales)
+        matrices = self.refs.inputs.matrices
+        assert matrices.rhs_block_scales is not None
+        left = self._of_batch(matrices.lhs_block_scale, tile, rank=3)
+        right = self._of_batch(matrices.rhs_block_scales[0], tile, rank=3)
         return BlockScales(left, tile.m, right, tile.n)
 
     def _of_batch(self, ref: GmemRef, tile: Tile, rank: int = 2) -> GmemRef:
@@ -132,7 +143,7 @@ class _Body:
         return ref.at[quotient(tile.step, self.kernel.config.split_k)] if len(ref.shape) > rank else ref
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
-        _, vectors = self.refs.inputs
+        vectors = self.refs.inputs.vectors
         scale = vectors.row_scale
         of_tile = dataclasses.replace(vectors, row_scale=None if scale is None else self._of_batch(scale, tile, 1))
         swapped = self.kernel.config.swap_operands

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pathlib
 import signal
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import jax
 
-from overlap.choice import dispatch, table_files, tables
+from overlap.choice import dispatch, tables
 from overlap.choice.choose import Session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
@@ -21,9 +22,10 @@ from overlap.choice.session import session
 from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.kernels.target import Target
-from overlap.tuning.interrupt import noticed
 from overlap.tuning.progress import Progress, shown
-from overlap.tuning.search import Outcome, Settings, search
+from overlap.tuning.search import Outcome, search
+from overlap.tuning.settings import Settings
+from overlap.tuning.stop import stopped_by_signals
 
 logger = logging.getLogger("overlap")
 
@@ -37,7 +39,7 @@ class Tuning:
     Attributes:
       outcomes: the outcome of each problem, with all configurations that were tried.
       configs: the fastest configuration of each problem.
-      path: the file that has the results; None if they were not written, or could not be.
+      path: the file that has the results; None if they were not written.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], path: pathlib.Path | None) -> None:
@@ -130,13 +132,12 @@ def autotune(
 
     Returns:
       A `Tuning`. Printing it gives a line for each problem. Inside `with`, calls use its results, and no
-      table for these problems. If the results cannot be written in the end, nothing is raised: they are logged as a
-      table (WARNING, logger "overlap").
+      table for these problems.
 
     Raises:
       ValueError: an argument makes no sense, `fn` makes no call to tune, or the file is not a table or cannot be
-        written.
-      RuntimeError: the user's table cannot be written. This error and the ones above come before any measurement.
+        written. It comes before any measurement.
+      OSError: a result cannot be written.
       NotImplementedError: there are several processes. Tune in one process, on the same kind of GPU.
       KeyboardInterrupt: after Ctrl-C, when the results so far have been written. SIGTERM then ends the process.
 
@@ -173,23 +174,14 @@ def autotune(
     settings = Settings.for_platform(target.platform, max_configs)
     if note := emulation_note(problems, target, settings):
         logger.warning("autotune: %s", note)
-    outcomes: list[Outcome] = []
-    try:
-        with (
-            shown(lambda line: logger.info("autotune: %s", line))
-            if progress is None
-            else contextlib.nullcontext(progress) as to
-        ):
-            tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=to, found=outcomes.append)
-    finally:
-        text, why = unwritten(outcomes)
-        if text:
-            logger.warning("autotune: %s could not be written (%s). What it lacks, as a table:\n%s", file, why, text)
+    lines = shown(lambda line: logger.info("autotune: %s", line))
+    with lines if progress is None else contextlib.nullcontext(progress) as report:
+        outcomes = tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=report)
     if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
         if ended_by == signal.SIGTERM:
             signal.raise_signal(ended_by)
         raise KeyboardInterrupt
-    return Tuning(outcomes, None if text else file)
+    return Tuning(outcomes, file)
 
 
 def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:
@@ -205,7 +197,7 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
 
 
 def require_writable(path: str | pathlib.Path, name: str) -> None:
-    """Checks that a table can be written to a file that the user has named. The file's folder must exist.
+    """Checks that a table can be written to a file. The file's folder must exist.
 
     Args:
       path: the file.
@@ -214,41 +206,35 @@ def require_writable(path: str | pathlib.Path, name: str) -> None:
     Raises:
       ValueError: the file cannot be written, or it exists and is not a table.
     """
-    way_out = "name a file in a folder that can be written"
-    if obstacle := table_files.obstacle(pathlib.Path(path)):
-        raise ValueError(f"{name} must be a file that can be written, got {str(path)!r}: {obstacle}; {way_out}")
-    if pathlib.Path(path).exists():
-        tables.parse(pathlib.Path(path))
+    path = pathlib.Path(path)
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(
+            f"{name} must be a file that can be written, got {str(path)!r}: name a file in a folder that can be written"
+        )
+    if path.exists():
+        tables.read(path)
 
 
 def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path | None:
-    """The file for the results.
-
-    Args:
-      target: the kind of the devices.
-      path: the file that the user has named, or None.
-
-    Returns:
-      `path`; if that is None, the user's table, or None if the results are emulated.
+    """The file for the results: `path`, else the user's table; None for emulated results without a `path`.
 
     Raises:
-      RuntimeError: the user's table cannot be written.
+      ValueError: the user's table cannot be written.
     """
-    if path is not None:
-        return pathlib.Path(path)
-    if target.platform == "cpu":
-        return None
-    file, obstacle = tables.user_file(target.kind), "there is no home directory"
-    if file is not None:
-        with contextlib.suppress(OSError):  # `obstacle` then says why this failed.
+    if path is not None or target.platform == "cpu":
+        return None if path is None else pathlib.Path(path)
+    file, why = tables.user_file(target.kind), "there is no home directory"
+    try:
+        if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-        obstacle = table_files.obstacle(file)
-    if obstacle:
-        raise RuntimeError(
-            f"the tuning table {file or ''} cannot be written, and nothing has been measured yet: {obstacle}; name a "
-            f"folder with {tables.DIRECTORY_VARIABLE}, or a file with `path` (--out)"
-        )
-    return file
+            require_writable(file, "it")
+            return file
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise ValueError(
+        f"the tuning table {file or ''} cannot be written, and nothing has been measured yet: {why}; name a folder "
+        f"with {tables.DIRECTORY_VARIABLE}, or a file with `path` (--out)"
+    )
 
 
 def tune(
@@ -265,8 +251,7 @@ def tune(
     """Searches for each problem in turn, and writes each result at once.
 
     If the file already has a complete result for a problem, the problem is not measured again unless `force`. The
-    remaining time is shared equally by the remaining problems. If a result cannot be written, it is written together
-    with the next one; `unwritten` returns the results that are not written in the end.
+    remaining time is shared equally by the remaining problems.
 
     Args:
       problems: the problems to tune.
@@ -284,6 +269,7 @@ def tune(
     Raises:
       ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or `budget_s` is not
         positive.
+      OSError: a result cannot be written.
     """
     if not budget_s > 0:
         raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {budget_s}")
@@ -298,7 +284,7 @@ def tune(
         outcomes.append(outcome)
         found(outcome)
 
-    with noticed() as interrupted:
+    with stopped_by_signals() as stop:
         for index, problem in enumerate(problems):
             old = known.get((problem, target.kind, jax.__version__))
             if old is not None and old.complete and problem.accepts(old.config, target) and not force:
@@ -312,42 +298,12 @@ def tune(
             def report(text: str, fraction: float, index: int = index, problem: Problem = problem) -> None:
                 progress(f"{problem.shape}: {text}", (index + fraction) / len(problems))
 
-            outcome = search(
-                problem,
-                target,
-                jax.devices()[: problem.devices],
-                settings,
-                deadline=now + (end - now) / (len(problems) - index),
-                interrupted=interrupted,
-                progress=report,
-            )
-            if file is not None and outcome.result is not None:
-                outcome.unwritten = "it was ended before"
+            stop.deadline = now + (end - now) / (len(problems) - index)
+            outcome = search(problem, target, jax.devices()[: problem.devices], settings, stop=stop, progress=report)
             note(outcome)
-            _write(file, outcomes)
-            if outcome.interrupted or interrupted():
-                outcome.interrupted = outcome.interrupted or interrupted()
+            if file is not None and outcome.result is not None:
+                tables.add(file, [outcome.result])
+            if stop.signal:
+                outcome.interrupted = stop.signal
                 break
     return outcomes
-
-
-def _write(file: pathlib.Path | None, outcomes: Sequence[Outcome]) -> None:
-    """Writes the results that are not written yet. If that fails, their `unwritten` says why."""
-    waiting = [outcome for outcome in outcomes if outcome.unwritten]
-    if file is None or not waiting:
-        return
-    why = ""
-    try:
-        tables.add(file, [outcome.result for outcome in waiting if outcome.result])
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())
-    for outcome in waiting:
-        outcome.unwritten = why
-
-
-def unwritten(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """The results that could not be written, as the text of a table, and the reason; "" and "" if there are none."""
-    waiting = [outcome for outcome in outcomes if outcome.unwritten]
-    if not waiting:
-        return "", ""
-    return tables.text_of(outcome.result for outcome in waiting if outcome.result), waiting[-1].unwritten

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 
 from overlap.choice.problem import Problem
 from overlap.kernels.config import Config
-from overlap.tuning.effort import Effort
 from overlap.tuning.operations import call_operation, gathered_first, specs, unfused
 from overlap.tuning.programs import Call, call_program, draw_operands, error_program, loop_program, mesh_of
-from overlap.tuning.timing import Loop
+from overlap.tuning.settings import Settings
+from overlap.tuning.timing import Loop, iterations_for
 
 
 class Bench:
@@ -28,17 +28,16 @@ class Bench:
     Args:
       problem: what is measured.
       devices: the devices of this process, as many as the problem has.
-      effort: how long to measure.
-      seed: the seed of the operands.
+      settings: how long to measure, and the seed of the operands.
     """
 
-    def __init__(self, problem: Problem, devices: Sequence[Any], effort: Effort, seed: int = 0) -> None:
+    def __init__(self, problem: Problem, devices: Sequence[Any], settings: Settings) -> None:
         if len(devices) != problem.devices:
             raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
-        self.problem, self.effort, self._seed = problem, effort, seed
-        self.iterations = effort.iterations(problem)
+        self.problem, self.settings, self._seed = problem, settings, settings.seed
+        self.iterations = iterations_for(problem, settings.launch_us, 2, settings.max_iterations)
         self.mesh = mesh_of(devices)
-        drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, seed))
+        drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, settings.seed))
         out = jax.eval_shape(call_program(problem, functools.partial(unfused, problem), self.mesh), *drawn)
         shardings = [NamedSharding(self.mesh, spec) for spec in specs(problem)]
         self._blank = jax.jit(functools.partial(jnp.zeros, out.shape, out.dtype), out_shardings=shardings[2])
@@ -75,12 +74,12 @@ class Bench:
 
     def sample_us(self, program: Any) -> float:
         """One sample: the time of one call, in microseconds."""
-        return 1e6 * self._ready(program).call_s(self.effort.launches)
+        return 1e6 * self._ready(program).call_s(self.settings.launches)
 
     def warm_up(self, program: Any) -> None:
         """Keeps the devices busy until their clocks have settled."""
         loop = self._ready(program)
-        loop.load(self.effort.warm_up_s)
+        loop.load(self.settings.warm_up_s)
         jax.block_until_ready(loop.state)
 
     def _ready(self, program: Any) -> Loop:

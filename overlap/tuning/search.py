@@ -20,7 +20,7 @@ import math
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,10 +34,10 @@ from overlap.choice.tables import Entry
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning.bench import Bench
-from overlap.tuning.effort import Settings
-from overlap.tuning.interrupt import Stopped, emulated_launches_stop
 from overlap.tuning.programs import error_bound
 from overlap.tuning.progress import Progress
+from overlap.tuning.settings import Settings
+from overlap.tuning.stop import Ended, Stop
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,7 +84,6 @@ class Outcome:
       note: why there is no result, or why no search was needed; else "".
       result: the table entry: of this search, or the old one that made a search unnecessary. None if no configuration
         has run with a right result.
-      unwritten: why `result` could not be written to its file; "" if it was written, or there is no file.
     """
 
     problem: Problem
@@ -93,7 +92,6 @@ class Outcome:
     interrupted: int = 0
     note: str = ""
     result: Entry | None = None
-    unwritten: str = ""
 
     @property
     def ranked(self) -> list[Trial]:
@@ -130,22 +128,13 @@ class Outcome:
         )
 
 
-# So long after the deadline, the launches of an emulated search are stopped, though it may have no result yet.
-_GRACE_S = 60.0
-
-
-class _BudgetSpent(Exception):
-    """Raised when the time is over."""
-
-
 def search(
     problem: Problem,
     target: Target,
     devices: Sequence[Any],
     settings: Settings,
     *,
-    deadline: float = float("inf"),
-    interrupted: Callable[[], int] = lambda: 0,
+    stop: Stop,
     progress: Progress = lambda text, fraction: None,
 ) -> Outcome:
     """Finds the fastest configuration of `problem` on `devices`.
@@ -155,10 +144,8 @@ def search(
       target: the kind of the devices.
       devices: as many devices as the problem has.
       settings: how much is searched.
-      deadline: the time, as in `time.monotonic()`, after which no further work begins. The first wave is measured in
-        any case, but emulated launches are stopped `_GRACE_S` later.
-      interrupted: returns the signal that has come, 0 if none. If it raises KeyboardInterrupt, that counts as SIGINT.
-        It is called before each measurement, and where kernels are emulated also by another thread.
+      stop: when the search has to end. The first wave is measured even after the deadline, but emulated launches are
+        stopped a minute later.
       progress: called with what is being done and the fraction that is done.
 
     Returns:
@@ -169,21 +156,19 @@ def search(
     if not configs:
         outcome.note = f"no configuration of the fused kernel can run it: {why_no_config(problem, target)}"
         return outcome
-    race = _Race(outcome, settings, deadline, progress, interrupted, len(configs))
-    emulated = target.platform == "cpu"
-    may_stop = emulated_launches_stop(deadline + _GRACE_S, interrupted) if emulated else nullcontext(lambda: None)
+    race = _Race(outcome, settings, stop, progress, len(configs))
     try:
-        with may_stop as race.stopped:
-            bench = Bench(problem, devices, settings.effort, settings.seed)
-            race.compile_ahead(bench, configs[: settings.workers])
-            race.start(bench)
-            race.waves(configs)
+        with stop.ends_launches() if target.platform == "cpu" else nullcontext():
+            race.bench = Bench(problem, devices, settings)
+            first = race.begin_compiling(configs[: settings.workers])
+            race.start()
+            race.waves(configs, first)
             race.halve()
             race.finals()
-    except (_BudgetSpent, KeyboardInterrupt) as end:
-        outcome.complete = False
+    except (Ended, KeyboardInterrupt) as end:
         if isinstance(end, KeyboardInterrupt):
-            outcome.interrupted = interrupted() or signal.SIGINT
+            stop.signal = stop.signal or signal.SIGINT
+        outcome.complete, outcome.interrupted = False, stop.signal
     except Exception as error:  # For example, the GPU has too little memory. The next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
     finally:
@@ -205,9 +190,7 @@ class _Race:
 
     Attributes:
       alive: the trials that are still in the race.
-      ahead: the compilations that were started before their wave, by configuration.
       total, done: the work of the search, and how much of it is done. The unit is compiling one configuration.
-      stopped: stopped() returns why emulated launches were stopped; None if they were not.
       error_bound: the largest error of a right result. Before XLA's error is known it is NaN, so that nothing passes.
     """
 
@@ -217,74 +200,74 @@ class _Race:
         self,
         outcome: Outcome,
         settings: Settings,
-        deadline: float,
+        stop: Stop,
         progress: Progress,
-        interrupted: Callable[[], int],
         count: int,
     ) -> None:
-        self.outcome, self.settings, self.deadline, self.progress = outcome, settings, deadline, progress
-        self.interrupted = interrupted
+        self.outcome, self.settings, self.stop, self.progress = outcome, settings, stop, progress
         # A sample takes about a tenth of the time of compiling a configuration.
         self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
         self.done = 0.0
         self.alive: list[Trial] = []
         self.pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self.ahead: dict[Config, concurrent.futures.Future[Any]] = {}
         self.random = np.random.default_rng(settings.seed)
         self.xla = Trial(None)
         self.error_bound = math.nan
-        self.stopped: Callable[[], Stopped | None] = lambda: None
 
     def _report(self, text: str, amount: float) -> None:
         """Reports what is done next, after `amount` more work. Ends the search if a signal has come."""
         self.done += amount
         self.progress(text, min(self.done / self.total, 1.0))
-        if self.interrupted():
-            raise KeyboardInterrupt
-        self._check_stopped()
-
-    def _check_stopped(self) -> None:
-        """Ends the search if launches were stopped. Then what was measured last means nothing."""
-        if (why := self.stopped()) is not None:
-            raise KeyboardInterrupt if why is Stopped.SIGNAL else _BudgetSpent
+        self.stop.check()
 
     def _failed(self, trial: Trial, error: Exception) -> None:
         """Notes why a configuration has failed."""
-        self._check_stopped()
+        self.stop.check_launches()
         trial.status = _one_line(error)
 
-    def compile_ahead(self, bench: Bench, configs: Sequence[Config]) -> None:
-        """Starts compiling the first configurations in other threads."""
-        self.bench = bench
-        if self.settings.workers > 1:  # One worker is this thread, which has the emulator's context.
-            self.pool = concurrent.futures.ThreadPoolExecutor(self.settings.workers)
-            self.ahead = {config: self.pool.submit(bench.compile, config) for config in configs}
+    def begin_compiling(self, configs: Sequence[Config]) -> list[Callable[[], Any]]:
+        """Starts compiling in other threads. Returns functions that wait for each program."""
+        if self.settings.workers == 1:  # One worker is this thread, which has the emulator's context.
+            return [functools.partial(self.bench.compile, config) for config in configs]
+        self.pool = self.pool or concurrent.futures.ThreadPoolExecutor(self.settings.workers)
+        return [self.pool.submit(self.bench.compile, config).result for config in configs]
 
     def close(self) -> None:
         """Ends all threads. Configurations whose compilation has not begun are not compiled."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
-    def start(self, bench: Bench) -> None:
+    def start(self) -> None:
         """Runs XLA's implementation: finds the bound for errors, and warms up the devices."""
         self._report("XLA", 0.0)
         self.outcome.trials.append(self.xla)
-        self.xla.program = bench.compile(None)
-        self.xla.error = bench.error_of(self.xla.program)
+        self.xla.program = self.bench.compile(None)
+        self.xla.error = self.bench.error_of(self.xla.program)
         self.error_bound = error_bound(self.outcome.problem, self.xla.error)
-        self._check_stopped()  # On a CPU these steps can take minutes.
-        bench.warm_up(self.xla.program)
-        self._check_stopped()
-        self.xla.samples_us.append(bench.sample_us(self.xla.program))
+        self.stop.check_launches()  # On a CPU these steps can take minutes.
+        self.bench.warm_up(self.xla.program)
+        self.stop.check_launches()
+        self.xla.samples_us.append(self.bench.sample_us(self.xla.program))
 
-    def waves(self, configs: Sequence[Config]) -> None:
-        """Compiles, checks and times all configurations, as many at a time as there are workers."""
+    def waves(self, configs: Sequence[Config], programs: Sequence[Callable[[], Any]]) -> None:
+        """Compiles, checks and times all configurations, as many at a time as there are workers.
+
+        Args:
+          configs: the configurations, best predictions first.
+          programs: what `begin_compiling` has returned for the first wave.
+        """
         size = self.settings.workers
         for first in range(0, len(configs), size):
             wave = [Trial(config) for config in configs[first : first + size]]
             self.outcome.trials += wave
             self._report(f"compiling {len(wave)} of {len(configs)} configurations", 0.0)
-            for trial in self._compiled(wave):
+            for trial, program in zip(
+                wave, self.begin_compiling(configs[first : first + size]) if first else programs, strict=True
+            ):
+                try:
+                    trial.program = program()
+                except Exception as error:  # The search goes on with the other configurations.
+                    self._failed(trial, error)
                 self._report(f"compiled {trial.name}", 1.0)
             for trial in wave:
                 self._report(f"checking {trial.name}", 0.0)
@@ -322,29 +305,6 @@ class _Race:
             self._report(f"checking {trial.name}", 0.0)
             self._check(trial)
 
-    def _compiled(self, wave: Sequence[Trial]) -> Iterator[Trial]:
-        """Yields each trial of a wave when it has been compiled, or has failed."""
-        if self.pool is None:
-            for trial in wave:
-                self._finish_compiling(trial, functools.partial(self.bench.compile, trial.config))
-                yield trial
-            return
-        compiling = {self._future(trial): trial for trial in wave}
-        for future in concurrent.futures.as_completed(compiling):
-            trial = compiling[future]
-            self._finish_compiling(trial, future.result)
-            yield trial
-
-    def _future(self, trial: Trial) -> concurrent.futures.Future[Any]:
-        assert self.pool is not None and trial.config is not None
-        return self.ahead.pop(trial.config, None) or self.pool.submit(self.bench.compile, trial.config)
-
-    def _finish_compiling(self, trial: Trial, program: Callable[[], Any]) -> None:
-        try:
-            trial.program = program()
-        except Exception as error:  # The search goes on with the other configurations.
-            self._failed(trial, error)
-
     def _check(self, trial: Trial) -> None:
         if trial.status != "ok":
             return
@@ -353,7 +313,7 @@ class _Race:
         except Exception as failure:
             self._failed(trial, failure)
             return
-        self._check_stopped()
+        self.stop.check_launches()
         # Use np.max, since max() may drop a NaN.
         trial.error = error if trial.error is None else float(np.max([trial.error, error]))
         if trial.config is not None and not trial.error <= self.error_bound:
@@ -367,7 +327,7 @@ class _Race:
         except Exception as failure:
             self._failed(trial, failure)
             return
-        self._check_stopped()
+        self.stop.check_launches()
         trial.samples_us.append(us)
 
     def _round(self, trials: Sequence[Trial]) -> None:
@@ -387,8 +347,8 @@ class _Race:
         self.alive = [trial for trial in trials if trial.status == "ok"]
 
     def _check_deadline(self) -> None:
-        if time.monotonic() > self.deadline and self.outcome.ranked:
-            raise _BudgetSpent
+        if time.monotonic() > self.stop.deadline and self.outcome.ranked:
+            raise Ended
 
 
 def _one_line(error: BaseException) -> str:

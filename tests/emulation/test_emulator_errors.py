@@ -94,7 +94,7 @@ def test_a_mistake_of_the_emulator_itself(monkeypatch):
     def broken(*_, **__):
         raise KeyError("lost")
 
-    monkeypatch.setattr("overlap.emulation.memory.View.write", broken)
+    monkeypatch.setattr("overlap.emulation.state.memory.View.write", broken)
     check("the emulator failed, which is most likely a mistake of its own: KeyError: 'lost'", body, EmulationError)
 
 

@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import ProtocolError, arithmetic, emulate
+from overlap.emulation import ProtocolError, emulate
+from overlap.emulation.foundations import arithmetic
 from tests.emulation.cases import TILED, normal
 from tests.emulation.cases import out_type as out
 from tests.emulation.cases import run_kernel as run

@@ -1,4 +1,4 @@
-"""Tests that each module of the emulator imports only from layers below its own, wherever the import stands."""
+"""Tests that each module of the emulator imports only from its own folder and from those below it."""
 
 import ast
 import pathlib
@@ -8,79 +8,59 @@ import pytest
 from overlap import emulation
 
 PACKAGE = pathlib.Path(emulation.__file__).parent
-# The layers from the lowest to the highest. Modules of one layer do not import each other.
-LAYERS = {
-    "foundations": (
-        *("arithmetic", "clocks", "cores", "environment", "errors", "interrupt", "jax_rules", "ptx", "scheduler"),
-        *("shadow", "tensor_views"),
-    ),
-    # Memory, words and barriers, the mesh, and what a user sets.
-    "objects": ("memory", "mesh", "sync", "settings", "core_counts"),
-    "accesses": ("races", "devices", "multicast", "runs"),
-    "messages": ("report",),
-    # The state that all launches have in common.
-    "simulation": ("simulation",),
-    "groups and orders": ("clusters", "orders"),
-    # Operations that complete later than they are issued, and the memory that a reference stands for.
-    "engines": ("engines", "references"),
-    "programs": ("program", "tensor_queue", "counted_writes"),
-    "names": ("parameters",),
-    # One launch of one program: its threads.
-    "launch": ("machine",),
-    "tensor core": ("tensor_core", "deadlock", "registers"),
-    "words of PTX": ("ptx_memory",),
-    "instructions of PTX": ("ptx_meaning",),
-    # Each of these modules turns equations of some primitives into instructions.
-    "handlers": ("cluster_launch", "control", "data", "inline", "signals", "tcgen05", "tensor_memory", "transfers"),
-    "handlers on top of others": ("scopes", "multimem", "cluster_stores"),
-    # `sequence` runs launches one after the other; `decode` makes a kernel's program with all handlers.
-    "sequences": ("sequence", "decode"),
-    "ways in": ("lowering", "replay"),
-    "context": ("context",),
-    "public names": ("__init__",),
-}
-LAYER_OF = {module: number for number, modules in enumerate(LAYERS.values()) for module in modules}
-MODULES = {path.stem: path for path in PACKAGE.glob("*.py")}
+# The folders, from the lowest to the highest; `cores` is a module that needs nothing.
+LAYERS = ("cores", "foundations", "state", "execution", "instructions", "entry")
 
 
-def imports(tree):
-    """Yields (module, line) for each import from the emulator, also inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(tree):
+def imports(path, text):
+    """Yields (folder, module) for each import from the emulator, also inside functions and under TYPE_CHECKING."""
+    here = ("overlap", *path.relative_to(PACKAGE.parent).parts[:-1])
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
-            package = (node.module or "") if node.level == 0 else f"overlap.emulation.{node.module or ''}".rstrip(".")
-            if package == "overlap.emulation":
-                for alias in node.names:
-                    yield (alias.name if alias.name in MODULES else "__init__"), node.lineno
-            elif package.startswith("overlap.emulation."):
-                yield package.split(".")[2], node.lineno
+            package = here[: len(here) - node.level + 1] if node.level else ()
+            package += tuple((node.module or "").split(".")) if node.module else ()
+            modules = [(*package, alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("overlap.emulation."):
-                    yield alias.name.split(".")[2], node.lineno
+            modules = [tuple(alias.name.split(".")) for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            if module[:2] == ("overlap", "emulation"):
+                assert module[2] in LAYERS, f"{path} imports {'.'.join(module)}"
+                yield module[2], module[3] if len(module) > 3 else ""
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_go_down(layer):
-    for module in LAYERS[layer]:
-        for imported, line in imports(ast.parse(MODULES[module].read_text())):
-            message = f"{MODULES[module]}:{line} imports {imported}, which is not below it"
-            assert LAYER_OF[imported] < LAYER_OF[module], message
+@pytest.mark.parametrize("layer", LAYERS[1:])
+def test_imports_go_down_and_never_in_a_circle(layer):
+    needs = {}
+    for path in (PACKAGE / layer).glob("*.py"):
+        found = list(imports(path, path.read_text()))
+        for folder, module in found:
+            assert LAYERS.index(folder) <= LAYERS.index(layer), f"{path} imports {folder}.{module}"
+        needs[path.stem] = {module for folder, module in found if folder == layer}
+    while free := [module for module, others in needs.items() if not others & set(needs)]:
+        for module in free:
+            del needs[module]
+    assert not needs, f"these import each other: {needs}"
 
 
 def test_every_module_has_a_layer():
-    assert set(LAYER_OF) == set(MODULES)
+    assert {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in PACKAGE.rglob("*.py")} == {
+        "__init__",
+        *LAYERS,
+    }
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "from .sequence import World",
-        "from overlap.emulation.sequence import World",
-        "from . import sequence",
-        "import overlap.emulation.sequence",
-        "def late():\n    from .sequence import World",
-        "if TYPE_CHECKING:\n    from .sequence import World",
+        "from ..entry.sequence import World",
+        "from overlap.emulation.entry.sequence import World",
+        "from ..entry import sequence",
+        "import overlap.emulation.entry.sequence",
+        "def late():\n    from ..entry.sequence import World",
+        "if TYPE_CHECKING:\n    from ..entry.sequence import World",
     ],
 )
 def test_each_form_of_an_import_is_seen(text):
-    assert [module for module, _ in imports(ast.parse(text))] == ["sequence"]
+    assert [*imports(PACKAGE / "state" / "memory.py", text)] == [("entry", "sequence")]

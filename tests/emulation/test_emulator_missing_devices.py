@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from overlap.emulation import EmulationError, lowering
+from overlap.emulation import EmulationError
+from overlap.emulation.entry import lowering
 
 
 def test_devices_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,10 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from overlap.emulation.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
-from overlap.emulation.memory import Buffer, View
-from overlap.emulation.races import Access, RaceDetector
-from overlap.emulation.shadow import region_of
+from overlap.emulation.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
+from overlap.emulation.foundations.shadow import region_of
+from overlap.emulation.state.memory import Buffer, View
+from overlap.emulation.state.races import Access, RaceDetector
 
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 

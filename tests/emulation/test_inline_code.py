@@ -11,7 +11,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate, ptx, registers
+from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from overlap.emulation.execution import registers
+from overlap.emulation.foundations import ptx
 from tests.emulation.inline_cases import SEND, WAIT, inline, message, on_words
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------

@@ -198,17 +198,17 @@ def test_gradients(devices):
 
 
 OTHER_CONFIGS = [
-    overlap.Config.of(chunk_bytes=4096, chunk_buffers=4),
+    overlap.Config(chunk_bytes=4096, chunk_buffers=4),
     overlap.Config(tile_n=128, stages=6),
     overlap.Config(order_minor="n", order_width=3),
-    overlap.Config.of(stages=3, epilogue_buffers=2),
+    overlap.Config(stages=3),
     overlap.Config(schedule="pingpong", tile_n=128, stages=5),
     overlap.Config(schedule="pingpong", tile_m=64, tile_n=256, stages=4, stream_k=2, cluster=2),
     # (384 rows of a shard are no multiple of these.)
     overlap.Config(swap_operands=True, tile_m=104, stages=4),
     overlap.Config(swap_operands=True, tile_m=160, stages=3, cluster=2),
     overlap.Config(swap_operands=True, tile_m=80, stages=4, cluster=2, cluster_along="n"),
-    overlap.Config(swap_operands=True, schedule="pingpong", tile_m=136, tile_n=128, stages=4, epilogue_buffers=2),
+    overlap.Config(swap_operands=True, schedule="pingpong", tile_m=136, tile_n=128, stages=4),
 ]
 
 

@@ -22,11 +22,11 @@ SHAPES = [  # Each entry: (m, {gathered dimension: shape of one shard of the wei
 ]
 CONFIGS = [
     ("n", overlap.Config(cluster=2, stream_k=2)),
-    ("n", overlap.Config.of(tile_n=192, chunk_bytes=1024, chunk_buffers=4)),
+    ("n", overlap.Config(tile_n=192, chunk_bytes=1024, chunk_buffers=4)),
     ("k", overlap.Config(cluster=2, cluster_along="n")),
     ("n", overlap.Config(schedule="pingpong", tile_n=128, stages=5)),
     ("k", overlap.Config(schedule="pingpong", tile_m=64, tile_n=192, stages=4)),
-    ("k", overlap.Config.of(stream_k=2, order_minor="n", chunk_bytes=4096)),
+    ("k", overlap.Config(stream_k=2, order_minor="n", chunk_bytes=4096)),
     ("n", overlap.Config(swap_operands=True, tile_m=152, tile_n=128, stages=4)),
     ("k", overlap.Config(swap_operands=True, schedule="pingpong", tile_m=104, tile_n=128, stages=5)),
 ]
@@ -106,7 +106,7 @@ def test_transposed_rows(devices, along, monkeypatch):
     late_pulls(monkeypatch, 1)
     mesh, (m, shards) = make_mesh(x=devices), SHAPES[1]
     lhs, rhs = operands(mesh, along, m, shards[along], jnp.bfloat16, seed=7)
-    config = oracle.fitting(overlap.Config.of(tile_n=192, stages=3))
+    config = oracle.fitting(overlap.Config(tile_n=192, stages=3))
 
     def same(lhs, rhs):
         of_rows = fused(along, config)(lhs, rhs)

@@ -30,11 +30,11 @@ EXACT = [
     (Form(24, (264, 520), 136, scales=("scalar", *ALL)), dataclasses.replace(CUT, cluster=2, cluster_along="n")),
     (Form(40, (264,), 136, scales=ALL), ONE.replace(tile_m=72, swap_operands=True)),
     (Form(16, (264, 136), 208, dtype=E4M3, out_dtype=BF16, transpose_rhs=True, scales=ALL),
-     ONE.replace(tile_m=40, tile_k=128, swap_operands=True, cluster=2)),
+     ONE.replace(tile_m=40, swap_operands=True, cluster=2)),
     (Form(3, (264, 136), 200, (2, 3), gathered=True, scales=ALL), CUT),
     (Form(1, (1032,), 200, (5,), transpose_rhs=True, container=None), None),
     (Form(16, (264, 136), 208, dtype=E4M3, transpose_rhs=True, gathered=True, scales=ALL),
-     dataclasses.replace(CUT, tile_k=128)),
+     CUT),
 ]  # fmt: skip
 
 

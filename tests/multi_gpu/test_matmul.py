@@ -103,7 +103,7 @@ SWAPPED = [
     (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=80, tile_n=256, stages=4), jnp.bfloat16),
     (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=240, tile_n=64, stages=4, cluster=2,
                     cluster_along="n"), jnp.bfloat16),
-    (overlap.Config(swap_operands=True, tile_m=152, tile_n=128, tile_k=128, stages=4), jnp.float8_e4m3fn),
+    (overlap.Config(swap_operands=True, tile_m=152, tile_n=128, stages=4), jnp.float8_e4m3fn),
     (overlap.Config(swap_operands=True, tile_m=160, tile_n=256, stages=3, stream_k=3), jnp.bfloat16),
     (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=104, tile_n=128, stages=4, cluster=2,
                     stream_k=2), jnp.float16),
@@ -113,7 +113,7 @@ SWAPPED = [
 ALONG_K = [
     (overlap.Config(cluster=2, cluster_along="k", tile_m=64, tile_n=128, stages=4), jnp.bfloat16),
     (overlap.Config(cluster=4, cluster_along="k", tile_m=128, tile_n=192, stages=2), jnp.float16),
-    (overlap.Config(cluster=4, cluster_along="k", tile_m=64, tile_n=256, tile_k=128, stages=3), jnp.float8_e4m3fn),
+    (overlap.Config(cluster=4, cluster_along="k", tile_m=64, tile_n=256, stages=3), jnp.float8_e4m3fn),
     (overlap.Config(cluster=2, cluster_along="k", tile_m=72, tile_n=128, stages=6, swap_operands=True), jnp.bfloat16),
     (overlap.Config(cluster=4, cluster_along="k", tile_m=8, tile_n=128, stages=6, swap_operands=True), jnp.float16),
 ]

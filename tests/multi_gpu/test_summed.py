@@ -24,17 +24,17 @@ SHAPES = {  # m, n and k of the product of one of D devices.
 }
 OF_8_BITS = {"large": lambda D: (4096, 4096, 4096), "ragged": lambda D: (D * 1000, D * 528, 1040)}
 CONFIGS = [
-    ("m", overlap.Config.of(tile_n=128, epilogue_buffers=2, chunk_bytes=16384)),
-    ("m", overlap.Config.of(tile_m=64, tile_n=256, stages=4, chunk_bytes=1024, chunk_buffers=4)),
-    ("n", overlap.Config.of(tile_m=256, tile_n=128, order_minor="n", order_width=3)),
-    ("n", overlap.Config.of(tile_n=192, stages=3, chunk_bytes=4096)),
-    ("m", overlap.Config.of(schedule="pingpong", tile_n=128, stages=5, order_width=16)),
-    ("n", overlap.Config.of(schedule="pingpong", tile_m=64, tile_n=256, stages=4)),
-    (EVERYWHERE, overlap.Config.of(schedule="pingpong", tile_n=128, stages=4)),
-    (EVERYWHERE, overlap.Config.of(tile_n=192, stages=3, chunk_bytes=4096, order_minor="n")),
-    (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, chunk_bytes=1024, chunk_buffers=4)),
-    (EVERYWHERE, overlap.Config.of(tile_n=192, stages=3, order_minor="n", one_shot=True)),
-    (EVERYWHERE, overlap.Config.of(tile_m=64, tile_n=128, stages=4, epilogue_buffers=1, one_shot=True)),
+    ("m", overlap.Config(tile_n=128, chunk_bytes=16384)),
+    ("m", overlap.Config(tile_m=64, tile_n=256, stages=4, chunk_bytes=1024, chunk_buffers=4)),
+    ("n", overlap.Config(tile_m=256, tile_n=128, order_minor="n", order_width=3)),
+    ("n", overlap.Config(tile_n=192, stages=3, chunk_bytes=4096)),
+    ("m", overlap.Config(schedule="pingpong", tile_n=128, stages=5, order_width=16)),
+    ("n", overlap.Config(schedule="pingpong", tile_m=64, tile_n=256, stages=4)),
+    (EVERYWHERE, overlap.Config(schedule="pingpong", tile_n=128, stages=4)),
+    (EVERYWHERE, overlap.Config(tile_n=192, stages=3, chunk_bytes=4096, order_minor="n")),
+    (EVERYWHERE, overlap.Config(tile_m=64, tile_n=128, stages=4, chunk_bytes=1024, chunk_buffers=4)),
+    (EVERYWHERE, overlap.Config(tile_n=192, stages=3, order_minor="n", one_shot=True)),
+    (EVERYWHERE, overlap.Config(tile_m=64, tile_n=128, stages=4, one_shot=True)),
 ]
 EVERY = ("lhs_scale", "rhs_scale", "bias")
 
@@ -325,7 +325,7 @@ def test_negative_control_without_waiting_the_result_is_wrong(devices, without, 
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_alike_calls_in_one_program_and_in_a_loop(devices, one_shot):
     """XLA must not give two results the same memory, since peers would then write to it for both calls."""
-    config = overlap.Config.of(tile_n=128, one_shot=one_shot)
+    config = overlap.Config(tile_n=128, one_shot=one_shot)
     mesh, layer = make_mesh(x=devices), Layer(EVERYWHERE, dtype=BF16)
     arrays = operands(mesh, layer, (devices * 64, devices * 64, 256), 8)
 

@@ -42,13 +42,10 @@ def tensor_memory_columns(config: Config, *, block_scaled: bool = False) -> int:
     return ACCUMULATORS * config.tile_n + scales
 
 
-def smem_bytes(
-    config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "", *, block_scaled: bool = False
-) -> int:
+def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "", *, block_scaled: bool = False) -> int:
     """Returns the shared memory of one CTA in bytes, with its barriers and the buffers of the transport."""
-    row_bytes = config.tile_k * jnp.dtype(dtype).itemsize
-    operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * row_bytes
-    epilogue_bytes = limits.epilogue_bytes(config, config.tile_m, jnp.dtype(out_dtype))
+    operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * SWIZZLE_BYTES
+    epilogue_bytes = limits.epilogue_bytes(config.tile_m, jnp.dtype(out_dtype))
     term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
     # Each buffer for terms has two barriers. One more is the second `stored` barrier; the first is counted in
     # `transport_bytes`.
@@ -82,7 +79,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"`schedule` must be 'cooperative' on {target.kind}, where a tile is stored beside the products of the "
             f"next in any case, got {config.schedule!r}: leave it out of `config`"
         )
-    limits.check_tile_k(sizes, config)
+    limits.check_stages(config)
     # A right operand whose rows run along n is loaded in boxes of 128 bytes along n.
     width = TILE_N_UNIT if sizes.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize
     unit = width * config.cluster
@@ -103,8 +100,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     if sizes.block_scaled:
         _check_block_scales(config)
-    limits.check_stores(sizes, config, config.tile_n)
-    needed = smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport, block_scaled=sizes.block_scaled)
+    needed = smem_bytes(config, sizes.out_dtype, sizes.transport, block_scaled=sizes.block_scaled)
     limits.check_fits(needed, sizes, config, target)
 
 

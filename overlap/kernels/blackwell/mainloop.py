@@ -55,7 +55,7 @@ from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
-from overlap.kernels.tma.limits import rows_loaded
+from overlap.kernels.tma.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work
@@ -230,7 +230,7 @@ def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
 
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """Does the epilogue's work on one piece: waits for its sums, and stores, sends or exchanges them."""
-    width, others = loop.config.epilogue_tile_n, loop.hooks.exchange
+    others = loop.hooks.exchange
     terms = None if others is None else _Terms(loop, buffers, tile, piece)
 
     def block(row: int, rows: int, columns: slice) -> jax.Array:
@@ -239,8 +239,8 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         return plgpu.async_load_tmem(columns_tmem, layout=plgpu.Layout.TCGEN05)
 
     def hand_over(sums_gmem: GmemRef) -> None:
-        for first in range(0, loop.config.tile_n, width):
-            sums_gmem[:, pl.ds(first, width)] = block(0, TILE_M, slice(first, first + width))
+        for first in range(0, loop.config.tile_n, EPILOGUE_COLUMNS):
+            sums_gmem[:, pl.ds(first, EPILOGUE_COLUMNS)] = block(0, TILE_M, slice(first, first + EPILOGUE_COLUMNS))
 
     if others is not None and terms is not None and others.direct_sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
@@ -272,7 +272,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
         wg_tiles=1,
         # The forwarder sends whole tiles, so all of their rows must be loaded.
-        rows=config.tile_m if types.forwards else rows_loaded(config, types.m, layouts.transpose_lhs),
+        rows=config.tile_m if types.forwards else rows_loaded(config, types.m, types.dtype, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),
         lhs_tile_rows=width if layouts.transpose_lhs else staging.SMALL_TILE_ROWS,
         rhs_tile_rows=staging.SMALL_TILE_ROWS if layouts.transpose_rhs else width,

@@ -46,22 +46,23 @@ def accumulator_registers(config: Config) -> int:
     return 0 if wg_n % TILE_N_UNIT else wg_m * wg_n // WARPGROUP_THREADS
 
 
-def rows_loaded(config: Config, m: int, transpose_lhs: bool = False) -> int:
+def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False) -> int:
     """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element and shard)."""
-    return limits.rows_loaded(config, m, transpose_lhs, shared=config.cluster if config.cluster_along == "n" else 1)
+    shared = config.cluster if config.cluster_along == "n" else 1
+    return limits.rows_loaded(config, m, dtype, transpose_lhs, shared=shared)
 
 
-def smem_bytes(config: Config, dtype: DTypeLike, out_dtype: DTypeLike, transport: str = "") -> int:
+def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "") -> int:
     """Returns the shared memory of one CTA in bytes, with its barriers and the chunk buffers of the transport."""
     wg_m, _ = warpgroup_tile(config)
-    epilogue_bytes = limits.epilogue_bytes(config, COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
+    epilogue_bytes = limits.epilogue_bytes(COMPUTE_WARPGROUPS * wg_m, jnp.dtype(out_dtype))
     # Each stage has two barriers, `full` and `consumed`. If the warpgroups take turns, each of the two has its own
     # `full` barrier, so a stage has three. In an exchange each then also has its own `stored` barrier: one more than is
     # counted in `transport_bytes`.
     barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
     barriers += limits.cluster_sums_barriers(config, COMPUTE_WARPGROUPS)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
-    operand_bytes = max(limits.stages_bytes(config, dtype), limits.cluster_sums_bytes(config))
+    operand_bytes = max(limits.stages_bytes(config), limits.cluster_sums_bytes(config))
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
@@ -95,7 +96,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"`tile_m` must be at most {LARGEST_TILE_M_IN_TURN} with schedule='pingpong', where one warpgroup computes "
             f"a whole tile, got {config.tile_m}: reduce it, or leave `schedule` out"
         )
-    limits.check_tile_k(sizes, config)
+    limits.check_stages(config)
     _, wg_n = warpgroup_tile(config)
     if wg_n % TILE_N_UNIT or config.tile_n > TMA_BOX_LIMIT:
         unit = TILE_N_UNIT * config.tile_n // wg_n if wg_n else 2 * TILE_N_UNIT
@@ -113,8 +114,7 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     if sizes.sides > 1:
         limits.check_sides(sizes, config, wg_n)
-    limits.check_stores(sizes, config, wg_n // sizes.sides)
-    limits.check_fits(smem_bytes(config, sizes.dtype, sizes.out_dtype, sizes.transport), sizes, config, target)
+    limits.check_fits(smem_bytes(config, sizes.out_dtype, sizes.transport), sizes, config, target)
 
 
 def _check_swapped(sizes: Sizes, config: Config) -> None:

@@ -213,7 +213,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     wg_m, wg_n = warpgroup_tile(config)
     in_turn = config.in_turn
     # The forwarder sends whole tiles, so all of their rows must be loaded.
-    loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.layouts.transpose_lhs)
+    loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.dtype, types.layouts.transpose_lhs)
     all_wg_tiles = config.tile_m * config.tile_n // (wg_m * wg_n)
     wg_tiles = all_wg_tiles if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     # wgmma reads both operands in layout tiles of the same number of rows. If the rows of either operand run along m or

@@ -18,9 +18,9 @@ from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.cluster_sums import ClusterPiece, ClusterSums, finish_in_cluster
+from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
-from overlap.primitives import wait_stores_read
 from overlap.primitives.types import GmemRef, Index
 
 
@@ -70,7 +70,7 @@ def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -
 
 
 def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput) -> None:
-    width, sides = loop.config.epilogue_tile_n, buffers.sides
+    width, sides = EPILOGUE_COLUMNS, buffers.sides
 
     def of_sides(row: int, rows: int, first: int, size: int) -> Values:
         """The values of `size` columns of the result from column `first` on; of each side if there are several."""
@@ -91,9 +91,6 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
     """Finishes a tile that several CTAs share: each finishes some of its columns."""
     assert loop.partial is not None
-    # Wait until all epilogue buffers are free: a share may begin with any box, so its first buffer is not always the
-    # one used longest ago. Within a share, adjacent boxes use the buffers in turn.
-    wait_stores_read(0)
     (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
     own_rank = rank(loop.config)
     corner = own_rank * loop.config.tile_m + row, column
@@ -109,7 +106,6 @@ def _finish_in_cluster(
     loop: Loop, buffers: Buffers, shared: ClusterSums, piece: Piece, sums: Sums, output: WarpgroupOutput
 ) -> None:
     """Finishes a tile that the CTAs of a cluster share: each CTA finishes some of the tile's boxes."""
-    wait_stores_read(0)  # as in `_store_share`
     wg_tile, box_width = buffers.wg_tile, buffers.out[0].shape[-1]
 
     def block(box: int) -> jax.Array:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config
+from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config, tile_k
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -19,6 +18,8 @@ BARRIER_BYTES, F32_BYTES = 8, 4
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
+# The columns of an epilogue buffer: so many a warpgroup stores at a time.
+EPILOGUE_COLUMNS = 64
 # Reserved for the compiler, which aligns each buffer to at most this number of bytes.
 RESERVED_BYTES = 1024
 # The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
@@ -28,18 +29,19 @@ MAIL_BYTES, MAIL_BARRIERS = 1024, 5
 IN_CHUNKS, EXCHANGING = ("pull", "push", "broadcast"), ("push", "broadcast", "one_shot")
 
 
-def rows_loaded(config: Config, m: int, transpose_lhs: bool = False, *, shared: int = 1) -> int:
+def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False, *, shared: int = 1) -> int:
     """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
 
     Args:
       config: sizes.
       m: rows of the operand.
+      dtype: dtype of the operand.
       transpose_lhs: whether the operand lies in memory as [k, m].
       shared: how many CTAs share the load of these rows.
     """
     # Rows are loaded in whole swizzle atoms, and each CTA that shares the load loads the same number of rows. A
     # transposed operand is loaded in whole boxes, each of 128 bytes along m.
-    unit = config.tile_k if transpose_lhs else SWIZZLE_ROWS * shared
+    unit = tile_k(dtype) if transpose_lhs else SWIZZLE_ROWS * shared
     return min(config.tile_m, ceil_div(m, unit) * unit)
 
 
@@ -47,19 +49,19 @@ def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_row
     """Returns a transport's bytes of shared memory, with its barriers; `wg_rows`: rows of a box that is exchanged."""
     exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
     # When devices exchange parts of a tile, a chunk is at most one box.
-    largest = wg_rows * SWIZZLE_BYTES if exchanges else config.pull.chunk_bytes
-    chunk_bytes = min(config.pull.chunk_bytes, largest) if pulls else 0
+    largest = wg_rows * SWIZZLE_BYTES if exchanges else config.chunk_bytes
+    chunk_bytes = min(config.chunk_bytes, largest) if pulls else 0
     if transport == "broadcast":
         itemsize = out_dtype.itemsize
         chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
-    chunk_bytes *= config.pull.chunk_buffers
-    barriers = (config.pull.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
+    chunk_bytes *= config.chunk_buffers
+    barriers = (config.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
     return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
 
 
-def stages_bytes(config: Config, dtype: DTypeLike) -> int:
+def stages_bytes(config: Config) -> int:
     """Returns the shared memory of the pipeline stages of one CTA."""
-    return config.stages * (config.tile_m + config.tile_n) * config.tile_k * jnp.dtype(dtype).itemsize
+    return config.stages * (config.tile_m + config.tile_n) * SWIZZLE_BYTES
 
 
 def cluster_sums_bytes(config: Config) -> int:
@@ -89,14 +91,8 @@ def check_dtypes(sizes: Sizes) -> None:
         )
 
 
-def check_tile_k(sizes: Sizes, config: Config) -> None:
-    """Checks that `tile_k` elements are as wide as the swizzle, and that `stages` is at least 2. Raises ValueError."""
-    dtype = jnp.dtype(sizes.dtype)
-    swizzle_elements = SWIZZLE_BYTES // dtype.itemsize
-    if config.tile_k != swizzle_elements:
-        raise ValueError(
-            f"`tile_k` must be {swizzle_elements} for {dtype.name} ({SWIZZLE_BYTES} bytes), got {config.tile_k}"
-        )
+def check_stages(config: Config) -> None:
+    """Checks that `stages` is at least 2. Raises ValueError."""
     if config.stages < 2:
         raise ValueError(f"`stages` must be at least 2, since a stage is released one k step late, got {config.stages}")
 
@@ -117,35 +113,18 @@ def check_sides(sizes: Sizes, config: Config, wg_columns: int) -> None:
             )
 
 
-def check_stores(sizes: Sizes, config: Config, wg_columns: int) -> None:
-    """Checks that the epilogue sizes suit the `wg_columns` columns of a compute warpgroup. Raises ValueError."""
-    out_swizzle_elements, width = SWIZZLE_BYTES // jnp.dtype(sizes.out_dtype).itemsize, config.epilogue_tile_n
-    if width % out_swizzle_elements or wg_columns % width:
-        raise ValueError(
-            f"`epilogue_tile_n` must be a multiple of {out_swizzle_elements} that divides a warpgroup's {wg_columns} "
-            f"columns, got {width} for tile_n={config.tile_n}"
-        )
-    if (wg_columns // width) % config.epilogue_buffers:
-        # Otherwise the next tile would use a buffer again after fewer than `epilogue_buffers` stores, although the
-        # epilogue waits only for the store that was issued `epilogue_buffers` stores ago.
-        raise ValueError(
-            f"`epilogue_buffers` must divide the {wg_columns // width} stores of a tile ({wg_columns} columns / "
-            f"epilogue_tile_n={width}), got {config.epilogue_buffers}"
-        )
-
-
 def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> None:
     """Checks that `needed` bytes of shared memory fit. Raises ValueError."""
     needed += RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         # Blackwell's tiles have 128 rows.
         fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
-        least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest, "epilogue_buffers": 1}
+        least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest}
         chunks = ("chunk_bytes", "chunk_buffers") if sizes.transport in IN_CHUNKS else ()
-        fields, given = {**least, **dict.fromkeys(chunks, 1)}, config.fields
+        fields, given = {**least, **dict.fromkeys(chunks, 1)}, vars(config)
         larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]
         ways_out = [f"reduce {', '.join(larger)}"] if larger else []
-        if cluster_sums_bytes(config) > stages_bytes(config, sizes.dtype):
+        if cluster_sums_bytes(config) > stages_bytes(config):
             ways_out.append("leave out cluster_along='k', for which a CTA keeps the sums of a tile")
         raise ValueError(
             f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
@@ -153,9 +132,9 @@ def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> Non
         )
 
 
-def epilogue_bytes(config: Config, rows: int, out_dtype: jnp.dtype) -> int:
+def epilogue_bytes(rows: int, out_dtype: jnp.dtype) -> int:
     """Returns the bytes of shared memory of the epilogue buffers of all warpgroups, which have `rows` rows together."""
-    return math.prod((config.epilogue_buffers, rows, config.epilogue_tile_n, out_dtype.itemsize))
+    return rows * EPILOGUE_COLUMNS * out_dtype.itemsize
 
 
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.config import Config
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import RANK_AXIS, rank
 from overlap.kernels.hooks import ByKStep, OneOf, SideBySide, Tile, at_k_step, with_reference
 from overlap.kernels.mainloop import Loop
@@ -99,7 +99,7 @@ def produce(
     def load_operand(
         operand: GmemRef | OneOf | SideBySide | ByKStep, operand_load: staging.OperandLoad, k: Index, stage: Index
     ) -> None:
-        choice, k_start = at_k_step(operand, tile.k_first + k, config.tile_k)
+        choice, k_start = at_k_step(operand, tile.k_first + k, tile_k(operand_load.box_smem.dtype))
         into = dataclasses.replace(
             operand_load, box_smem=operand_load.box_smem.at[stage], barrier=buffers.full_at(piece, stage)
         )

@@ -34,6 +34,7 @@ from overlap.kernels.hooks import SideBySide
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
+from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
@@ -70,7 +71,7 @@ class Buffers:
     Attributes:
       lhs: the stages of the left operand: (box, mma, …), each [stages, ...].
       rhs: the stages of the right operand: (box, mma, …), each [stages, ...].
-      out: the epilogue buffers, (box, mma, …): [warpgroups, epilogue buffers, boxes, rows, columns].
+      out: the epilogue buffers, (box, mma, …): [warpgroups, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which the readers of a stage arrive to release it.
       rows: how many rows of the left operand are loaded into a stage (this field and the following ones, up to
@@ -233,12 +234,12 @@ def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
 def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
     """Returns the fields of `Buffers`, as scratch types for `pl.run_scoped`."""
     dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
-    width, stages, tile_k = atom(dtype), config.stages, config.tile_k
-    lhs_box, lhs_mma = _operand(config.tile_m, tile_k, width, layouts.transpose_lhs)
-    rhs_box, rhs_mma = _operand(plan.rhs_columns, tile_k, width, not layouts.transpose_rhs)
+    width, stages = atom(dtype), config.stages
+    lhs_box, lhs_mma = _operand(config.tile_m, width, layouts.transpose_lhs)
+    rhs_box, rhs_mma = _operand(plan.rhs_columns, width, not layouts.transpose_rhs)
     out_width = atom(types.out_dtype)
-    out_boxes = config.epilogue_tile_n // out_width
-    out = (wg_tile.warpgroups, config.epilogue_buffers, out_boxes, wg_tile.rows, out_width)
+    out_boxes = EPILOGUE_COLUMNS // out_width
+    out = (wg_tile.warpgroups, out_boxes, wg_tile.rows, out_width)
     # Terms (peers' parts) are loaded into the pipeline stages of one operand, whose shared memory they reuse: of `lhs`
     # if one of its stages can hold one box per warpgroup tile, else of `rhs`. A stage of terms is as large as a stage
     # of that operand.
@@ -304,9 +305,9 @@ def _mail(readers: int) -> Mail:
     )
 
 
-def _operand(tile: int, tile_k: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _operand(tile: int, width: int, across: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of the box and mma views of one k step of an operand; `across`: its rows run along m or n."""
-    return ((tile // width, tile_k, width), (tile_k, tile)) if across else ((tile, tile_k), (tile, tile_k))
+    return ((tile // width, width, width), (width, tile)) if across else ((tile, width), (tile, width))
 
 
 def copies_per_k_step(types: OperandTypes, plan: BufferPlan) -> int:

@@ -15,7 +15,6 @@ from overlap.kernels.mainloop import Loop
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import wait_stores_read
-from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index
 
 
@@ -26,7 +25,7 @@ class WarpgroupOutput:
     Attributes:
       tile: the output tile.
       corner: first row and column of the warpgroup tile within the output tile.
-      warpgroup: the index of the warpgroup, whose epilogue buffers are used.
+      warpgroup: the index of the warpgroup, whose epilogue buffer is used.
       wg_tile_index: the index of the warpgroup tile within the output tile.
       epilogue_at: as in `Hooks`; None: the values are stored without an epilogue.
       terms: a function from the index of a box to the values that are added to it, for each block of rows; None:
@@ -65,18 +64,17 @@ def store(
         transposed if `WarpgroupTile.transposed` says so. Of each side if there are several (`Buffers.sides`).
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
-    num_buffers, wg_m, block_rows = config.epilogue_buffers, buffers.wg_tile.rows, buffers.wg_tile.block_rows
-    epilogue_buffer = remainder(index, num_buffers)
+    wg_m, block_rows = buffers.wg_tile.rows, buffers.wg_tile.block_rows
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row = tile.m * config.tile_m + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
-    box_views, register_views, *flat_views = (view.at[output.warpgroup, epilogue_buffer] for view in buffers.out)
+    box_views, register_views, *flat_views = (view.at[output.warpgroup] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # An epilogue tile is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
-    # The last store from this buffer was `num_buffers` stores ago, possibly while the previous tile was stored.
-    wait_stores_read(num_buffers - 1)
+    # The last store has read the epilogue buffer, possibly while the previous tile was stored.
+    wait_stores_read(0)
     loaded: list[BarrierRef] = []
     # The addend is added once, to the whole sum. So it is not added to a part of a peer's tile.
     addend_at = hooks.addend_at if output.boxes is None else None

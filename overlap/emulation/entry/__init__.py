@@ -1,0 +1,1 @@
+"""The ways in: `emulate`, the lowering of kernels on CPU devices, sequences of launches and their replay."""
