@@ -132,7 +132,7 @@ INJECTED = {
     "refill one late": ("pair", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
     "same columns": ("pair", "Mismatch", slip(produce, "_operand_loads", {"rhs_start + me *": "rhs_start + 0 *"})),
     "own part": ("pair", "Mismatch", slip(staging, "_load_box", {" - rank * sizes[along]": ""})),
-    "a store less": ("one", "TMA store, read", slip(store, "store", {"_buffers - 1)": "_buffers)"}, finish)),
+    "a store less": ("one", "TMA store, read", slip(store, "store", {"_stores_read(0)": "_stores_read(1)"}, finish)),
     "mail too early": ("scatter", "missed phase", slip(drawn, "for_each", {WORK: "", NEXT: WORK + NEXT})),
     "turns by tile": ("pairs", "deadlock", take_turns_by_the_tile),
     "load too many": ("ring, one load", "", slip(TERMS, "begin", {"min(TERM_BUFFERS, self.loads)": "TERM_BUFFERS"})),

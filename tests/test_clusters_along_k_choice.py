@@ -147,7 +147,12 @@ def test_the_fewest_rows_are_tried_first():
         (Problem("matmul", 64, 384, 9152, "bfloat16", "bfloat16"), B200),
         *(
             (Problem(name, 64, 512, 9152, "bfloat16", "bfloat16", devices=4), H200)
-            for name in ("all_gather_lhs_matmul", "all_gather_rhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+            for name in (
+                "all_gather_lhs_matmul",
+                "all_gather_rhs_matmul_n",
+                "matmul_reduce_scatter",
+                "matmul_all_reduce",
+            )
         ),
     ],
     ids=str,

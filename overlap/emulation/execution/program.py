@@ -26,7 +26,7 @@ from .references import RefPath
 
 Function = Callable[[Any], Any]
 # The functions in this folder are called by kernels. Reports name the line of the call.
-_PRIMITIVES = f"{pathlib.Path(__file__).parent.parent / 'primitives'}{os.sep}"
+_PRIMITIVES = f"{pathlib.Path(__file__).parents[2] / 'primitives'}{os.sep}"
 _MOST_FRAMES = 100
 _HANDLERS: dict[str, Callable[..., Any]] = {}
 
