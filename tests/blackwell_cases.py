@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import overlap
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.target import Target, emulating
 from overlap.single_gpu import product as single_gpu

@@ -12,7 +12,8 @@ import pytest
 
 import overlap
 from overlap.emulation import EmulationError
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.target import Target
 from overlap.single_gpu import product

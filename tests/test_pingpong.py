@@ -12,7 +12,8 @@ import pytest
 
 import overlap
 from overlap.emulation import EmulationError, emulate
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.layouts import PLAIN
 from overlap.kernels.limits import Sizes

@@ -17,7 +17,8 @@ from overlap import primitives
 from overlap.collectives import communicator, transport
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import partial_sums, product_kernel
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
 from overlap.kernels.hopper import mainloop as hopper

@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap.emulation import EmulationError, emulate
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.tma import staging

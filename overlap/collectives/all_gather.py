@@ -13,19 +13,23 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
+from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.axis import require_peers, untried
-from overlap.collectives.backward import AS_BEFORE, backward
+from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.pull_transport import PullTransport
+from overlap.collectives.ring_transport import RingTransport
+from overlap.collectives.transport import Transport
 from overlap.frame import sharded
-from overlap.frame.normalize import Call
-from overlap.frame.operands import LaunchPlan, Operands, sizes
-from overlap.frame.operation import NOTHING_GATHERED, Operation
+from overlap.frame.operands import Operands, Results, folded, sizes
+from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import Dimension
+from overlap.kernels.operations import GATHER_LHS, Dimension
 from overlap.kernels.target import Target
-from overlap.kernels.varying import axes_of, part_of, varying
+from overlap.kernels.varying import axes_of, part_of, same_along, varying
 from overlap.primitives import PeerGroup
+from overlap.single_gpu.matmul import Matmul
 
 _XLA = 'use implementation="xla"'
 
@@ -72,7 +76,6 @@ class AllGather(Operation):
         return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
 
     def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
-        del call
         return dispatch.Circumstances(why_not_by_default=untried(self.group, mesh))
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
@@ -169,36 +172,6 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._move_shards(cotangents, layouts, self._scatter)
 
-    def lhs_cotangent(
-        self,
-        gs: Sequence[jax.Array],
-        rhs_list: Sequence[jax.Array],
-        passenger: jax.Array | None,
-        dtype: Any,
-        plan: LaunchPlan,
-    ) -> tuple[jax.Array, jax.Array | None] | None:
-        # The cotangent of `lhs` is a sum of products and a reduce-scatter. The import is here because the modules need
-        # each other.
-        from overlap.collectives.reduce_scatter import MatmulReduceScatter
-
-        if self.along != "m" or plan.layouts.transpose_lhs:
-            return None
-        if any(g.dtype != rhs.dtype or rhs.ndim > 2 for g, rhs in zip(gs, rhs_list, strict=True)):
-            return None
-        transport = "ring" if self.transport == "ring" else "push"
-        scatter = MatmulReduceScatter(self.group, transport=transport, transport_reason=AS_BEFORE)
-        # Chunks of a passenger are whole rows, or parts of 16 bytes, and pass through buffers of the result's dtype. On
-        # the ring, devices read nothing of their peers. Else XLA gathers.
-        if passenger is not None:
-            row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
-            by_xla = self.transport == "ring" or passenger.dtype != dtype
-            if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
-                passenger = None
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
-        purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
-        found = backward(scatter, gs, rhs_list, dtype, layouts, plan, purpose, passenger)
-        return found if found is None or passenger is not None else (found, None)
-
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
@@ -240,22 +213,99 @@ class AllGather(Operation):
         return None
 
 
-def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Returns the operands with scales that have the leading dimensions of the left operand.
+TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTransport()}
 
-    This applies to the left operand's scales, of rows or of blocks.
 
-    Args:
-      operands: the operands. Their scales may lack the leading dimensions.
-      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
-        scales.
+@dataclasses.dataclass(frozen=True)
+class AllGatherLhs(AllGather):
+    """A product whose left operand is gathered. See `AllGather`.
+
+    Attributes:
+      transport_reason: why the transport is used.
+      returns_gathered: whether the gathered left operand is a result as well.
+      combines: as in `Operation`.
+      transpose: makes the operation that computes the cotangent of `lhs`; None: XLA does.
     """
-    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
-    if blocks is not None:
-        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
-    if rows is not None and rows.ndim < lhs.ndim - 1:
-        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
-    if not keep:
-        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
-        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
-    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)
+
+    transport_reason: str = ""
+    returns_gathered: bool = False
+    combines: bool = False
+    transpose: Transpose | None = None
+
+    spec = GATHER_LHS
+    has_batch = True
+
+    @property
+    def apart(self) -> Operation:
+        return dataclasses.replace(self, combines=False)
+
+    @property
+    def takes_block_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        # Scales of blocks must travel with the rows, which the transport "ring" does not do.
+        return TRANSPORTS[self.transport].brings_scales
+
+    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+        others = super().circumstances(call, mesh)
+        if self.group.size == 1:
+            return others
+        needs = TRANSPORTS[self.transport].needs_all_ctas
+        return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.why_not_by_default)
+
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
+        config: Any = plan.config
+        if self.group.size == 1:
+            outs, gathered = self._on_one_device(operands, plan)
+        elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
+            outs, gathered = joined.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
+        else:
+            outs, gathered = gathered_lhs.launch(
+                folded(operands, keep=True),
+                plan,
+                self.group,
+                TRANSPORTS[self.transport],
+                keeps_own=self.returns_gathered,
+            )
+        return outs, None if gathered is None else self.kept(gathered, operands.lhs)
+
+    def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
+        """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
+        of_one = Matmul(combines=self.combines)
+        of_rows, plan = folded(operands, keep=False), dataclasses.replace(plan, operation=of_one)
+        each = [of_rows] if self.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
+        outs = [out for given in each for out in of_one.launch(given, plan)[0]]
+        lhs = operands.lhs
+        return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
+
+    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
+        """Returns the gathered left operand, typed as the same on all devices of the group; None if it is no result.
+
+        Along other mesh axes its type varies as the type of `lhs` does.
+        """
+        if not self.returns_gathered:
+            return None
+        return same_along(gathered_lhs, {*self.group.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        rhs_list: Sequence[jax.Array],
+        passenger: jax.Array | None,
+        dtype: Any,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, jax.Array | None] | None:
+        # The cotangent of `lhs` is a sum of products and a reduce-scatter.
+        if self.transpose is None or plan.layouts.transpose_lhs:
+            return None
+        if any(g.dtype != rhs.dtype or rhs.ndim > 2 for g, rhs in zip(gs, rhs_list, strict=True)):
+            return None
+        # Chunks of a passenger are whole rows, or parts of 16 bytes, and pass through buffers of the result's dtype. On
+        # the ring, devices read nothing of their peers. Else XLA gathers.
+        if passenger is not None:
+            row_bytes = passenger.shape[-1] * passenger.dtype.itemsize
+            by_xla = self.transport == "ring" or passenger.dtype != dtype
+            if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
+                passenger = None
+        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
+        found = backward(self.transpose(self), gs, rhs_list, dtype, layouts, plan, purpose, passenger)
+        return found if found is None or passenger is not None else (found, None)

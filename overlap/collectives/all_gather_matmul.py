@@ -12,128 +12,37 @@ Source: the collective matmul of Wang et al., "Overlap Communication with Depend
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.collectives import gathered_lhs, joined
-from overlap.collectives.all_gather import AllGather, folded
+from overlap.collectives.all_gather import TRANSPORTS, AllGatherLhs
 from overlap.collectives.axis import peer_group_of
-from overlap.collectives.pull_transport import PullTransport
-from overlap.collectives.ring_transport import RingTransport
-from overlap.collectives.transport import Transport
+from overlap.collectives.transposes import transposed
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call
-from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import LaunchPlan, Operands, Results
-from overlap.frame.operation import Operation
-from overlap.frame.signatures import AnyArray, AxisName, Scale
+from overlap.frame.normalize import normalize
+from overlap.frame.operation import Call
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_LHS
-from overlap.kernels.varying import axes_of, same_along
-from overlap.single_gpu.matmul import Matmul
 
 NAME = GATHER_LHS.function
 GatherTransport = Literal["pull", "ring"]
-TRANSPORTS: dict[str, Transport] = {"pull": PullTransport(), "ring": RingTransport()}
 
 
-@dataclasses.dataclass(frozen=True)
-class AllGatherLhs(AllGather):
-    """A product whose left operand is gathered. See `AllGather`.
-
-    Attributes:
-      transport_reason: why the transport is used.
-      returns_gathered: whether the gathered left operand is a result as well.
-      combines: as in `Operation`.
-    """
-
-    transport_reason: str = ""
-    returns_gathered: bool = False
-    combines: bool = False
-
-    spec = GATHER_LHS
-    has_batch = True
-
-    @property
-    def apart(self) -> Operation:
-        return dataclasses.replace(self, combines=False)
-
-    @property
-    def takes_block_scales(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Scales of blocks must travel with the rows, which the transport "ring" does not do.
-        return TRANSPORTS[self.transport].brings_scales
-
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
-        others = super().circumstances(call, mesh)
-        if self.group.size == 1:
-            return others
-        needs = TRANSPORTS[self.transport].needs_all_ctas
-        return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.why_not_by_default)
-
-    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        config: Any = plan.config
-        if self.group.size == 1:
-            outs, gathered = self._on_one_device(operands, plan)
-        elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
-            outs, gathered = joined.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
-        else:
-            outs, gathered = gathered_lhs.launch(
-                folded(operands, keep=True),
-                plan,
-                self.group,
-                TRANSPORTS[self.transport],
-                keeps_own=self.returns_gathered,
-            )
-        return outs, None if gathered is None else self.kept(gathered, operands.lhs)
-
-    def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
-        """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
-        of_one = Matmul(combines=self.combines)
-        of_rows, plan = folded(operands, keep=False), dataclasses.replace(plan, operation=of_one)
-        each = [of_rows] if self.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
-        outs = [out for given in each for out in of_one.launch(given, plan)[0]]
-        lhs = operands.lhs
-        return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
-
-    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """Returns the gathered left operand, typed as the same on all devices of the group; None if it is no result.
-
-        Along other mesh axes its type varies as the type of `lhs` does.
-        """
-        if not self.returns_gathered:
-            return None
-        return same_along(gathered_lhs, {*self.group.names, *(axes_of(gathered_lhs) - axes_of(lhs))})
-
-
-def prepare(
-    lhs: Any,
-    rhs: Any,
-    axis_name: Any,
-    *,
-    transport: str | None = None,
-    return_gathered: bool = False,
-    mesh: Any = None,
-    **keywords: Any,
-) -> tuple[AllGatherLhs, Call]:
+def prepare(given: Arguments) -> tuple[AllGatherLhs, Call]:
     """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    returns = arguments.flag("return_gathered", return_gathered)
-    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
-    chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
+    returns = arguments.flag("return_gathered", given.return_gathered)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
+    chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    combines = activations.takes_all(keywords.get("activation"), rhs)
-    operation = AllGatherLhs(group, reason, returns, combines, transport=chosen or "pull")
-    return operation, normalize(operation, lhs, rhs, **keywords)
-
-
-def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
-    """Checks a call of `all_gather_lhs_matmul` and says what would run. Same arguments and errors."""
-    return call.explain(prepare, *args, **keywords)
+    combines = activations.takes_all(given.activation, given.rhs)
+    operation = AllGatherLhs(group, reason, returns, combines, transport=chosen or "pull", transpose=transposed)
+    return operation, normalize(operation, given)
 
 
 # --- The public function: the type of its result depends on `rhs`, `return_gathered` and `activation` -----------------
@@ -387,4 +296,23 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(prepare, **locals())
+    return call.run(
+        prepare,
+        Arguments(
+            lhs,
+            rhs,
+            axis_name,
+            addend=addend,
+            bias=bias,
+            activation=activation,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            transpose_lhs=transpose_lhs,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            config=config,
+            implementation=implementation,
+            return_gathered=return_gathered,
+            transport=transport,
+        ),
+    )

@@ -16,20 +16,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import gathered_rhs
-from overlap.collectives.all_gather import AllGather, folded
+from overlap.collectives.all_gather import AllGather
 from overlap.collectives.axis import peer_group_of
 from overlap.frame import arguments, call
-from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import LaunchPlan, Operands, Results
-from overlap.frame.signatures import AnyArray, AxisName, Scale
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import Operands, Results, folded
+from overlap.frame.operation import Call, LaunchPlan
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_RHS_K, GATHER_RHS_N, OperationSpec
 from overlap.single_gpu.matmul import MATMUL
@@ -55,30 +54,16 @@ class AllGatherRhs(AllGather):
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 
 
-def prepare(
-    lhs: Any,
-    rhs: Any,
-    axis_name: Any,
-    *,
-    gather_dimension: Any,
-    mesh: Any = None,
-    transpose_rhs: Any = False,
-    **keywords: Any,
-) -> tuple[AllGatherRhs, Call]:
+def prepare(given: Arguments) -> tuple[AllGatherRhs, Call]:
     """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh, more=", gather_dimension=…")
-    transposed = arguments.flag("transpose_rhs", transpose_rhs)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh, more=", gather_dimension=…")
+    transposed = arguments.flag("transpose_rhs", given.transpose_rhs)
     first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
     dimension = arguments.index(
-        "gather_dimension", gather_dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})"
+        "gather_dimension", given.gather_dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})"
     )
     operation = AllGatherRhs(group, spec=GATHER_RHS_K if (dimension == 0) != transposed else GATHER_RHS_N)
-    return operation, normalize(operation, lhs, rhs, transpose_rhs=transposed, **keywords)
-
-
-def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
-    """Checks a call of `all_gather_rhs_matmul` and says what would run. Same arguments and errors."""
-    return call.explain(prepare, *args, **keywords)
+    return operation, normalize(operation, given)
 
 
 def all_gather_rhs_matmul(
@@ -162,4 +147,22 @@ def all_gather_rhs_matmul(
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
     """
-    return call.run(prepare, **locals())
+    return call.run(
+        prepare,
+        Arguments(
+            lhs,
+            rhs,
+            axis_name,
+            addend=addend,
+            bias=bias,
+            activation=activation,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            transpose_lhs=transpose_lhs,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            config=config,
+            implementation=implementation,
+            gather_dimension=gather_dimension,
+        ),
+    )

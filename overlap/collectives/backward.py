@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 from overlap.choice.dispatch import Explanation
 from overlap.frame import call
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import LaunchPlan
-from overlap.frame.operation import Operation
+from overlap.frame.operation import LaunchPlan, Operation
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
-# The reason given for the transport in a backward pass.
-AS_BEFORE = "as in the forward pass"
+# Makes the operation that computes the cotangent of the left operand of another.
+Transpose = Callable[[Any], Operation]
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
 
@@ -68,11 +68,13 @@ def backward(
         return None
     transposed = normalize(
         operation,
-        lefts if operation.sums_pairs else lefts[0],
-        rights if operation.sums_pairs or operation.takes_lists else rights[0],
-        transpose_lhs=layouts.transpose_lhs,
-        transpose_rhs=layouts.transpose_rhs,
-        preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
+        Arguments(
+            lefts if operation.sums_pairs else lefts[0],
+            rights if operation.sums_pairs or operation.takes_lists else rights[0],
+            transpose_lhs=layouts.transpose_lhs,
+            transpose_rhs=layouts.transpose_rhs,
+            preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
+        ),
     )
     if passenger is not None:
         operands = dataclasses.replace(transposed.operands, passenger=passenger)

@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from overlap.collectives.gather_refs import Inputs, Outputs
 from overlap.collectives.schedule import AllGatherSchedule
 from overlap.collectives.transport import Shards, Transport
-from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
+from overlap.frame.operands import Operands, Results, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile

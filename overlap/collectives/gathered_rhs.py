@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.rhs_schedule import GatherRhsSchedule
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile

@@ -34,11 +34,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
-from overlap.collectives.all_gather import folded
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.gather_refs import Inputs, Outputs
 from overlap.collectives.joined_schedule import JoinedSchedule
-from overlap.frame.operands import LaunchPlan, Operands, Results, sizes
+from overlap.frame.operands import Operands, Results, folded, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile

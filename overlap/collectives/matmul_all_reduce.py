@@ -19,14 +19,14 @@ import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives.axis import peer_group_of
 from overlap.collectives.summed import XLA, Summed
 from overlap.frame import arguments, call
-from overlap.frame.normalize import Call, normalize
-from overlap.frame.operands import LaunchPlan, Operands, Results
-from overlap.frame.signatures import AnyArray, AxisName, Scale
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import Operands, Results
+from overlap.frame.operation import Call, LaunchPlan
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
@@ -73,15 +73,10 @@ class MatmulAllReduce(Summed):
         return lax.psum(cotangent, self.group.axis_name)
 
 
-def prepare(lhs: Any, rhs: Any, axis_name: Any, *, mesh: Any = None, **keywords: Any) -> tuple[MatmulAllReduce, Call]:
+def prepare(given: Arguments) -> tuple[MatmulAllReduce, Call]:
     """Checks the arguments of `matmul_all_reduce` and brings them into one form; see `overlap.frame.call`."""
-    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(axis_name), mesh))
-    return operation, normalize(operation, lhs, rhs, **keywords)
-
-
-def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
-    """Checks a call of `matmul_all_reduce` and says what would run. Same arguments and errors."""
-    return call.explain(prepare, *args, **keywords)
+    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh))
+    return operation, normalize(operation, given)
 
 
 def matmul_all_reduce(
@@ -169,4 +164,21 @@ def matmul_all_reduce(
     Source: the row-parallel layer of Shoeybi et al., "Megatron-LM" (2019); reduce-scatter and all-gather as one
     all-reduce as in Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
     """
-    return call.run(prepare, **locals())
+    return call.run(
+        prepare,
+        Arguments(
+            lhs,
+            rhs,
+            axis_name,
+            addend=addend,
+            bias=bias,
+            activation=activation,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            transpose_lhs=transpose_lhs,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            config=config,
+            implementation=implementation,
+        ),
+    )

@@ -18,14 +18,15 @@ from typing import Any, Literal
 import jax
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import communicator
 from overlap.collectives.axis import peer_group_of
 from overlap.collectives.reduce_scatter import MatmulReduceScatter
+from overlap.collectives.transposes import transposed
 from overlap.frame import arguments, call
-from overlap.frame.normalize import Call, normalize
-from overlap.frame.signatures import AnyArray, AxisName, Scale
+from overlap.frame.normalize import normalize
+from overlap.frame.operation import Call
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import SCATTER_M, SCATTER_N
 
@@ -35,34 +36,21 @@ ScatterTransport = Literal["push", "ring"]
 TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
 
 
-def prepare(
-    lhs: Any,
-    rhs: Any,
-    axis_name: Any,
-    *,
-    scatter_dimension: Any = 0,
-    transport: Any = None,
-    mesh: Any = None,
-    **keywords: Any,
-) -> tuple[MatmulReduceScatter, Call]:
+def prepare(given: Arguments) -> tuple[MatmulReduceScatter, Call]:
     """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(axis_name), mesh)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
     dimension = arguments.index(
-        "scatter_dimension", scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
+        "scatter_dimension", given.scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )
-    chosen: Any = arguments.one_of("transport", transport, tuple(TRANSPORTS))
+    chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     operation = MatmulReduceScatter(
         group,
         spec=SCATTER_N if dimension else SCATTER_M,
         transport=chosen or "push",
         transport_reason="asked for" if chosen else TRANSPORTS["push"],
+        transpose=transposed,
     )
-    return operation, normalize(operation, lhs, rhs, **keywords)
-
-
-def decide(*args: Any, **keywords: Any) -> dispatch.Explanation:
-    """Checks a call of `matmul_reduce_scatter` and says what would run. Same arguments and errors."""
-    return call.explain(prepare, *args, **keywords)
+    return operation, normalize(operation, given)
 
 
 def matmul_reduce_scatter(
@@ -162,4 +150,23 @@ def matmul_reduce_scatter(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(prepare, **locals())
+    return call.run(
+        prepare,
+        Arguments(
+            lhs,
+            rhs,
+            axis_name,
+            addend=addend,
+            bias=bias,
+            activation=activation,
+            lhs_scale=lhs_scale,
+            rhs_scale=rhs_scale,
+            transpose_lhs=transpose_lhs,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            config=config,
+            implementation=implementation,
+            scatter_dimension=scatter_dimension,
+            transport=transport,
+        ),
+    )

@@ -48,7 +48,8 @@ from overlap.collectives.scattered_operands import (
     of_pairs,
     padded,
 )
-from overlap.frame.operands import LaunchPlan, Operands, sizes
+from overlap.frame.operands import Operands, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta

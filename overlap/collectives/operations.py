@@ -8,29 +8,36 @@ from typing import Any
 
 from overlap.choice.dispatch import Explanation
 from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
+from overlap.frame import call, explicit
 from overlap.frame.call import Prepare
+from overlap.frame.signatures import Arguments
 from overlap.single_gpu import matmul
 
 
 @dataclasses.dataclass(frozen=True)
 class Public:
-    """A public function, and what the frame needs to know of it.
+    """A public function.
 
     Attributes:
-      function: the public function.
+      function: the function.
       prepare: checks its arguments, see `overlap.frame.call`.
-      decide: says what a call with these arguments would run.
     """
 
     function: Callable[..., Any]
     prepare: Prepare
-    decide: Callable[..., Explanation]
+
+    def explain(self, given: Arguments) -> Explanation:
+        """Checks a call and says what would run. Raises the errors of the function."""
+        if self.function is matmul.matmul:
+            return explicit.explain(matmul.MATMUL, self.prepare, given)
+        return call.explain(self.prepare, given)
 
 
-PUBLIC = {
-    "matmul": Public(matmul.matmul, matmul.prepare, matmul.decide),
-    **{
-        module.NAME: Public(getattr(module, module.NAME), module.prepare, module.decide)
-        for module in (all_gather_matmul, all_gather_rhs_matmul, matmul_reduce_scatter, matmul_all_reduce)
-    },
-}
+_FUNCTIONS = (
+    Public(matmul.matmul, matmul.prepare),
+    Public(all_gather_matmul.all_gather_lhs_matmul, all_gather_matmul.prepare),
+    Public(all_gather_rhs_matmul.all_gather_rhs_matmul, all_gather_rhs_matmul.prepare),
+    Public(matmul_reduce_scatter.matmul_reduce_scatter, matmul_reduce_scatter.prepare),
+    Public(matmul_all_reduce.matmul_all_reduce, matmul_all_reduce.prepare),
+)
+PUBLIC = {public.function.__name__: public for public in _FUNCTIONS}

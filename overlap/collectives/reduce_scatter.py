@@ -9,9 +9,10 @@ from typing import Any, Literal
 import jax
 from jax import lax
 
-from overlap.collectives.backward import AS_BEFORE, backward
+from overlap.collectives.backward import Transpose, backward
 from overlap.collectives.summed import Summed
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
 from overlap.kernels.varying import varying
@@ -25,11 +26,13 @@ class MatmulReduceScatter(Summed):
       spec: which of the two: rows or columns scattered.
       transport: how the parts travel in the fused kernel.
       transport_reason: why the transport is used; empty if there is no choice.
+      transpose: makes the operation that computes the cotangent of `lhs`; None: XLA does.
     """
 
     spec: OperationSpec = dataclasses.field(default=SCATTER_M, kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
     transport: Literal["push", "ring"] = dataclasses.field(default="push", kw_only=True)
     transport_reason: str = dataclasses.field(default="", kw_only=True)
+    transpose: Transpose | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def takes_more_rows(self) -> bool:
@@ -69,7 +72,6 @@ class MatmulReduceScatter(Summed):
     def scattered(
         self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
     ) -> Operands:
-        del layouts
         rows = operands.passenger
         if rows is None:
             return cotangents
@@ -82,18 +84,14 @@ class MatmulReduceScatter(Summed):
     def lhs_and_product_cotangents(
         self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: Any, plan: LaunchPlan
     ) -> tuple[Sequence[jax.Array], jax.Array] | None:
-        # The cotangent of `lhs` is an all-gather and a product. The import is here because the modules need each other.
-        from overlap.collectives import all_gather_matmul
-
-        if self.dimension != "m" or plan.layouts.transpose_lhs:
+        # The cotangent of `lhs` is an all-gather and a product.
+        if self.transpose is None or self.dimension != "m" or plan.layouts.transpose_lhs:
             return None
         if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
             return None
-        transport = "ring" if self.transport == "ring" else "pull"
-        gather = all_gather_matmul.AllGatherLhs(self.group, AS_BEFORE, returns_gathered=True, transport=transport)
         layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
         purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
-        return backward(gather, [cotangent], rights, dtype, layouts, plan, purpose)
+        return backward(self.transpose(self), [cotangent], rights, dtype, layouts, plan, purpose)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.frame.operands import LaunchPlan, Operands
+from overlap.frame.operands import Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
 from overlap.kernels.hooks import ByKStep, OneOf

@@ -13,9 +13,8 @@ from overlap.choice.problem import Problem
 from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
 from overlap.frame import sharded
-from overlap.frame.normalize import Call
-from overlap.frame.operands import LaunchPlan, Operands, Results, as_rows, sizes
-from overlap.frame.operation import Operation
+from overlap.frame.operands import Operands, Results, as_rows, sizes
+from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -143,7 +142,6 @@ class Summed(Operation):
         return dataclasses.replace(operands, lhs=varying(operands.lhs, self.group.names))
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        del plan
         if axis_size < 1:
             return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
         if any((*is_batched.rights, *(is_batched.column_scales or ()))):

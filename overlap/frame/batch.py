@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from overlap.choice.choose import is_collecting
 from overlap.frame import arguments, by_xla
-from overlap.frame.operands import LaunchPlan, Leaf, Operands, Results, in_f32, sizes
+from overlap.frame.operands import Leaf, Operands, Results, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import launch
 
 # The fields of `Operands` for which a kernel may have a batch dimension, with their ranks without it.
@@ -45,7 +46,7 @@ def batched(
     if axis_size == 0:
         return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in plan.result_widths(one)), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
-        bare = in_f32(one, plan)
+        bare = plan.in_f32(one)
         if bare.config is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
@@ -61,7 +62,7 @@ def batched(
 
 def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:
     def one(operands: Operands) -> Results:
-        return by_xla.whole(operands, plan, plan.bound_activation(operands))
+        return plan.by_xla(operands, plan.bound_activation(operands))
 
     return jax.vmap(one, (_axes(is_batched),), axis_size=axis_size)(operands)
 

@@ -1,8 +1,6 @@
-"""Products by XLA: whole operations with their epilogues, and the products of the backward passes."""
+"""Products by XLA with their epilogues, and the products of the backward passes."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 from jax import lax
@@ -10,7 +8,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame import block_scales
 from overlap.frame.activation import BoundActivation
-from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator
+from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.layouts import OperandLayouts
 
 
@@ -61,23 +59,3 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
 
     axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
-
-
-def whole(operands: Operands, plan: LaunchPlan, activation: BoundActivation) -> Results:
-    """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
-
-    Products that are summed over devices are rounded to the results' dtype before they are sent.
-    """
-    operation, out_dtype = plan.operation, plan.out_dtype
-    gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, plan.layouts))
-    if not operation.reduces:
-        outs = products(gathered, plan.layouts, out_dtype, activation)
-        return outs, operation.kept(gathered.lhs, operands.lhs)
-    bare = dataclasses.replace(gathered, biases=None, addends=None)
-    sums = tuple(map(operation.reduced, products(bare, plan.layouts, out_dtype, None)))
-    travelled = operation.gathered_passenger(operands)
-    if gathered.biases is None and gathered.addends is None and activation is None:
-        return sums, travelled
-    rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
-    wide = accumulator(operands.lhs.dtype)
-    return finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled

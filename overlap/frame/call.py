@@ -9,56 +9,29 @@ The fused kernel lies behind a primitive of jax, which has its own rules for der
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from overlap import _settings
 from overlap.choice import dispatch
-from overlap.frame import arguments, by_xla, sharded
+from overlap.frame import arguments, sharded
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
-from overlap.frame.normalize import ARRAYS, Call
-from overlap.frame.operands import LaunchPlan, Operands, Results
-from overlap.frame.operation import Operation
+from overlap.frame.operands import Operands, Results
+from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.primitive import Primitive
-from overlap.frame.signatures import AnyMesh
+from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
-Prepare = Callable[..., tuple[Operation, Call]]
+Prepare = Callable[[Arguments], tuple[Operation, Call]]
 
 
-def check_choice(config: Any, implementation: Any) -> None:
-    """Raises ValueError if `config` is no configuration, or `implementation` no implementation.
-
-    `decide` makes the same checks. Call this function in code that uses one of the two arguments before `decide`.
-    """
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    arguments.config(config)
-
-
-def _check(operation: Operation, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
-    operation.check_keywords(call)
-    operation.check(call, config, target, mesh)
-
-
-def require_config(operation: Operation, call: Call, config: Config, mesh: AnyMesh | None = None) -> None:
-    """Raises ValueError if a configuration contradicts itself, the call or the device. The activation is not needed."""
-    with contextlib.suppress(NotImplementedError):
-        _check(operation, call, config, dispatch.target(mesh), mesh)
-
-
-def _prepared(
-    prepare: Prepare, config: Any, implementation: Any, args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[Operation, Call]:
-    """Prepares a call. Raises ValueError for a wrong `config` or `implementation` before the activation is called."""
-    check_choice(config, implementation)
-    if config is not None and keywords.get("activation") is not None:
-        check = functools.partial(require_config, config=config, mesh=keywords.get("mesh"))
-        keywords = keywords | {"before_activation": check}
-    return prepare(*args, **keywords)
+def check_choice(given: Arguments) -> None:
+    """Raises ValueError if `config` is no configuration, or `implementation` no implementation."""
+    arguments.one_of("implementation", given.implementation, dispatch.IMPLEMENTATIONS)
+    arguments.config(given.config)
 
 
 def decide(
@@ -67,9 +40,9 @@ def decide(
     """Returns what would run, and why. Raises as the operation does."""
 
     def check(config: Config, target: Target) -> None:
-        _check(operation, call, config, target, mesh)
+        operation.check_keywords(call)
+        operation.check(call, config, target, mesh)
 
-    check_choice(config, implementation)
     _settings.require_valid()
     target = dispatch.target(mesh)
     if reason := _why_not_fused(call.operands):
@@ -87,11 +60,19 @@ def _why_not_fused(operands: Operands) -> str:
     return next(filter(None, (arguments.why_symbolic(*shape) for shape in shapes)), "")
 
 
-def run(prepare: Prepare, *, config: Config | None = None, implementation: str | None = None, **given: Any) -> Any:
-    """Runs a public operation on the arguments `given`, all by keyword."""
-    arguments.require_values(**{name: given[name] for name in ARRAYS if name in given})
-    operation, call = _prepared(prepare, config, implementation, (), given)
-    return run_prepared(operation, call, config=config, implementation=implementation)
+def run(prepare: Prepare, given: Arguments) -> Any:
+    """Runs a public operation."""
+    arguments.require_values(**given.arrays)
+    check_choice(given)
+    operation, call = prepare(given)
+    return run_prepared(operation, call, config=given.config, implementation=given.implementation)
+
+
+def explain(prepare: Prepare, given: Arguments) -> dispatch.Explanation:
+    """Checks a call of a public operation and says what would run. Same arguments and errors."""
+    check_choice(given)
+    operation, call = prepare(given)
+    return decide(operation, call, given.config, given.implementation, given.mesh)
 
 
 def run_prepared(
@@ -118,22 +99,9 @@ def run_prepared(
         must_fuse=by_user and implementation == "fused",
     )
     if choice.config is None:
-        return call.restore(by_xla.whole(call.operands, plan, call.by_xla))
+        return call.restore(plan.by_xla(call.operands, call.by_xla))
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
-
-
-def explain(
-    prepare: Prepare,
-    *args: Any,
-    config: Config | None = None,
-    implementation: str | None = None,
-    mesh: AnyMesh | None = None,
-    **keywords: Any,
-) -> dispatch.Explanation:
-    """Checks a call of a public operation and says what would run. Same arguments and errors."""
-    operation, call = _prepared(prepare, config, implementation, args, {"mesh": mesh, **keywords})
-    return decide(operation, call, config, implementation, mesh)
 
 
 def fused(operands: Operands, plan: LaunchPlan) -> Results:

@@ -23,7 +23,8 @@ from jax.typing import DTypeLike
 from overlap.frame import by_xla
 from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, LaunchPlan, Operands, Results, in_f32
+from overlap.frame.operands import F32, Operands, Results
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.layouts import OperandLayouts
 
@@ -56,7 +57,7 @@ def derivative(
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
         # takes several products, z has the result's dtype.
-        bare, sums = in_f32(operands, plan), dataclasses.replace(operands, scalars=())
+        bare, sums = plan.in_f32(operands), dataclasses.replace(operands, scalars=())
         if plan.operation.combines or bare.config is None:
             bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
         several = plan.operation.combines and not bare.operation.takes_lists
@@ -68,7 +69,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=lambda given: by_xla.whole(given, plan, plan.bound_activation(given)),
+        by_xla=lambda given: plan.by_xla(given, plan.bound_activation(given)),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -87,7 +88,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
     def of_moved(*given: Any) -> Any:
         changed = dict(zip(moved, given, strict=True))
         values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
-        return by_xla.whole(values, plan, plan.bound_activation(values))
+        return plan.by_xla(values, plan.bound_activation(values))
 
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
@@ -108,44 +109,21 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
     is_kept = gathered is not None and operands.passenger is None
     d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
-    if not is_kept:
-        # (jax and XLA remove gathers that turn out to be unused.)
-        whole = operation.gathered(operands, plan.layouts)
-    else:
-        whole = operation.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
+    # (jax and XLA remove gathers that turn out to be unused.)
+    whole = operation.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
+    if is_kept:
         whole = dataclasses.replace(whole, lhs=gathered)
-    d_scalars = None
+    d_scalars = operands.scalars
     if plan.activation is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
-    d_rows, gs, d_lefts = None, list[jax.Array](), None
-    rest = {name: [] for name in ("column_scales", "biases", "addends")}
-    for index, ((rhs, column_scale, _, addend), d_sum) in enumerate(zip(whole.per_rhs, d_outs, strict=True)):
-        wants = wanted.per_rhs[index]
-        d_part, d_z = d_sum, d_sum.astype(F32)
-        d_sum = d_z
-        if operation.reduces:
-            # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
-            own, both = d_part.astype(plan.out_dtype), None
-            wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
-            if wanted_lefts and not whole.is_scaled:
-                both = operation.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
-            d_lefts, d_part = (None, operation.product_cotangent(own)) if both is None else both
-            d_z = d_part.astype(F32)
-        row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
-        column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
-        d_column = None
-        if wanted.row_scale is not None or wants[1] is not None:
-            pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
-            weighted = d_z * sum(_times(plan, *pair, plan.layouts, F32) for pair in pairs)
-            d_column = None if wants[1] is None else (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
-            if wanted.row_scale is not None:
-                d_rows = _add(d_rows, _sum_to_rank((weighted * column).sum(axis=-1), operands.row_scale.ndim))
-        # Where no scale has changed the cotangent, take it as it came: then it may have the operands' dtype, which a
-        # kernel needs, and not f32.
-        gs.append(d_z * row * column if whole.is_scaled else d_part)
-        rest["column_scales"].append(d_column)
-        rest["biases"].append(None if wants[2] is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))))
-        rest["addends"].append(None if wants[3] is None else _sum_to_rank(d_sum, addend.ndim))
+    d_parts, d_lefts = d_outs, None
+    if operation.reduces:
+        d_part, d_lefts = _through_sum(plan, d_outs[0], whole, wanted)
+        d_parts = (d_part,)
+    parts = [
+        _through_epilogue(plan, whole, wanted, index, *d) for index, d in enumerate(zip(d_outs, d_parts, strict=True))
+    ]
+    gs = [part.g for part in parts]
     direct, wanted_rights = None, (*wanted.rhs_list, *wanted.more_rights)
     if wanted.lhs is not None and not operation.reduces and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
@@ -161,21 +139,81 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
             for pair, dtype in zip(pairs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
         ]
     d_lhs, *more_lefts = d_lefts if operation.reduces else [functools.reduce(_add, d_lefts)]
-    d_rights = []
-    for (left, rhs, g), dtype in zip(pairs, wanted_rights, strict=True):
-        d_rights.append(None if dtype is None else _rhs_cotangent(plan, left, rhs, g, dtype))
-    given = {name: tuple(found) for name, found in rest.items() if getattr(operands, name) is not None}
+    d_rights = tuple(
+        None if dtype is None else _rhs_cotangent(plan, *pair, dtype)
+        for pair, dtype in zip(pairs, wanted_rights, strict=True)
+    )
     found = Operands(
         d_lhs,
-        tuple(d_rights[: len(whole.rhs_list)]),
-        row_scale=d_rows,
-        scalars=operands.scalars if d_scalars is None else d_scalars,
+        d_rights[: len(whole.rhs_list)],
+        row_scale=functools.reduce(_add, [part.row_scale for part in parts]),
+        column_scales=operands.column_scales and tuple(part.column_scale for part in parts),
+        biases=operands.biases and tuple(part.bias for part in parts),
+        addends=operands.addends and tuple(part.addend for part in parts),
+        scalars=d_scalars,
         more_lefts=tuple(more_lefts),
-        more_rights=tuple(d_rights[len(whole.rhs_list) :]),
-        **given,
+        more_rights=d_rights[len(whole.rhs_list) :],
     )
     found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
+
+
+def _through_sum(
+    plan: LaunchPlan, d_sum: jax.Array, whole: Operands, wanted: Operands
+) -> tuple[jax.Array, Sequence[jax.Array] | None]:
+    """The cotangent of a device's part of a sum over devices; and of all left operands, if one kernel computes both."""
+    # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
+    own = d_sum.astype(plan.out_dtype)
+    wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
+    if wanted_lefts and not whole.is_scaled:
+        both = plan.operation.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
+        if both is not None:
+            d_lefts, d_part = both
+            return d_part, d_lefts
+    return plan.operation.product_cotangent(own), None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The cotangents of one product, `g`, and of its epilogue; None for those that are not wanted."""
+
+    g: jax.Array
+    row_scale: jax.Array | None
+    column_scale: jax.Array | None
+    bias: jax.Array | None
+    addend: jax.Array | None
+
+
+def _through_epilogue(
+    plan: LaunchPlan, whole: Operands, wanted: Operands, index: int, d_out: jax.Array, d_part: jax.Array
+) -> _Part:
+    """The cotangents of the epilogue of result `index`, but for its activation, and of its product.
+
+    `whole` are the operands, gathered. `d_out` is the cotangent of what goes into the activation, and `d_part` that of
+    this device's part of it: another one where products are summed over devices.
+    """
+    rhs, column_scale, _, addend = whole.per_rhs[index]
+    _, wants_column, wants_bias, wants_addend = wanted.per_rhs[index]
+    d_sum, d_z = d_out.astype(F32), d_part.astype(F32)
+    row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
+    column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
+    d_row = d_column = None
+    if wanted.row_scale is not None or wants_column is not None:
+        pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
+        weighted = d_z * sum(_times(plan, *pair, plan.layouts, F32) for pair in pairs)
+        if wants_column is not None:
+            d_column = (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
+        if wanted.row_scale is not None and whole.row_scale is not None:
+            d_row = _sum_to_rank((weighted * column).sum(axis=-1), whole.row_scale.ndim)
+    return _Part(
+        # Where no scale has changed the cotangent, take it as it came: then it may have the operands' dtype, which a
+        # kernel needs, and not f32.
+        d_z * row * column if whole.is_scaled else d_part,
+        d_row,
+        d_column,
+        None if wants_bias is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))),
+        None if wants_addend is None else _sum_to_rank(d_sum, addend.ndim),
+    )
 
 
 def _add(total: Any, more: Any) -> Any:

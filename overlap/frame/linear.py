@@ -57,13 +57,11 @@ def linear_map(
 
 @_linear_p.def_impl
 def _evaluate(*values: jax.Array, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[jax.Array]:
-    del transpose, count
     return jaxpr_as_fun(forward)(*values)
 
 
 @_linear_p.def_abstract_eval
 def _types(*values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[Any]:
-    del values, transpose, count
     return forward.out_avals
 
 
@@ -95,7 +93,6 @@ def _jvp(
 def _transposed(
     cotangents: Sequence[Any], *values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int
 ) -> list[jax.Array | None]:
-    del forward
     types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
     wanted = [None if aval is None else aval.dtype for aval in types]
     results = transpose(values[:count], wanted, cotangents)

@@ -5,102 +5,35 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
-from overlap.frame.operands import Operands, Results, accumulator, sizes
+from overlap.frame.operands import Operands, accumulator, rhs_names
+from overlap.frame.operation import Call, Operation
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.layouts import OperandLayouts
 
-if TYPE_CHECKING:
-    from overlap.frame.operation import Operation
 
-ARRAYS = ("lhs", "rhs", "addend", "bias", "lhs_scale", "rhs_scale")
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A checked call, and how its results are brought back into the caller's form.
-
-    Attributes:
-      operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
-      layouts: how the operands lie in memory.
-      out_dtype: of all results.
-      activation: the traced activation; None for none.
-      by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
-        operands; None for none.
-      batch: the leading dimensions of the results.
-      container: list or tuple if the caller gave several right operands, else None.
-      given: the keywords of the epilogue that the caller gave.
-      combines: as in `Operation`.
-    """
-
-    operands: Operands
-    layouts: OperandLayouts
-    out_dtype: jnp.dtype
-    activation: activations.Activation | None
-    by_xla: activations.BoundActivation
-    batch: tuple[int, ...]
-    container: type | None
-    given: tuple[str, ...] = ()
-    combines: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """The right operands' names for messages: `rhs`, or `rhs[0]`, `rhs[1]`, … if the caller gave several."""
-        return _names(self.container, len(self.operands.rhs_list))
-
-    @property
-    def sizes(self) -> tuple[int | None, int, tuple[int, ...], int]:
-        """Batch (None if there is none), m, n of each right operand, and k, all per shard."""
-        return sizes(self.operands, self.layouts)
-
-    def restore(self, results: Results) -> Any:
-        """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
-        # If only one of several right operands has leading dimensions, only its result has them.
-        outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
-        result = outs[0] if self.container is None or self.combines else self.container(outs)
-        return result if gathered is None else (result, gathered)
-
-
-def normalize(
-    operation: Operation,
-    lhs: Any,
-    rhs: Any,
-    *,
-    addend: Any = None,
-    bias: Any = None,
-    activation: Any = None,
-    lhs_scale: Any = None,
-    rhs_scale: Any = None,
-    preferred_element_type: Any = None,
-    transpose_lhs: bool = False,
-    transpose_rhs: bool = False,
-    scalars: tuple[Any, ...] | None = None,
-    before_activation: Callable[[Operation, Call], None] | None = None,
-) -> Call:
+def normalize(operation: Operation, given: Arguments) -> Call:
     """Checks the arguments of a call and brings them into the form that kernels take.
 
-    The arguments are those of the public functions. Arrays may be `jax.ShapeDtypeStruct`s. If `activation` has been
-    traced already (an `Activation`), `scalars` are the scalars that it captures. `before_activation` is a further check
-    of the call. It gets the call without its activation, before `activation` is traced.
+    Arrays may be `jax.ShapeDtypeStruct`s. A `config` is checked before the activation is called.
 
     Raises:
-      ValueError: wrong ranks, dtypes or sizes.
+      ValueError: wrong ranks, dtypes or sizes, or a configuration that contradicts the call.
     """
     layouts = OperandLayouts(
-        arguments.flag("transpose_lhs", transpose_lhs), arguments.flag("transpose_rhs", transpose_rhs)
+        arguments.flag("transpose_lhs", given.transpose_lhs), arguments.flag("transpose_rhs", given.transpose_rhs)
     )
-    (lhs, rhs), *more = _pairs(operation, lhs, rhs, layouts)
+    (lhs, rhs), *more = _pairs(operation, given.lhs, given.rhs, layouts)
     more_lefts, more_rights = zip(*more, strict=True) if more else ((), ())
     container, rhs_list = _several(operation, rhs)
-    out_dtype = _checked(operation, lhs, rhs_list, container, preferred_element_type, layouts)
+    out_dtype = _checked(operation, lhs, rhs_list, container, given.preferred_element_type, layouts)
     batches = {tuple(x.shape[:-2]): None for x in (lhs, *more_lefts, *rhs_list, *more_rights) if len(x.shape) > 2}
     if len(batches) > 1:
         first, second, *_ = batches
@@ -118,37 +51,33 @@ def normalize(
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
     scaled = scales.Scaled(batch, m, widths, container is not None, operation.spec.gathers == "m")
-    blocks = block_scales.normalize(lhs_scale, rhs_scale, lhs, rhs_list, container is not None, layouts)
+    blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
-    row_scale, column_scales = scales.normalize(lhs_scale, rhs_scale, scaled, wide) if blocks is None else (None, None)
+    row_scale, column_scales = None, None
+    if blocks is None:
+        row_scale, column_scales = scales.normalize(given.lhs_scale, given.rhs_scale, scaled, wide)
     operands = Operands(
         lhs=_flat(lhs, 2),
         rhs_list=tuple(_flat(x, 2) for x in rhs_list),
         row_scale=None if row_scale is None else _flat(row_scale, 1),
         column_scales=column_scales,
-        biases=_biases(operation, bias, result, container, wide),
-        addends=_addends(operation, addend, result, batch, container, out_dtype),
+        biases=_biases(operation, given.bias, result, container, wide),
+        addends=_addends(operation, given.addend, result, batch, container, out_dtype),
         lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
         rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
         more_lefts=tuple(_flat(x, 2) for x in more_lefts),
         more_rights=tuple(_flat(x, 2) for x in more_rights),
     )
-    epilogue = dict(addend=addend, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale)
-    given = tuple(name for name, value in epilogue.items() if value is not None)
-    call = Call(operands, layouts, out_dtype, None, None, batch, container, given, operation.combines)
-    return call if activation is None else _with_activation(operation, call, activation, scalars, before_activation)
+    names = tuple(name for name, value in given.epilogue.items() if value is not None)
+    call = Call(operands, layouts, out_dtype, None, None, batch, container, names, operation.combines)
+    return call if given.activation is None else _with_activation(operation, call, given, given.activation)
 
 
-def _with_activation(
-    operation: Operation,
-    call: Call,
-    activation: Any,
-    scalars: tuple[Any, ...] | None,
-    before_activation: Callable[[Operation, Call], None] | None,
-) -> Call:
+def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Any) -> Call:
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
-    if before_activation is not None:
-        before_activation(operation, call)
+    if given.config is not None:
+        operation.require_config(call, given.config, given.mesh)
+    scalars = given.scalars
     if scalars is None:
         arrays = len(call.operands.rhs_list) if operation.combines else 1
         applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
@@ -209,11 +138,8 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
     if container is not None and not rhs:
         raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
     given = [rhs] if container is None else list(rhs)
-    return container, [arguments.array(name, x) for name, x in zip(_names(container, len(given)), given, strict=True)]
-
-
-def _names(container: type | None, count: int) -> list[str]:
-    return ["rhs"] if container is None else [f"rhs[{index}]" for index in range(count)]
+    names = rhs_names(container, len(given))
+    return container, [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
 
 
 def _checked(

@@ -13,27 +13,16 @@ elements along k are multiplied by their scale.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from overlap.choice.choose import choose_config
 from overlap.frame import arguments
-from overlap.frame.activation import Activation, BoundActivation, on_all
-from overlap.kernels import epilogue
-from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.target import Target
-
-if TYPE_CHECKING:
-    from overlap.frame.operation import Operation
 
 F32 = jnp.dtype(jnp.float32)
 # One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
@@ -149,91 +138,9 @@ class Operands:
         return list(zip(self.rhs_list, *columns, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class LaunchPlan:
-    """Everything about a product that is known when it is traced.
-
-    Attributes:
-      operation: the operation, with what is special about this call.
-      layouts: how the operands lie in memory.
-      out_dtype: the dtype of the results.
-      target: the device.
-      config: the fused kernel's configuration; None: XLA computes the product.
-      activation: the activation, of f32 values; None for none.
-      must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
-    """
-
-    operation: Operation
-    layouts: OperandLayouts
-    out_dtype: DTypeLike
-    target: Target
-    config: Config | None
-    activation: Activation | None = None
-    must_fuse: bool = False
-
-    def bound_activation(self, operands: Operands) -> BoundActivation:
-        """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
-        return self.activation and self._bound(functools.partial(self.activation, scalars=operands.scalars))
-
-    def _bound(self, function: Callable[..., jax.Array]) -> BoundActivation:
-        return on_all(function, self.operation.combines)
-
-    @property
-    def without_function(self) -> LaunchPlan:
-        """The plan for the kernel alone. A cache may keep it, since it holds nothing that belongs to the caller."""
-        activation = self.activation
-        return self if activation is None else dataclasses.replace(self, activation=activation.without_function)
-
-    @property
-    def program(self) -> epilogue.Program | None:
-        """The activation as a kernel computes it; None for none."""
-        return None if self.activation is None else self.activation.program
-
-    def kernel_activation(self, operands: Operands) -> BoundActivation:
-        """Returns `program` with its scalars bound, for use by XLA in place of a kernel; None for none.
-
-        The returned function has no derivative rules.
-        """
-        program = self.program
-        if program is None:
-            return None
-        scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
-        return self._bound(lambda *values: program(values, scalars))
-
-    def result_widths(self, operands: Operands) -> tuple[int, ...]:
-        """Returns the columns of each result."""
-        _, _, widths, _ = sizes(operands, self.layouts)
-        return widths[:1] if self.operation.combines else widths
-
-    def described(self, operands: Operands) -> str:
-        """Returns the operation with the sizes of its operands, as reports of long waits name it."""
-        _, m, widths, k = sizes(operands, self.layouts)
-        return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
-
-    def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
-        """Returns the operands' types, for the mainloop.
-
-        Args:
-          operands: arrays or their types.
-          m: the rows of the matrix that is cut into tiles.
-          out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
-          **more: further fields of `OperandTypes`.
-        """
-        dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        has_addend, scaled = operands.addends is not None, operands.is_block_scaled
-        sides = len(operands.rhs_list) if self.operation.combines else 1
-        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, sides=sides, **more)
-
-    def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
-        """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
-        assert self.config is not None
-        _, unit = self.config.cluster_tile
-        biases = operands.biases and [
-            jnp.zeros(n, F32) if bias is None else bias
-            for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)
-        ]
-        scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
-        return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
+def rhs_names(container: type | None, count: int) -> list[str]:
+    """The right operands' names for messages: `rhs`, or `rhs[0]`, `rhs[1]`, … if the caller gave several."""
+    return ["rhs"] if container is None else [f"rhs[{index}]" for index in range(count)]
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -286,16 +193,22 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     )
 
 
-def in_f32(operands: Operands, plan: LaunchPlan) -> LaunchPlan:
-    """Returns `plan` for f32 results, without the activation. Its `config` is None if no kernel has these results.
+def folded(operands: Operands, *, keep: bool) -> Operands:
+    """Returns the operands with scales that have the leading dimensions of the left operand.
 
-    f32 results take more shared memory and registers. So where the plan's configuration does not fit any more, another
-    one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
+    This applies to the left operand's scales, of rows or of blocks.
+
+    Args:
+      operands: the operands. Their scales may lack the leading dimensions.
+      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
+        scales.
     """
-    problem, config = plan.operation.problem(operands, plan.layouts, F32), plan.config
-    assert config is not None
-    if not problem.accepts(config, plan.target):
-        config, _ = choose_config(problem, plan.target)
-    if plan.operation.combines or not problem.accepts(config, plan.target):
-        config = None
-    return dataclasses.replace(plan, activation=None, out_dtype=F32, config=config)
+    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
+    if blocks is not None:
+        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
+    if rows is not None and rows.ndim < lhs.ndim - 1:
+        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
+    if not keep:
+        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
+        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
+    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)

@@ -1,30 +1,34 @@
-"""The interface of an operation: everything in which operations differ.
+"""The interface of an operation, everything in which operations differ, and the calls and plans that it works on.
 
 The defaults here are right for an operation that communicates nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
+from overlap.choice.choose import choose_config
 from overlap.choice.problem import Problem
-from overlap.frame import by_xla
-from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame import block_scales, by_xla
+from overlap.frame.activation import Activation, BoundActivation, on_all
+from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, sizes
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperationSpec
 from overlap.kernels.target import Target
-
-if TYPE_CHECKING:
-    from overlap.frame.normalize import Call
 
 NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
 _WAYS_AROUND = {
@@ -34,6 +38,170 @@ _WAYS_AROUND = {
     "lhs_scale": "multiply the result by it",
     "rhs_scale": "multiply the result by it",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call, and how its results are brought back into the caller's form.
+
+    Attributes:
+      operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
+      layouts: how the operands lie in memory.
+      out_dtype: of all results.
+      activation: the traced activation; None for none.
+      by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
+        operands; None for none.
+      batch: the leading dimensions of the results.
+      container: list or tuple if the caller gave several right operands, else None.
+      given: the keywords of the epilogue that the caller gave.
+      combines: as in `Operation`.
+    """
+
+    operands: Operands
+    layouts: OperandLayouts
+    out_dtype: jnp.dtype
+    activation: Activation | None
+    by_xla: BoundActivation
+    batch: tuple[int, ...]
+    container: type | None
+    given: tuple[str, ...] = ()
+    combines: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """The right operands' names for messages."""
+        return rhs_names(self.container, len(self.operands.rhs_list))
+
+    @property
+    def sizes(self) -> tuple[int | None, int, tuple[int, ...], int]:
+        """Batch (None if there is none), m, n of each right operand, and k, all per shard."""
+        return sizes(self.operands, self.layouts)
+
+    def restore(self, results: Results) -> Any:
+        """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
+        # If only one of several right operands has leading dimensions, only its result has them.
+        outs, gathered = jax.tree.map(lambda x: x.reshape(*(self.batch if x.ndim > 2 else ()), *x.shape[-2:]), results)
+        result = outs[0] if self.container is None or self.combines else self.container(outs)
+        return result if gathered is None else (result, gathered)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchPlan:
+    """Everything about a product that is known when it is traced.
+
+    Attributes:
+      operation: the operation, with what is special about this call.
+      layouts: how the operands lie in memory.
+      out_dtype: the dtype of the results.
+      target: the device.
+      config: the fused kernel's configuration; None: XLA computes the product.
+      activation: the activation, of f32 values; None for none.
+      must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
+    """
+
+    operation: Operation
+    layouts: OperandLayouts
+    out_dtype: DTypeLike
+    target: Target
+    config: Config | None
+    activation: Activation | None = None
+    must_fuse: bool = False
+
+    def bound_activation(self, operands: Operands) -> BoundActivation:
+        """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
+        if self.activation is None:
+            return None
+        return on_all(functools.partial(self.activation, scalars=operands.scalars), self.operation.combines)
+
+    @property
+    def without_function(self) -> LaunchPlan:
+        """The plan for the kernel alone. A cache may keep it, since it holds nothing that belongs to the caller."""
+        activation = self.activation
+        return self if activation is None else dataclasses.replace(self, activation=activation.without_function)
+
+    @property
+    def program(self) -> epilogue.Program | None:
+        """The activation as a kernel computes it; None for none."""
+        return None if self.activation is None else self.activation.program
+
+    def kernel_activation(self, operands: Operands) -> BoundActivation:
+        """Returns `program` with its scalars bound, for use by XLA in place of a kernel; None for none.
+
+        The returned function has no derivative rules.
+        """
+        program = self.program
+        if program is None:
+            return None
+        scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
+        return on_all(lambda *values: program(values, scalars), self.operation.combines)
+
+    def result_widths(self, operands: Operands) -> tuple[int, ...]:
+        """Returns the columns of each result."""
+        _, _, widths, _ = sizes(operands, self.layouts)
+        return widths[:1] if self.operation.combines else widths
+
+    def described(self, operands: Operands) -> str:
+        """Returns the operation with the sizes of its operands, as reports of long waits name it."""
+        _, m, widths, k = sizes(operands, self.layouts)
+        return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
+
+    def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
+        """Returns the operands' types, for the mainloop.
+
+        Args:
+          operands: arrays or their types.
+          m: the rows of the matrix that is cut into tiles.
+          out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
+          **more: further fields of `OperandTypes`.
+        """
+        dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
+        has_addend, scaled = operands.addends is not None, operands.is_block_scaled
+        sides = len(operands.rhs_list) if self.operation.combines else 1
+        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, sides=sides, **more)
+
+    def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
+        """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
+        assert self.config is not None
+        _, unit = self.config.cluster_tile
+        biases = operands.biases and [
+            jnp.zeros(n, F32) if bias is None else bias
+            for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)
+        ]
+        scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
+        return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
+
+    def by_xla(self, operands: Operands, activation: BoundActivation) -> Results:
+        """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
+
+        Products that are summed over devices are rounded to the results' dtype before they are sent.
+        """
+        operation, out_dtype, layouts = self.operation, self.out_dtype, self.layouts
+        gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, layouts))
+        if not operation.reduces:
+            outs = by_xla.products(gathered, layouts, out_dtype, activation)
+            return outs, operation.kept(gathered.lhs, operands.lhs)
+        bare = dataclasses.replace(gathered, biases=None, addends=None)
+        sums = tuple(map(operation.reduced, by_xla.products(bare, layouts, out_dtype, None)))
+        travelled = operation.gathered_passenger(operands)
+        if gathered.biases is None and gathered.addends is None and activation is None:
+            return sums, travelled
+        rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
+        wide = accumulator(operands.lhs.dtype)
+        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
+
+    def in_f32(self, operands: Operands) -> LaunchPlan:
+        """Returns the plan for f32 results, without the activation. `config` is None if no kernel has such results.
+
+        f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
+        another one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
+        """
+        problem, config = self.operation.problem(operands, self.layouts, F32), self.config
+        assert config is not None
+        if not problem.accepts(config, self.target):
+            config, _ = choose_config(problem, self.target)
+        if self.operation.combines or not problem.accepts(config, self.target):
+            config = None
+        return dataclasses.replace(self, activation=None, out_dtype=F32, config=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +304,14 @@ class Operation:
                 'implementation="xla"'
             )
 
+    def require_config(self, call: Call, config: Config, mesh: AnyMesh | None) -> None:
+        """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""
+        with contextlib.suppress(NotImplementedError):
+            self.check_keywords(call)
+            self.check(call, config, dispatch.target(mesh), mesh)
+
     def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
-        del call, mesh
         return dispatch.Circumstances()
 
     # --- The kernel ---
@@ -152,18 +325,13 @@ class Operation:
         return operands
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        """Returns why the kernel cannot compute a `jax.vmap` as its own batch; None if it can.
-
-        Arguments as for `batch.batched`.
-        """
-        del is_batched, axis_size, plan
+        """Returns why the kernel cannot compute a `jax.vmap` (see `batch`) as its own batch; None if it can."""
         return None
 
     # --- The implementation by XLA, and the backward pass ---
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""
-        del layouts
         return operands
 
     def reduced(self, product: jax.Array) -> jax.Array:
@@ -171,15 +339,11 @@ class Operation:
         return product
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """Returns the cotangent of a product from the cotangent of this device's part of the result.
-
-        It is the transpose of `reduced`.
-        """
+        """The transpose of `reduced`: the cotangent of a product from that of this device's part of the result."""
         return cotangent
 
     def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
         """Returns the gathered left operand if it is a result of the operation; else None."""
-        del gathered_lhs, lhs
         return None
 
     def scattered(
@@ -199,12 +363,10 @@ class Operation:
           wanted: which cotangents are wanted, as for `linear.linear_map`.
           layouts: how the operands lie in memory.
         """
-        del d_kept, operands, wanted, layouts
         return cotangents
 
     def gathered_passenger(self, operands: Operands) -> jax.Array | None:
         """By XLA: gathers `Operands.passenger`, if there is one."""
-        del operands
         return None
 
     def lhs_cotangent(
@@ -217,11 +379,9 @@ class Operation:
     ) -> tuple[jax.Array, jax.Array | None] | None:
         """Returns the cotangent Σ g rhsᵀ of the left operand, multiplied, added and scattered by one kernel.
 
-        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel.
-
-        None if there is no such kernel. Then `times` and `scattered` do the same.
+        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel. Returns None if
+        there is no such kernel: then `times` and `scattered` do the same.
         """
-        del gs, rhs_list, passenger, dtype, plan
         return None
 
     def lhs_and_product_cotangents(
@@ -231,12 +391,10 @@ class Operation:
 
         It is one kernel; None if there is none. Then `product_cotangent` and `times` do the same.
         """
-        del cotangent, rights, dtype, plan
         return None
 
     def times(
         self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
     ) -> jax.Array:
         """Returns a product of the backward pass."""
-        del plan
         return by_xla.times(lhs, rhs, layouts, dtype)

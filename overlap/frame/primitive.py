@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import LaunchPlan, Operands, Results
+from overlap.frame.operands import Operands, Results
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels.varying import varying
 from overlap.primitives import marks
 

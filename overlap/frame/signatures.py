@@ -6,11 +6,63 @@ checked at the call.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+
 import jax
 import numpy as np
+from jax.typing import DTypeLike
+
+from overlap.choice.dispatch import Implementation
+from overlap.kernels.config import Config
 
 # Narrower than `jax.typing.ArrayLike`, which includes Python numbers: an operand has at least one dimension.
 AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# An argument with an entry for each right operand, if these are a list.
+PerRhs = AnyArray | Sequence[AnyArray | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of a public function as the caller gave them, before any check.
+
+    The functions have the same keywords. A keyword that a function lacks keeps its default here. `scalars` are those
+    that `activation` captures, if it has been traced already (`activation.Activation`). `mesh` is that of
+    `overlap.explain`.
+    """
+
+    lhs: AnyArray | Sequence[AnyArray]
+    rhs: AnyArray | Sequence[AnyArray]
+    axis_name: AxisName | None = None
+    addend: PerRhs | None = None
+    bias: PerRhs | None = None
+    activation: Callable[..., jax.Array] | None = None
+    lhs_scale: Scale | None = None
+    rhs_scale: Scale | Sequence[Scale] | None = None
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+    preferred_element_type: DTypeLike | None = None
+    config: Config | None = None
+    implementation: Implementation | None = None
+    transport: str | None = None
+    gather_dimension: int | None = None
+    scatter_dimension: int = 0
+    return_gathered: bool = False
+    scalars: tuple[jax.Array, ...] | None = None
+    mesh: AnyMesh | None = None
+
+    @property
+    def epilogue(self) -> dict[str, object]:
+        """The keywords of the epilogue by name; None for those that were not given."""
+        names = ("addend", "bias", "activation", "lhs_scale", "rhs_scale")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def arrays(self) -> dict[str, object]:
+        """The arguments that are arrays, or lists of arrays, by name."""
+        epilogue = self.epilogue
+        del epilogue["activation"]
+        return {"lhs": self.lhs, "rhs": self.rhs, **epilogue}

@@ -10,9 +10,9 @@ from jax.core import Tracer
 
 from overlap.frame import arguments
 from overlap.frame.activation import takes_all
-from overlap.frame.normalize import Call, normalize
-from overlap.frame.operation import Operation
-from overlap.frame.signatures import AnyMesh
+from overlap.frame.normalize import normalize
+from overlap.frame.operation import Call, Operation
+from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.operations import OperationSpec
 from overlap.sharded.dimensions import Dimensions
 
@@ -79,7 +79,8 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, dimension
         for name, x in given.items()
     }
     operation = _Whole(combines=takes_all(activation, given["rhs"]))
-    whole = normalize(operation, **types, preferred_element_type=preferred, transpose_rhs=dimensions.transpose_rhs)
+    transposed = dimensions.transpose_rhs
+    whole = normalize(operation, Arguments(**types, preferred_element_type=preferred, transpose_rhs=transposed))
     for name, x in zip(("lhs", *whole.names), (given["lhs"], *_each(given["rhs"])), strict=True):
         if 0 in x.shape:
             raise ValueError(

@@ -20,10 +20,9 @@ from overlap.choice.session import session
 from overlap.collectives.backward import explained
 from overlap.collectives.operations import PUBLIC
 from overlap.frame import arguments
+from overlap.frame.signatures import Arguments
 from overlap.kernels.target import Target
-from overlap.sharded import matmul
-
-_DECIDE = {public.function: public.decide for public in PUBLIC.values()} | {matmul.sharded_matmul: matmul.decide}
+from overlap.sharded import checks, matmul
 
 
 def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **kwargs: Any) -> Explanation:
@@ -50,18 +49,24 @@ def explain(op: Callable[..., Any], *args: Any, with_backward: bool = False, **k
     """
     while isinstance(op, functools.partial):
         op, args, kwargs = op.func, (*op.args, *args), {**op.keywords, **kwargs}
-    decide = next((decide for known, decide in _DECIDE.items() if op is known), None)
-    if decide is None:
-        names = [f"overlap.{known.__name__}" for known in _DECIDE]
+    public = next((public for public in PUBLIC.values() if public.function is op), None)
+    is_sharded = op is matmul.sharded_matmul
+    if public is None and not is_sharded:
+        names = [f"overlap.{name}" for name in (*PUBLIC, checks.NAME)]
         raise ValueError(f"`op` must be one of {names}, got {arguments.shown(op)}: pass the function itself")
-    arguments.bound(f"overlap.{op.__name__}", inspect.signature(op), args, kwargs, more=("mesh",))
+    signature = inspect.signature(op)
+    arguments.bound(f"overlap.{op.__name__}", signature, args, kwargs, more=("mesh",))
     arguments.mesh(kwargs.get("mesh"))
+    named = dict(zip(signature.parameters, args, strict=False)) | kwargs
     # While `overlap.autotune` collects problems, calls choose the kernel; this is about the usual choice.
     with session(None) if is_collecting() else contextlib.nullcontext():
-        choice = decide(*args, **kwargs)
+        if public is None:
+            choice = matmul.explain(matmul.ShardedArguments(**named))
+        else:
+            choice = public.explain(Arguments(**named))
         if not arguments.flag("with_backward", with_backward):
             return choice
-        if op is matmul.sharded_matmul:
+        if is_sharded:
             raise ValueError(
                 f"`with_backward` must be False for {op.__name__}, whose products run inside `jax.shard_map`: explain "
                 "the operation that its own explanation names, on a device's part of the arrays"

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
-from overlap.frame.normalize import Call
 from overlap.frame.operands import accumulator
-from overlap.frame.signatures import AnyArray, AnyMesh
+from overlap.frame.operation import Call
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
@@ -94,42 +94,35 @@ def _entries(spec: jax.P) -> Partition:
     return tuple(entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec)
 
 
-def _prepare(
-    lhs: Any,
-    rhs: Any,
-    *,
-    out_sharding: Any,
-    lhs_sharding: Any = None,
-    rhs_sharding: Any = None,
-    mesh: Any = None,
-    bias: Any = None,
-    addend: Any = None,
-    activation: Any = None,
-    preferred_element_type: Any = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: str | None = None,
-    config: Config | None = None,
-) -> tuple[_Call, dict[str, Any], Call]:
-    """Checks all arguments. Returns the checked call, its operands by name, and the checked product of global arrays.
+@dataclasses.dataclass(frozen=True)
+class ShardedArguments(Arguments):
+    """The arguments of `sharded_matmul` as the caller gave them, before any check; see there."""
 
-    The arguments are those of `sharded_matmul`.
-    """
-    call.check_choice(config, implementation)
-    keep_gathered = arguments.flag("keep_gathered", keep_gathered)
-    given = checks.arrays(lhs, rhs, bias, addend)
-    of_each_rhs = _of_each_rhs(rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
-    shardings = {"lhs": lhs_sharding, **{f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}, "out": out_sharding}
-    used = partitions.mesh_of(mesh, jax.tree.leaves(given), [x for x in shardings.values() if x is not None])
+    out_sharding: Sharding | None = None
+    lhs_sharding: Sharding | None = None
+    rhs_sharding: Sharding | list[Sharding] | None = None
+    keep_gathered: bool = False
+
+
+def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
+    """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays."""
+    call.check_choice(given)
+    keep_gathered = arguments.flag("keep_gathered", given.keep_gathered)
+    rhs, activation = given.rhs, given.activation
+    arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
+    of_each_rhs = _of_each_rhs(given.rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
+    shardings = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
+    shardings = {"lhs": given.lhs_sharding, **shardings, "out": given.out_sharding}
+    used = partitions.mesh_of(given.mesh, jax.tree.leaves(arrays), [x for x in shardings.values() if x is not None])
     # Check this before the sizes: inside a `shard_map` over an axis, arrays have the sizes of one device's parts.
     for name, sharding in shardings.items():
         partitions.require_not_manual(f"{name.split('[')[0]}_sharding", sharding, used)
-    entries = len(partitions.given_spec("out_sharding", out_sharding))
-    dimensions = dimensions_of(given["lhs"], given["rhs"], entries, transpose_rhs)
-    whole = checks.whole_call(given, activation, preferred_element_type, dimensions)
-    operands: dict[str, Any] = {"lhs": given["lhs"]}
+    entries = len(partitions.given_spec("out_sharding", given.out_sharding))
+    dimensions = dimensions_of(arrays["lhs"], arrays["rhs"], entries, given.transpose_rhs)
+    whole = checks.whole_call(arrays, activation, given.preferred_element_type, dimensions)
+    operands: dict[str, Any] = {"lhs": arrays["lhs"]}
     for name in ("rhs", "bias", "addend"):
-        of_each = [given[name]] if whole.container is None else given[name] or ()
+        of_each = [arrays[name]] if whole.container is None else arrays[name] or ()
         operands |= {f"{name}[{i}]": x for i, x in enumerate(of_each) if x is not None}
     by_name = {_named(name, whole): x for name, x in operands.items()}
     sharded.require_summed(by_name)
@@ -138,8 +131,8 @@ def _prepare(
     plan, out = _planned(operands, shardings, whole, dimensions, used)
     applied, scalars = None, ()
     if activation is not None:
-        arrays = len(rhs) if whole.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), arrays)
+        count = len(rhs) if whole.combines else 1
+        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), count)
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -156,7 +149,9 @@ def _prepare(
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
     columns = columns[:1] if whole.combines else columns
-    product = Product(plan, dimensions.transpose_rhs, whole.out_dtype, applied, config, implementation, keep_gathered)
+    product = Product(
+        plan, dimensions.transpose_rhs, whole.out_dtype, applied, given.config, given.implementation, keep_gathered
+    )
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
 
@@ -212,9 +207,9 @@ def _named(name: str, whole: Call) -> str:
     return name.split("[")[0] if whole.container is None else name
 
 
-def decide(*args: Any, **keywords: Any) -> Explanation:
-    """Checks a call of `sharded_matmul` and says what would run. Takes the same arguments, or types of arrays."""
-    checked, operands, _ = _prepare(*args, **keywords)
+def explain(given: ShardedArguments) -> Explanation:
+    """Checks a call of `sharded_matmul` and says what would run. Arrays may be types."""
+    checked, operands, _ = _prepare(given)
     return _decided(checked, operands)[0]
 
 
@@ -373,9 +368,24 @@ def sharded_matmul(
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models" (2022) for sequence parallelism.
     """
-    given = locals()
-    arguments.require_values(**{name: given[name] for name in ("lhs", "rhs", "bias", "addend")})
-    checked, operands, whole = _prepare(**given)
+    given = ShardedArguments(
+        lhs,
+        rhs,
+        addend=addend,
+        bias=bias,
+        activation=activation,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        config=config,
+        implementation=implementation,
+        mesh=mesh,
+        out_sharding=out_sharding,
+        lhs_sharding=lhs_sharding,
+        rhs_sharding=rhs_sharding,
+        keep_gathered=keep_gathered,
+    )
+    arguments.require_values(**given.arrays)
+    checked, operands, whole = _prepare(given)
     if any(isinstance(x, Tracer) for x in operands.values()):
         outs = checked.run(operands)
     else:

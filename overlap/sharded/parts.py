@@ -14,15 +14,37 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Explanation
+from overlap.choice.dispatch import Explanation, Implementation
 from overlap.collectives.operations import PUBLIC
 from overlap.frame import by_xla, call
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.operands import Operands, accumulator
+from overlap.frame.signatures import Arguments, PerRhs
 from overlap.kernels.config import Config
-from overlap.kernels.operations import GATHER_LHS, MATMUL
+from overlap.kernels.operations import EPILOGUE, GATHER_LHS, MATMUL, SCATTER_N
 from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
 from overlap.sharded.plan import Axes, ShardingPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Epilogue:
+    """The epilogue of one product; or of several, with lists in place of arrays. Fields as in `Arguments`."""
+
+    bias: PerRhs | None = None
+    addend: PerRhs | None = None
+    activation: Activation | None = None
+    scalars: tuple[jax.Array, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """The keywords that are given."""
+        return {name for name in EPILOGUE if getattr(self, name, None) is not None}
+
+    def of(self, given: Arguments) -> Arguments:
+        """The arguments of a product, with this epilogue."""
+        return dataclasses.replace(
+            given, bias=self.bias, addend=self.addend, activation=self.activation, scalars=self.scalars
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +66,7 @@ class Product:
     out_dtype: DTypeLike
     activation: Activation | None
     config: Config | None
-    implementation: str | None
+    implementation: Implementation | None
     keep_gathered: bool
 
     def compute(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
@@ -72,14 +94,14 @@ class Product:
         lhs = _fold(lhs, self._first_of_rows)
         rhs_list = [self._gathered(x, lhs, plan.gathers) for x in rhs_list]
         epilogues = [
-            {name: x for name in ("bias", "addend") if (x := operands.get(f"{name}[{i}]")) is not None}
+            _Epilogue(
+                operands.get(f"bias[{i}]"),
+                self._fold_addend(operands.get(f"addend[{i}]"), shape),
+                self.activation,
+                scalars,
+            )
             for i in range(len(rhs_list))
         ]
-        for i, epilogue in enumerate(epilogues):
-            if "addend" in epilogue:
-                epilogue["addend"] = self._fold_addend(epilogue["addend"], shape)
-            if self.activation is not None:
-                epilogues[i] |= {"activation": self.activation, "scalars": scalars}
         if self.combines:
             outs = self._combined(lhs, rhs_list, epilogues, decisions)
         elif plan.spec is GATHER_LHS:
@@ -94,33 +116,45 @@ class Product:
         self,
         lhs: jax.Array,
         rhs_list: list[jax.Array],
-        epilogues: list[dict[str, Any]],
+        epilogues: list[_Epilogue],
         decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
         """Computes the products with all right operands, with one gather of `lhs`."""
         given, epilogue = self._of_all(lhs, rhs_list, epilogues)
         by_xla, behind = self._decide(given, epilogue, decisions).implementation == "xla", self._is_behind(epilogue)
-        result = self._run(given if behind and not by_xla else given | epilogue)
+        result = self._run(given if behind and not by_xla else epilogue.of(given))
         outs = result[0] if self.keep_gathered else result
         outs = [outs] if len(rhs_list) == 1 else list(outs)
         return self._finished(outs, epilogues) if behind and not by_xla else outs
 
     def _of_all(
-        self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[dict[str, Any]]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[_Epilogue]
+    ) -> tuple[Arguments, _Epilogue]:
         """The arguments of one call with all right operands: those of the product, and those of the epilogue."""
+        biases, addends = [x.bias for x in epilogues], [x.addend for x in epilogues]
+        if len(rhs_list) == 1:
+            return self._arguments(lhs, rhs_list[0]), epilogues[0]
+        return self._arguments(lhs, rhs_list), dataclasses.replace(
+            epilogues[0],
+            bias=None if all(x is None for x in biases) else biases,
+            addend=None if all(x is None for x in addends) else addends,
+        )
 
-        def together(each: list[Any]) -> Any:
-            return each[0] if len(rhs_list) == 1 else each
-
-        given: dict[str, Any] = dict(lhs=lhs, rhs=together(rhs_list))
-        if self.plan.spec is GATHER_LHS:
-            given["return_gathered"] = self.keep_gathered
-        epilogue = {name: x for name, x in epilogues[0].items() if name in ("activation", "scalars")}
-        for name in ("bias", "addend"):
-            if any(name in of_one for of_one in epilogues):
-                epilogue[name] = together([of_one.get(name) for of_one in epilogues])
-        return given, epilogue
+    def _arguments(self, lhs: jax.Array, rhs: jax.Array | list[jax.Array]) -> Arguments:
+        """The arguments of the operation, without an epilogue."""
+        axes, spec = self.plan.axes, self.plan.spec
+        return Arguments(
+            lhs,
+            rhs,
+            axes[0] if len(axes) == 1 else axes,
+            transpose_rhs=self.transpose_rhs,
+            preferred_element_type=self.out_dtype,
+            config=self.config,
+            implementation=self.implementation,
+            gather_dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else None,
+            scatter_dimension=1 if spec is SCATTER_N else 0,
+            return_gathered=spec is GATHER_LHS and self.keep_gathered,
+        )
 
     @property
     def combines(self) -> bool:
@@ -131,7 +165,7 @@ class Product:
         self,
         lhs: jax.Array,
         rhs_list: list[jax.Array],
-        epilogues: list[dict[str, Any]],
+        epilogues: list[_Epilogue],
         decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
         """Computes the result of an activation of all right operands: in the kernel of the product if there is one.
@@ -148,23 +182,19 @@ class Product:
             if choice is not None and choice.implementation == "fused":
                 if decisions is not None:
                     decisions.append(choice)
-                result = self._run(given | epilogue)
+                result = self._run(epilogue.of(given))
                 return [result[0] if gathers and self.keep_gathered else result]
-        bare, without = dataclasses.replace(self, activation=None), [dict[str, Any]()] * len(rhs_list)
+        bare = dataclasses.replace(self, activation=None)
         if gathers:
-            outs = bare._together(lhs, rhs_list, without, decisions)
+            outs = bare._together(lhs, rhs_list, [_Epilogue()] * len(rhs_list), decisions)
         else:
-            outs = [bare._one(lhs, rhs, {}, decisions) for rhs in rhs_list]
+            outs = [bare._one(lhs, rhs, _Epilogue(), decisions) for rhs in rhs_list]
         return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], epilogues)
 
     def _one(
-        self, lhs: jax.Array, rhs: jax.Array, epilogue: dict[str, Any], decisions: list[Explanation] | None
+        self, lhs: jax.Array, rhs: jax.Array, epilogue: _Epilogue, decisions: list[Explanation] | None
     ) -> jax.Array:
-        plan = self.plan
-        given: dict[str, Any] = dict(lhs=lhs, rhs=rhs)
-        if plan.spec.keyword is not None:
-            name, dimension = plan.spec.keyword
-            given[name] = self._dimension_of_rhs(dimension) if plan.spec.gathers_rhs else dimension
+        plan, given = self.plan, self._arguments(lhs, rhs)
         choice = self._decide(given, epilogue, decisions)
         if choice.implementation == "fused" and self._is_behind(epilogue):
             return self._finished([self._run(given)], [epilogue])[0]
@@ -175,45 +205,29 @@ class Product:
             whole = dataclasses.replace(
                 self, plan=ShardingPlan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
             )
-            return whole._run(dict(lhs=lhs, rhs=gathered) | epilogue)
-        return self._run(given | epilogue)
+            return whole._run(epilogue.of(whole._arguments(lhs, gathered)))
+        return self._run(epilogue.of(given))
 
-    def _is_behind(self, epilogue: dict[str, Any]) -> bool:
+    def _is_behind(self, epilogue: _Epilogue) -> bool:
         """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
-        return not epilogue.keys() - {"scalars"} <= {*self.plan.spec.epilogue}
+        return not epilogue.names <= {*self.plan.spec.epilogue}
 
-    def _decide(
-        self, given: dict[str, Any], epilogue: dict[str, Any], decisions: list[Explanation] | None
-    ) -> Explanation:
-        inside = {} if self._is_behind(epilogue) else epilogue
-        choice = call.explain(PUBLIC[self.plan.operation].prepare, **given, **inside, **self._keywords)
+    def _decide(self, given: Arguments, epilogue: _Epilogue, decisions: list[Explanation] | None) -> Explanation:
+        given = given if self._is_behind(epilogue) else epilogue.of(given)
+        choice = call.explain(PUBLIC[self.plan.operation].prepare, given)
         if decisions is not None:
             decisions.append(choice)
         return choice
 
-    def _run(self, given: dict[str, Any]) -> Any:
-        return call.run(PUBLIC[self.plan.operation].prepare, **given, **self._keywords)
+    def _run(self, given: Arguments) -> Any:
+        return call.run(PUBLIC[self.plan.operation].prepare, given)
 
-    @property
-    def _keywords(self) -> dict[str, Any]:
-        axes = self.plan.axes
-        return {
-            **({"axis_name": axes[0] if len(axes) == 1 else axes} if axes else {}),
-            "transpose_rhs": self.transpose_rhs,
-            "preferred_element_type": self.out_dtype,
-            "config": self.config,
-            "implementation": self.implementation,
-        }
-
-    def _finished(self, outs: list[jax.Array], epilogues: list[dict[str, Any]]) -> list[jax.Array]:
+    def _finished(self, outs: list[jax.Array], epilogues: list[_Epilogue]) -> list[jax.Array]:
         """Applies epilogues to the results of the fused kernel. XLA fuses each of them into one loop."""
-        added = {
-            f"{name}{plural}": tuple(of_one.get(name) for of_one in epilogues)
-            for name, plural in (("bias", "es"), ("addend", "s"))
-        }
-        operands = Operands(outs[0], tuple(outs), **added)
+        biases, addends = tuple(x.bias for x in epilogues), tuple(x.addend for x in epilogues)
+        operands = Operands(outs[0], tuple(outs), biases=biases, addends=addends)
         wide = tuple(out.astype(accumulator(out.dtype)) for out in outs)
-        activation = self.activation and functools.partial(self.activation, scalars=epilogues[0]["scalars"])
+        activation = self.activation and functools.partial(self.activation, scalars=epilogues[0].scalars)
         return list(by_xla.finish(wide, operands, self.out_dtype, activation and on_all(activation, self.combines)))
 
     # --- The weights ---
@@ -246,8 +260,10 @@ class Product:
         is_of_rows = (plan.spec is GATHER_LHS or plan.spec.scatters) and plan.dimension < rows
         return plan.dimension if is_of_rows else None
 
-    def _fold_addend(self, addend: jax.Array, lhs_shape: tuple[int, ...]) -> jax.Array:
+    def _fold_addend(self, addend: jax.Array | None, lhs_shape: tuple[int, ...]) -> jax.Array | None:
         first = self._first_of_rows
+        if addend is None:
+            return None
         if first is not None and addend.ndim < len(lhs_shape):
             leading = list(lhs_shape[:-2])
             leading[first] = self._size_of_result(leading[first])

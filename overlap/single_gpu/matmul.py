@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,24 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.choice import choose, dispatch
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice import choose
+from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import arguments, by_xla, call, sharded
-from overlap.frame.normalize import ARRAYS, Call, normalize
-from overlap.frame.operands import LaunchPlan, Operands, Results, accumulator, as_rows, sizes
-from overlap.frame.operation import Operation
-from overlap.frame.signatures import AnyArray, Scale
+from overlap.frame import by_xla, call, explicit, sharded
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import Operands, Results, as_rows, sizes
+from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.signatures import AnyArray, Arguments, Scale
 from overlap.kernels import launch, operations
-from overlap.kernels.block_scales import SCALE_DTYPE
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import marks
 from overlap.single_gpu import product
-
-_SCALES = ("lhs_scale", "rhs_scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +52,6 @@ class Matmul(Operation):
         return Problem(self.name, m, sum(widths), k, *dtypes, **more)
 
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        del mesh
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
@@ -105,126 +100,10 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
 
 
-def prepare(mesh: Any = None, **given: Any) -> tuple[Matmul, Call]:
+def prepare(given: Arguments) -> tuple[Matmul, Call]:
     """Checks the arguments of `matmul`. Returns the operation and the checked call; see `overlap.frame.call`."""
-    del mesh
-    operation = Matmul(combines=activations.takes_all(given.get("activation"), given["rhs"]))
-    return operation, normalize(operation, **given)
-
-
-# --- On several devices -----------------------------------------------------------------------------------------------
-
-
-def _cut(
-    mesh: Any, arrays: dict[str, Any], keywords: dict[str, Any], check: Callable[[Matmul, Call], None] | None
-) -> Callable[..., jax.Array]:
-    """Cuts a call on sharded global arrays into one product for each device; see `sharded`.
-
-    Args:
-      mesh: the mesh of the operands' types.
-      arrays: the array arguments of `matmul` by name.
-      keywords: the other arguments.
-      check: a further check of the call, made before the activation is called; None for none.
-
-    Returns:
-      A function that takes a function `run` with the arguments of `matmul`. It calls `run` on the shards of each
-      device, and returns the global result.
-
-    Raises:
-      ValueError, NotImplementedError: as raised by `normalize` for the whole call, by `check`, and by
-        `sharded.product_sharding`.
-    """
-    if type(arrays["rhs"]) in (list, tuple):
-        raise NotImplementedError(
-            "the fused kernel takes one `rhs` on arrays that are sharded along Explicit axes, got a "
-            f'{type(arrays["rhs"]).__name__}: call it inside `jax.shard_map`, or use implementation="xla"'
-        )
-    given = {name: x for name, x in arrays.items() if x is not None}
-    operands = {name: arguments.array(name, x) for name, x in given.items() if name not in _SCALES}
-    wide = accumulator(operands["lhs"].dtype)
-    blocks = {name for name in _SCALES if getattr(given.get(name), "dtype", None) == SCALE_DTYPE}
-    for name in _SCALES:
-        if name in given:
-            scale = given[name]
-            operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
-
-    def bare_types() -> dict[str, Any]:
-        """Types without a mesh. They suffice to check the whole call."""
-        return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
-
-    if check is not None:
-        bare: dict[str, Any] = bare_types() | keywords | {"activation": None}
-        check(MATMUL, normalize(MATMUL, **bare))
-    if keywords.get("activation") is not None:
-        # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.
-        applied, scalars = activations.traced(keywords["activation"], wide)
-        keywords = keywords | {"activation": applied}
-        operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
-
-    def of_call(shards: dict[str, Any]) -> dict[str, Any]:
-        named = {name: x for name, x in shards.items() if "[" not in name}
-        return named | {"scalars": tuple(x for name, x in shards.items() if "[" in name)} | keywords
-
-    jax.eval_shape(lambda shards: normalize(MATMUL, **of_call(shards)).operands, bare_types())
-    batch = tuple(range(max(operands["lhs"].ndim, operands["rhs"].ndim) - 2))
-    matrices = {
-        "lhs": ("k", "m") if keywords.get("transpose_lhs") else ("m", "k"),
-        "rhs": ("n", "k") if keywords.get("transpose_rhs") else ("k", "n"),
-        "addend": ("m", "n"),
-    }
-    # Block scales have the dimensions of their operand.
-    matrices |= {name: matrices[name.removesuffix("_scale")] for name in blocks}
-
-    def dimensions(name: str, x: jax.Array) -> tuple[Any, ...]:
-        if name in matrices:
-            return (*batch[: x.ndim - 2], *matrices[name])
-        # Scales and the bias lie along the rows or the columns. A scalar factor has size 1 in all dimensions.
-        *leading, last = ("m", None) if name == "lhs_scale" else (None, "n")
-        own = (*batch[: max(x.ndim - 2, 0)], *leading, last)
-        own = own[len(own) - x.ndim :]
-        return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
-
-    layout = sharded.product_sharding(mesh, operands, {name: dimensions(name, x) for name, x in operands.items()})
-    return lambda run: layout.call(lambda **shards: run(**of_call(shards)), operands, (*batch, "m", "n"))
-
-
-def _check_of(config: Config | None, mesh: Any = None) -> Callable[[Matmul, Call], None] | None:
-    """Returns the check of a configuration that the caller gave, for `_cut`; None without one."""
-    return None if config is None else functools.partial(call.require_config, config=config, mesh=mesh)
-
-
-def decide(
-    lhs: Any,
-    rhs: Any,
-    *,
-    config: Config | None = None,
-    implementation: str | None = None,
-    mesh: Any = None,
-    **keywords: Any,
-) -> Explanation:
-    """Checks a call of `matmul` and says what would run. Takes the arguments of `matmul` and raises the same errors."""
-    call.check_choice(config, implementation)
-    arrays = dict(lhs=lhs, rhs=rhs) | {name: keywords.pop(name, None) for name in ARRAYS[2:]}
-    of_types = sharded.mesh_of(*jax.tree.leaves(arrays))
-    explained = functools.partial(call.explain, prepare, config=config, implementation=implementation, mesh=mesh)
-    if of_types is None:
-        return explained(**arrays, **keywords)
-    explanations: list[Explanation] = []
-    check = _check_of(config, mesh)
-
-    def of_shard(**of_shard: Any) -> jax.Array:
-        explanations.append(explained(**of_shard))
-        checked = normalize(MATMUL, **of_shard)
-        _, m, (n,), _ = checked.sizes
-        return jnp.zeros((*checked.batch, m, n))
-
-    try:
-        jax.eval_shape(lambda arrays: _cut(of_types, arrays, keywords, check)(of_shard), arrays)
-    except NotImplementedError as cannot:
-        if implementation == "fused":
-            raise
-        return Explanation("matmul", "xla", None, str(cannot), dispatch.target(mesh))
-    return explanations[0]
+    operation = Matmul(combines=activations.takes_all(given.activation, given.rhs))
+    return operation, normalize(operation, given)
 
 
 def matmul(
@@ -307,22 +186,18 @@ def matmul(
 
     Source: "Software pipelining with Mosaic GPU" in the JAX documentation.
     """
-    given = locals()
-    arrays, keywords = (
-        {name: given[name] for name in ARRAYS},
-        {name: given[name] for name in ("activation", "preferred_element_type", "transpose_lhs", "transpose_rhs")},
+    given = Arguments(
+        lhs,
+        rhs,
+        addend=addend,
+        bias=bias,
+        activation=activation,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        config=config,
+        implementation=implementation,
     )
-    arguments.require_values(**arrays)
-    call.check_choice(config, implementation)
-    if (mesh := sharded.mesh_of(*jax.tree.leaves(arrays))) is not None:
-        try:
-            run = functools.partial(call.run, prepare, config=config, implementation=implementation)
-            return _cut(mesh, arrays, keywords, _check_of(config))(run)
-        except NotImplementedError as cannot:
-            if implementation is None:
-                if dispatch.target().platform != "cpu":
-                    launch.leave_to_xla("matmul", str(cannot), must_fuse=False)
-                implementation = "xla"
-            if implementation != "xla":
-                raise
-    return call.run(prepare, config=config, implementation=implementation, **arrays, **keywords)
+    return explicit.run(MATMUL, prepare, given)

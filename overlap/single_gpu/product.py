@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import LaunchPlan, Operands, sizes
+from overlap.frame.operands import Operands, sizes
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
