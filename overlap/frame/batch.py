@@ -47,7 +47,7 @@ def batched(
         return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in plan.result_widths(one)), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
         bare = plan.in_f32(one)
-        if bare.config is None:
+        if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
     together = plan.operation.batched_together
@@ -61,10 +61,7 @@ def batched(
 
 
 def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:
-    def one(operands: Operands) -> Results:
-        return plan.by_xla(operands, plan.bound_activation(operands))
-
-    return jax.vmap(one, (_axes(is_batched),), axis_size=axis_size)(operands)
+    return jax.vmap(plan.by_xla, (_axes(is_batched),), axis_size=axis_size)(operands)
 
 
 def _axes(is_batched: Operands) -> Operands:

@@ -89,17 +89,11 @@ def run_prepared(
     with `implementation="fused"`.
     """
     choice = decide(operation, call, config, implementation)
-    plan = LaunchPlan(
-        operation,
-        call.layouts,
-        call.out_dtype,
-        choice.target,
-        choice.config,
-        call.activation,
-        must_fuse=by_user and implementation == "fused",
-    )
+    how = call.layouts, call.out_dtype
     if choice.config is None:
-        return call.restore(plan.by_xla(call.operands, call.by_xla))
+        return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
+    must_fuse = by_user and implementation == "fused"
+    plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
 

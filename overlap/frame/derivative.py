@@ -58,7 +58,7 @@ def derivative(
         # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
         # takes several products, z has the result's dtype.
         bare, sums = plan.in_f32(operands), dataclasses.replace(operands, scalars=())
-        if plan.operation.combines or bare.config is None:
+        if bare is None:
             bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
         several = plan.operation.combines and not bare.operation.takes_lists
         runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
@@ -69,7 +69,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=lambda given: plan.by_xla(given, plan.bound_activation(given)),
+        by_xla=plan.by_xla,
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -88,7 +88,7 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
     def of_moved(*given: Any) -> Any:
         changed = dict(zip(moved, given, strict=True))
         values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
-        return plan.by_xla(values, plan.bound_activation(values))
+        return plan.by_xla(values)
 
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 

@@ -94,7 +94,7 @@ class LaunchPlan:
       layouts: how the operands lie in memory.
       out_dtype: the dtype of the results.
       target: the device.
-      config: the fused kernel's configuration; None: XLA computes the product.
+      config: the fused kernel's configuration.
       activation: the activation, of f32 values; None for none.
       must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
     """
@@ -103,7 +103,7 @@ class LaunchPlan:
     layouts: OperandLayouts
     out_dtype: DTypeLike
     target: Target
-    config: Config | None
+    config: Config
     activation: Activation | None = None
     must_fuse: bool = False
 
@@ -161,7 +161,6 @@ class LaunchPlan:
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
-        assert self.config is not None
         _, unit = self.config.cluster_tile
         biases = operands.biases and [
             jnp.zeros(n, F32) if bias is None else bias
@@ -170,37 +169,21 @@ class LaunchPlan:
         scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
         return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
 
-    def by_xla(self, operands: Operands, activation: BoundActivation) -> Results:
-        """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
+    def by_xla(self, operands: Operands) -> Results:
+        """Runs the whole operation by XLA."""
+        return self.operation.by_xla(operands, self.layouts, self.out_dtype, self.bound_activation(operands))
 
-        Products that are summed over devices are rounded to the results' dtype before they are sent.
-        """
-        operation, out_dtype, layouts = self.operation, self.out_dtype, self.layouts
-        gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, layouts))
-        if not operation.reduces:
-            outs = by_xla.products(gathered, layouts, out_dtype, activation)
-            return outs, operation.kept(gathered.lhs, operands.lhs)
-        bare = dataclasses.replace(gathered, biases=None, addends=None)
-        sums = tuple(map(operation.reduced, by_xla.products(bare, layouts, out_dtype, None)))
-        travelled = operation.gathered_passenger(operands)
-        if gathered.biases is None and gathered.addends is None and activation is None:
-            return sums, travelled
-        rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
-        wide = accumulator(operands.lhs.dtype)
-        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
-
-    def in_f32(self, operands: Operands) -> LaunchPlan:
-        """Returns the plan for f32 results, without the activation. `config` is None if no kernel has such results.
+    def in_f32(self, operands: Operands) -> LaunchPlan | None:
+        """Returns the plan for f32 results, without the activation; None if no kernel has such results.
 
         f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
         another one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
         """
         problem, config = self.operation.problem(operands, self.layouts, F32), self.config
-        assert config is not None
         if not problem.accepts(config, self.target):
             config, _ = choose_config(problem, self.target)
         if self.operation.combines or not problem.accepts(config, self.target):
-            config = None
+            return None
         return dataclasses.replace(self, activation=None, out_dtype=F32, config=config)
 
 
@@ -329,6 +312,26 @@ class Operation:
         return None
 
     # --- The implementation by XLA, and the backward pass ---
+
+    def by_xla(
+        self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
+    ) -> Results:
+        """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
+
+        Products that are summed over devices are rounded to the results' dtype before they are sent.
+        """
+        gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))
+        if not self.reduces:
+            outs = by_xla.products(gathered, layouts, out_dtype, activation)
+            return outs, self.kept(gathered.lhs, operands.lhs)
+        bare = dataclasses.replace(gathered, biases=None, addends=None)
+        sums = tuple(map(self.reduced, by_xla.products(bare, layouts, out_dtype, None)))
+        travelled = self.gathered_passenger(operands)
+        if gathered.biases is None and gathered.addends is None and activation is None:
+            return sums, travelled
+        rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
+        wide = accumulator(operands.lhs.dtype)
+        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""

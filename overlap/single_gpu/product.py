@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ NAME = "overlap_matmul"
 @in_32_bits
 def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
-    config: Any = plan.config
+    config = plan.config
     split = config.split_k
     batch, m, (n, *_), k = sizes(operands, plan.layouts)
     batches, types = batch or 1, plan.types(operands, m)
@@ -59,7 +58,6 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
 def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
     """The operands that the mainloop loads. The addend gets the result's dtype: both use the same epilogue buffers."""
     addends, config, layouts = operands.addends, plan.config, plan.layouts
-    assert config is not None
     matrices = dataclasses.replace(
         operands.matrices, addends=None if addends is None else tuple(x.astype(out_dtype) for x in addends)
     )
@@ -72,7 +70,6 @@ def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Ope
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
-    assert plan.config is not None
     rows, _ = plan.config.cluster_tile
     scale = operands.row_scale
     if scale is not None:

@@ -65,7 +65,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
       [(batch,) D · rows, n] for each right operand; the gathered left operand, or None.
     """
     config = plan.config
-    assert config is not None
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None

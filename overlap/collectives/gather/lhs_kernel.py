@@ -54,7 +54,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
       operand, or None.
     """
     lhs, config = operands.lhs, plan.config
-    assert config is not None
     *batch, m_shard, k = lhs.shape
     widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, forwards=transport.forwards)
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
@@ -109,8 +108,7 @@ def _packed(operands: Operands, plan: LaunchPlan) -> tuple[()] | tuple[jax.Array
     """
     if operands.rhs_block_scales is None:
         return ()
-    config: Any = plan.config
-    tile = config.tile_m, config.tile_n
+    tile = plan.config.tile_m, plan.config.tile_n
     left, right = block_scales.of_tiles(operands.lhs_block_scale, operands.rhs_block_scales, plan.layouts, tile)
     return left.reshape(-1, *left.shape[-2:]), right
 
@@ -133,7 +131,6 @@ def _padded_row_scale(
     """
     if row_scale is None:
         return None
-    assert plan.config is not None
     scales = row_scale if schedule.scaled else lax.all_gather(row_scale, group.axis_name)
     missing = schedule.padded_rows(plan.config) - scales.shape[-1]
     padded = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, missing),))

@@ -252,10 +252,9 @@ class AllGatherLhs(AllGather):
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.why_not_by_default)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        config: Any = plan.config
         if self.group.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
-        elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
+        elif plan.config.joined and self.transport == "pull" and not operands.is_block_scaled:
             outs, gathered = joined_kernel.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
         else:
             outs, gathered = lhs_kernel.launch(

@@ -50,7 +50,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
       [m, n].
     """
     (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, group.size
-    assert config is not None
     (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
     work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)

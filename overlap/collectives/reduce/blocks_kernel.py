@@ -106,7 +106,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
       gathered passenger, [(batch,) D · rows, columns], or None.
     """
     config, (_, m, (n,), _) = plan.config, sizes(operands, plan.layouts)
-    assert config is not None
     schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
     if plan.operation.spec.replicates:
@@ -174,14 +173,14 @@ def _schedule(
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """
-    config: Any = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
     block = (batch or 1, m // devices, n) if along == "m" else (batch or 1, m, n // devices)
     types = plan.types(operands, block[1], exchanges=True)
-    boxes = mainloop_of(plan.target).box_shape(config, types)
+    boxes = mainloop_of(plan.target).box_shape(plan.config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
     uses_ring = plan.operation.transport == "ring"
-    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, uses_ring=uses_ring), types, block
+    schedule = ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, plan.config, uses_ring=uses_ring)
+    return schedule, types, block
 
 
 @dataclasses.dataclass(frozen=True)

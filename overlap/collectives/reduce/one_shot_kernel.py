@@ -71,7 +71,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     Returns:
       [batch, m, n], the same on all devices.
     """
-    config: Any = plan.config
+    config = plan.config
     _, m, (n,), _ = sizes(operands, plan.layouts)
     steps = k_steps(operands, plan)
     schedule, types, boxes = _schedule(operands, plan)
@@ -114,7 +114,7 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
 
     The shape is [boxes of all tiles, elements of a box]. Arrays may be `jax.ShapeDtypeStruct`s.
     """
-    config: Any = plan.config
+    config = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
     types = plan.types(operands, m, exchanges=True, direct_sends=True)
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)

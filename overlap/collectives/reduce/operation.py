@@ -119,7 +119,7 @@ class Summed(Operation):
             return self._on_one_device(operands, plan)
         rows = self._as_rows(operands, plan.layouts)
         gathered = None
-        if self.spec.replicates and plan.config is not None and plan.config.one_shot:
+        if self.spec.replicates and plan.config.one_shot:
             out = one_shot_kernel.launch(rows, plan, self.group)
         else:
             out, gathered = blocks_kernel.launch(rows, plan, self.group, self.along(rows, plan))
