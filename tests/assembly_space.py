@@ -27,6 +27,7 @@ from overlap.choice import space
 from overlap.choice.model import work_of
 from overlap.choice.problem import LAYOUTS, Layout, Problem
 from overlap.kernels.config import FLOAT8, FLOAT16, Config
+from overlap.kernels.hopper import limits
 from overlap.kernels.target import Target
 from tests.assembly import TARGETS
 from tests.assembly_largest import MOST_REGISTERS
@@ -54,8 +55,8 @@ OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
 # result f32 and leaves the epilogue to XLA. stream_k > 1 only cuts tiles, if the problem has tiles to cut. Of
 # cluster_along, which is in `UNSEEN`, the class sees only whether it is "k" (`values_of`).
 SEEN = frozenset({"tile_m", "tile_n", "schedule", "swap_operands", "cluster", "split_k", "stream_k"})
-# A class with swapped operands has its own number of rows and those down to the next value (limits of `space.spills`).
-_MOST = {space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2}
+# A class with swapped operands has its own number of rows and those down to the next value (limits of `spills`).
+_MOST = {limits.MOST_ACCUMULATED, limits.MOST_ACCUMULATED_IN_CLUSTERS, limits.MOST_ACCUMULATED // 2}
 ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
 # The same in clusters along k. The most rows with 128 and with 256 columns; and two numbers whose sums in shared memory
 # have other swizzles (`cluster_sums_type`).

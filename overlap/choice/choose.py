@@ -14,8 +14,9 @@ from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
 from overlap.choice.rates import gpu_of, rates_of
 from overlap.choice.session import session
-from overlap.choice.space import heuristic, spills
+from overlap.choice.space import heuristic
 from overlap.kernels.config import Config
+from overlap.kernels.hopper.limits import spills
 from overlap.kernels.target import Target
 
 # Every device has room for this configuration, so its check names what a problem lacks.

@@ -15,14 +15,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from overlap.choice.model import Order, orders_us, predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import Config, tile_k
-from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
+from overlap.kernels.hopper.limits import accumulator_registers, spills
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 
@@ -59,11 +58,6 @@ MOST_JOINED_ROWS = 1024
 # (`_rows_of_swapped`).
 SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
 MOST_COLUMNS = 256
-# The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
-# (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
-# but not with 128.
-MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
-MOST_ACCUMULATED_IN_CLUSTERS = 128
 # Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
 CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
@@ -310,18 +304,6 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
     return filled or not few
-
-
-def spills(shape: Config) -> bool:
-    """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
-    # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
-    # 156 bytes; with 64 rows nothing is spilled, but no register is left.
-    in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
-    # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
-    # ones in a cluster (144 spill 40 bytes, 128 leave no register) or if warpgroups take turns (152 leave no register).
-    crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
-    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED_IN_CLUSTERS if shape.cluster > 1 else MOST_ACCUMULATED
-    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
 
 
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:

@@ -27,7 +27,7 @@ from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.operations import OperationSpec
+from overlap.kernels.operations import OperationSpec, Transport
 from overlap.kernels.target import Target
 
 NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
@@ -145,19 +145,21 @@ class LaunchPlan:
         _, m, widths, k = sizes(operands, self.layouts)
         return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
 
-    def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
+    def types(
+        self, operands: Operands, m: int, transport: Transport = "", out_dtype: DTypeLike | None = None
+    ) -> OperandTypes:
         """Returns the operands' types, for the mainloop.
 
         Args:
           operands: arrays or their types.
           m: the rows of the matrix that is cut into tiles.
+          transport: how data travels between devices.
           out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
-          **more: further fields of `OperandTypes`.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
         sides = len(operands.rhs_list) if self.operation.combines else 1
-        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, sides=sides, **more)
+        return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""

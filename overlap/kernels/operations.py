@@ -11,6 +11,8 @@ from typing import Literal
 Dimension = Literal["", "m", "n", "k"]
 Layout = Literal["nn", "nt", "tn", "tt"]
 Transport = Literal["", "pull", "ring", "push", "broadcast", "one_shot"]
+# The transports that exchange parts of tiles, in products that are summed over devices.
+EXCHANGING: tuple[Transport, ...] = ("push", "broadcast", "one_shot")
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 EPILOGUE = ("lhs_scale", "rhs_scale", "bias", "addend", "activation")
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
-from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, cta
@@ -75,7 +74,6 @@ class ProductKernel:
       peers_read: the inputs, as indices of leaves of the tree, that the peers read or write, in a kernel that gets the
         peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel gets no addresses.
       draws: whether running CTAs draw the tiles from a counter (`tma/drawn.py`); needed if peers wait for tiles.
-      transport: how the kernel communicates, as in `limits.Sizes`.
       aliased_results: pairs of the index of an operand in `peers_read` and the index of a result: the result is written
         to the operand's memory.
     """
@@ -89,7 +87,6 @@ class ProductKernel:
     smem: tuple[Any, ...] = ()
     peers_read: tuple[int, ...] = ()
     draws: bool = False
-    transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
     aliased_results: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -112,10 +109,7 @@ class ProductKernel:
           ValueError: the configuration does not fit the types or the device.
         """
         config, work, types = self.config, self.work, self.types
-        transport = self.transport or ("pull" if self.smem else "")
-        of_types = types.dtype, types.out_dtype, types.layouts, transport
-        needs = limits.Sizes(types.m, 0, 0, *of_types, block_scaled=types.block_scaled, sides=types.sides)
-        self.mainloop.check_config(needs, config, self.target)
+        self.mainloop.check_config(types, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)
         sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []

@@ -43,7 +43,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
-    kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
+    kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype=out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
     inputs = _Inputs(_matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors())
     out_type: GmemRef = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)

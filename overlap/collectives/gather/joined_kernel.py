@@ -68,7 +68,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
-    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0])
+    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0], "pull")
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))

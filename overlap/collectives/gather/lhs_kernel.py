@@ -55,7 +55,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     """
     lhs, config = operands.lhs, plan.config
     *batch, m_shard, k = lhs.shape
-    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, forwards=transport.forwards)
+    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, transport.name)
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     schedule = AllGatherSchedule.of(
         group.size,

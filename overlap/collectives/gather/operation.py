@@ -81,22 +81,10 @@ class AllGather(Operation):
     def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
         self._check_operands(call)
         problem = self.problem(call.operands, call.layouts, call.out_dtype)
-        several = self.group.size > 1
-        unit = limits.TMA_ROW_BYTES // problem.itemsize
-        if self.along == "k" and problem.k % unit and several and not call.layouts.transpose_lhs:
-            raise NotImplementedError(
-                f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
-                f"bytes, got k_shard={problem.k} elements of {problem.itemsize} bytes: pad k_shard to a multiple of "
-                f"{unit}, or {_XLA}"
-            )
-        dtypes, k = (call.operands.lhs.dtype, call.out_dtype), problem.whole[2]
-        m_name = "m_shard" if self.along == "m" else "m"
+        transport = self.transport if self.group.size > 1 else ""
         for name, n in zip(call.names, call.sizes[2], strict=True):
-            transport = self.transport if several else ""
             try:
-                more: Any = dict(block_scaled=problem.block_scaled, sides=problem.sides)
-                of_one = limits.Sizes(problem.m, n, k, *dtypes, call.layouts, transport, m_name, **more)
-                limits.check(of_one, config, target)
+                dataclasses.replace(problem, n=n * problem.sides).check(config, target, transport)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         require_peers(self.group, target, mesh)

@@ -6,7 +6,7 @@ Every device reads each peer's shard: its communicators copy the chunks to its s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -119,8 +119,8 @@ class _Places:
 class PullTransport:
     """The transport "pull". See `transport.Transport` for the attributes and methods."""
 
+    name: Literal["pull", "ring"] = "pull"
     why = communicator.WHY_DIRECT
-    forwards = False
     reads_inputs_only = True
     needs_all_ctas = False
     brings_scales = True

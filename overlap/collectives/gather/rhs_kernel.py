@@ -57,7 +57,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         f"overlap_{plan.operation.name}_{along}",
         plan.target,
         config,
-        plan.types(operands, m),
+        plan.types(operands, m, "pull"),
         work,
         communicator.flag_shapes(schedule.flags_shape, copies_own=False),
         communicator.smem_types(config, schedule.chunking, rhs.dtype),

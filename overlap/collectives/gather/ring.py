@@ -42,7 +42,7 @@ Source: the ring collective matmul of JAX's Pallas documentation for Mosaic GPU,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -107,8 +107,8 @@ def _announce(shards: Shards, tile: Tile, pieces: Index, flags: SemaphoreRef) ->
 class RingTransport:
     """The transport "ring". See `transport.Transport` for the attributes and methods."""
 
+    name: Literal["pull", "ring"] = "ring"
     why = ""  # It is never chosen unless the caller asks for it.
-    forwards = True
     reads_inputs_only = False
     needs_all_ctas = True
     brings_scales = False

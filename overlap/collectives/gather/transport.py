@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -75,8 +75,8 @@ class Transport(Protocol):
     """What the kernel's body needs of a transport of the gathered left operand.
 
     Attributes:
+      name: the transport's name.
       why: the reason given for the transport where the caller names none.
-      forwards: whether the forwarder warp sends rows (`OperandTypes.forwards`).
       reads_inputs_only: whether a device accesses only the operands and flags of its peers. Only the addresses of these
         can be told to peers in other processes (`overlap/primitives/addresses.py`).
       needs_all_ctas: whether a launch ends only if all CTAs of a device run at the same time. Then two kernels may wait
@@ -86,10 +86,10 @@ class Transport(Protocol):
     """
 
     @property
-    def why(self) -> str: ...
+    def name(self) -> Literal["pull", "ring"]: ...
 
     @property
-    def forwards(self) -> bool: ...
+    def why(self) -> str: ...
 
     @property
     def reads_inputs_only(self) -> bool: ...

@@ -131,7 +131,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         ),
         communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, others=others),
         draws=True,
-        transport="push" if strips is None else "broadcast",
     )
     parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else shape_in_blocks((batch, m, n), schedule), plan.out_dtype)
@@ -175,7 +174,7 @@ def _schedule(
     """
     batch, m, (n,), _ = sizes(operands, plan.layouts)
     block = (batch or 1, m // devices, n) if along == "m" else (batch or 1, m, n // devices)
-    types = plan.types(operands, block[1], exchanges=True)
+    types = plan.types(operands, block[1], "broadcast" if plan.operation.spec.replicates else "push")
     boxes = mainloop_of(plan.target).box_shape(plan.config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
     uses_ring = plan.operation.transport == "ring"

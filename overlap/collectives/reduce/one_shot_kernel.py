@@ -84,7 +84,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         # Flags of parts that have landed here, one for each device and tile; flags of the handshakes.
         ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
         draws=True,
-        transport="one_shot",
     )
     result, parts, landing = (
         jax.ShapeDtypeStruct(shape, plan.out_dtype)
@@ -116,7 +115,7 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
     """
     config = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
-    types = plan.types(operands, m, exchanges=True, direct_sends=True)
+    types = plan.types(operands, m, "one_shot")
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
     # The schedule is that of a single device whose block is the whole result.

@@ -19,7 +19,6 @@ from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
@@ -96,16 +95,8 @@ class Summed(Operation):
                 f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
             )
         problem = self.problem(operands, call.layouts, call.out_dtype)
-        (rows, columns, _), transport = problem.grid(config), problem.transport(config)
-        part = "" if transport == "one_shot" else problem.scattered
-        names = {name: f"{name} / {self.group.size}" if name == part else name for name in ("m", "n")}
-        dtypes = operands.lhs.dtype, call.out_dtype
-        for k in (call.layouts.m_k(lhs.shape)[1] for lhs in operands.lefts):
-            limits.check(
-                limits.Sizes(rows, columns, k, *dtypes, call.layouts, transport, names["m"], names["n"], part=part),
-                config,
-                target,
-            )
+        for lhs in operands.lefts:
+            dataclasses.replace(problem, k=call.layouts.m_k(lhs.shape)[1]).check(config, target)
         require_peers(self.group, target, mesh)
         if mesh is None:
             sharded.require_no_partitioner_axes()

@@ -62,7 +62,6 @@ from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
 EPILOGUE_WARPGROUP, TRANSFER_WARPGROUP = range(2)
@@ -303,11 +302,14 @@ class Blackwell:
     num_threads = NUM_THREADS
     compute_warpgroups = 1
 
-    def check_types(self, sizes: Sizes) -> None:
-        limits.check_types(sizes)
+    def check_types(self, types: OperandTypes) -> None:
+        limits.check_types(types)
 
-    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
-        limits.check_config(sizes, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
+        limits.check_config(types, config, target)
+
+    def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+        return False  # Sums lie in tensor memory.
 
     def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
         return () if types.layouts.k_major else (_compat.SQUARE_TILES,)

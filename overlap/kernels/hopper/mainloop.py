@@ -75,7 +75,6 @@ from overlap.primitives.marks import Work
 from overlap.primitives.types import AccumulatorRef, GmemRef, Index
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
 # Registers per thread: (compute warpgroups, transfer warpgroup). Their sum over all warpgroups is the number of
@@ -250,11 +249,14 @@ class Hopper:
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
 
-    def check_types(self, sizes: Sizes) -> None:
-        limits.check_types(sizes)
+    def check_types(self, types: OperandTypes) -> None:
+        limits.check_types(types)
 
-    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
-        limits.check_config(sizes, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
+        limits.check_config(types, config, target)
+
+    def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+        return limits.crowds_registers(types, tiles, config, target)
 
     def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
         has_square_tiles = not types.layouts.k_major

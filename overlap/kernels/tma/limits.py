@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config, tile_k
+from overlap.kernels.operations import EXCHANGING
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
+    from overlap.kernels.mainloop import OperandTypes
     from overlap.kernels.target import Target
 
 BARRIER_BYTES, F32_BYTES = 8, 4
@@ -25,8 +26,8 @@ RESERVED_BYTES = 1024
 # The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
 # barrier `stored` included.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5
-# The transports whose data pass through shared memory in chunks, and the transports that exchange parts of tiles.
-IN_CHUNKS, EXCHANGING = ("pull", "push", "broadcast"), ("push", "broadcast", "one_shot")
+# The transports whose data pass through shared memory in chunks.
+IN_CHUNKS = ("pull", "push", "broadcast")
 
 
 def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False, *, shared: int = 1) -> int:
@@ -74,11 +75,11 @@ def cluster_sums_barriers(config: Config, wg_tiles: int) -> int:
     return 0 if config.ctas_per_tile == 1 else 2 * wg_tiles + 1
 
 
-def check_dtypes(sizes: Sizes) -> None:
+def check_dtypes(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
-    dtype, out_dtype = jnp.dtype(sizes.dtype), jnp.dtype(sizes.out_dtype)
+    dtype, out_dtype = jnp.dtype(types.dtype), jnp.dtype(types.out_dtype)
     in_dtypes = FLOAT16 + FLOAT8
-    out_dtypes = FLOAT16 if sizes.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
+    out_dtypes = FLOAT16 if types.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
     if dtype not in in_dtypes:
         raise NotImplementedError(
             f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
@@ -97,30 +98,30 @@ def check_stages(config: Config) -> None:
         raise ValueError(f"`stages` must be at least 2, since a stage is released one k step late, got {config.stages}")
 
 
-def check_sides(sizes: Sizes, config: Config, wg_columns: int) -> None:
+def check_sides(types: OperandTypes, config: Config, wg_columns: int) -> None:
     """Checks that a warpgroup has the columns of all right operands that lie side by side. Raises ValueError."""
-    unit = sizes.sides * SIDE_COLUMNS
+    unit = types.sides * SIDE_COLUMNS
     if wg_columns % unit:
         raise ValueError(
-            f"an `activation` of {sizes.sides} arrays needs warpgroup tiles of a multiple of {unit} columns, got "
+            f"an `activation` of {types.sides} arrays needs warpgroup tiles of a multiple of {unit} columns, got "
             f"{wg_columns} of tile_n={config.tile_n}: set tile_n={TMA_BOX_LIMIT}"
         )
     for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k), ("cluster", config.ctas_per_tile)):
         if value > 1:
             raise ValueError(
-                f"`{name}` must not cut tiles along k with an `activation` of {sizes.sides} arrays, got {value}: leave "
+                f"`{name}` must not cut tiles along k with an `activation` of {types.sides} arrays, got {value}: leave "
                 "it out of `config`"
             )
 
 
-def check_fits(needed: int, sizes: Sizes, config: Config, target: Target) -> None:
+def check_fits(needed: int, types: OperandTypes, config: Config, target: Target) -> None:
     """Checks that `needed` bytes of shared memory fit. Raises ValueError."""
     needed += RESERVED_BYTES
     if needed > target.smem_limit_bytes:
         # Blackwell's tiles have 128 rows.
         fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
         least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest}
-        chunks = ("chunk_bytes", "chunk_buffers") if sizes.transport in IN_CHUNKS else ()
+        chunks = ("chunk_bytes", "chunk_buffers") if types.transport in IN_CHUNKS else ()
         fields, given = {**least, **dict.fromkeys(chunks, 1)}, vars(config)
         larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]
         ways_out = [f"reduce {', '.join(larger)}"] if larger else []
