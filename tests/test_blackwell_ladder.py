@@ -173,7 +173,6 @@ def test_wrong_calls_say_so(name, shapes, dtype, words):
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
-        ({"tile_m": 512}, "`tile_m` must be (128|256)"),
         ({"tile_n": 512}, "`tile_n` must be a multiple of (64|128), at most 256"),
         ({"tile_n": 32}, "`tile_n` must be a multiple of (64|128)"),
         ({"tile_k": 32}, "`tile_k` must be a multiple of 64"),

@@ -22,6 +22,7 @@ from overlap.collectives.gather.transport import Transport
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
+from overlap.frame.signatures import Arguments
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
@@ -292,7 +293,9 @@ class AllGatherLhs(AllGather):
             by_xla = self.transport == "ring" or passenger.dtype != dtype
             if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
                 passenger = None
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        given = Arguments(
+            list(gs), list(rhs_list), transpose_rhs=not plan.layouts.transpose_rhs, preferred_element_type=dtype
+        )
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
-        found = backward(self.transpose(self), gs, rhs_list, dtype, layouts, plan, purpose, passenger)
+        found = backward(self.transpose(self), given, plan, purpose, passenger)
         return found if found is None or passenger is not None else (found, None)

@@ -177,9 +177,8 @@ def _schedule(
     types = plan.types(operands, block[1], "broadcast" if plan.operation.spec.replicates else "push")
     boxes = mainloop_of(plan.target).box_shape(plan.config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
-    uses_ring = plan.operation.transport == "ring"
-    schedule = ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, plan.config, uses_ring=uses_ring)
-    return schedule, types, block
+    schedule = ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, plan.config)
+    return dataclasses.replace(schedule, uses_ring=plan.operation.transport == "ring"), types, block
 
 
 @dataclasses.dataclass(frozen=True)

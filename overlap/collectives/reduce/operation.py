@@ -19,6 +19,7 @@ from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
@@ -219,9 +220,11 @@ class MatmulReduceScatter(Summed):
             return None
         if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
             return None
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        given = Arguments(
+            [cotangent], list(rights), transpose_rhs=not plan.layouts.transpose_rhs, preferred_element_type=dtype
+        )
         purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
-        return backward(self.transpose(self), [cotangent], rights, dtype, layouts, plan, purpose)
+        return backward(self.transpose(self), given, plan, purpose)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:

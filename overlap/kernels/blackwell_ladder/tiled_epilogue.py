@@ -56,14 +56,13 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 128,
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 4,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages)
     return tile_per_cta(
         t, stages, epilogue_type(t, epilogue_tile_n), store_epilogue_tiles, "blackwell_ladder_tiled_epilogue"
     )(lhs, rhs)

@@ -14,15 +14,12 @@ CTA_TILE_M = 128  # Tensor memory has 128 lanes, and a row of the accumulator li
 MAX_TILE_N = 256  # Columns of one MMA's accumulator.
 
 
-def tiling(
-    lhs: jax.Array, rhs: jax.Array, *, tile_m: int, tile_n: int, tile_k: int, stages: int, ctas: int = 1
-) -> Tiling:
+def tiling(lhs: jax.Array, rhs: jax.Array, *, tile_n: int, tile_k: int, stages: int, ctas: int = 1) -> Tiling:
     """The tiling of two operands, checked.
 
     Args:
       lhs: [m, k].
       rhs: [k, n].
-      tile_m: rows of an output tile, 128 for each CTA that works on it.
       tile_n: columns of an output tile; each CTA loads its part of them.
       tile_k: columns of `lhs` and rows of `rhs` in one stage.
       stages: how many such stages shared memory holds; checked only.
@@ -31,12 +28,10 @@ def tiling(
     Raises:
       ValueError: a wrong type or shape, a tile that the tensor cores cannot take, or fewer than two stages.
     """
-    if min(tile_m, tile_n, tile_k) < 1:
-        raise ValueError(f"tiles must be positive, got {tile_m} x {tile_n} x {tile_k}")
-    t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k)
+    if min(tile_n, tile_k) < 1:
+        raise ValueError(f"tiles must be positive, got tile_n={tile_n} and tile_k={tile_k}")
+    t = Tiling.of(lhs, rhs, tile_m=ctas * CTA_TILE_M, tile_n=tile_n, tile_k=tile_k)
     swizzle = SWIZZLE_BYTES // t.dtype.itemsize
-    if tile_m != ctas * CTA_TILE_M:
-        raise ValueError(f"`tile_m` must be {ctas * CTA_TILE_M}, {CTA_TILE_M} rows for each CTA, got {tile_m}")
     if tile_n % (ctas * swizzle) or tile_n > MAX_TILE_N:
         raise ValueError(f"`tile_n` must be a multiple of {ctas * swizzle}, at most {MAX_TILE_N}, got {tile_n}")
     if tile_k % swizzle:

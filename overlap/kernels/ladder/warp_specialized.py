@@ -75,10 +75,8 @@ class Pipeline:
 
 
 def load_tiles(
-    lhs_gmem: GmemRef,
-    rhs_gmem: GmemRef,
-    row: Index,
-    column: Index,
+    operands: tuple[GmemRef, GmemRef],
+    tile: tuple[Index, Index],
     pipeline: Pipeline,
     t: Tiling,
     *,
@@ -88,15 +86,14 @@ def load_tiles(
     """Loads the operand tiles of an output tile, k step by k step: the memory warpgroup's work.
 
     Args:
-      lhs_gmem: [m, k].
-      rhs_gmem: [k, n].
-      row: row of the output tile.
-      column: column of the output tile.
+      operands: [m, k] and [k, n].
+      tile: row and column of the output tile.
       pipeline: where the operand tiles go.
       t: sizes.
       first: how many stages this CTA has filled before, for other output tiles.
       shared_by: the cluster axis along which CTAs share the right operand (rung 5).
     """
+    (lhs_gmem, rhs_gmem), (row, column) = operands, tile
     m_slice, n_slice = pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n)
     shared = None if shared_by is None else (shared_by,)
 
@@ -167,7 +164,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
             store(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], out_smem.at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        split_roles(lambda: load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t), compute)
+        split_roles(lambda: load_tiles((lhs_gmem, rhs_gmem), (row, column), pipeline, t), compute)
 
     return plgpu.kernel(
         body,

@@ -160,31 +160,22 @@ def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Arr
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: SmemRef, buffers: Buffers, wg_tile_index: Index, first: int) -> None:
-    """Starts the stores of boxes of a warpgroup tile to `boxes`, beginning with the box of index `first`."""
+def store_boxes(boxes: Boxes, box_views: SmemRef, first: Index) -> None:
+    """Starts the stores of boxes of a tile to `boxes`, beginning with the box of index `first`."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + wg_tile_index * box_count(buffers) + first
+    begin = boxes.first + first
     for box in range(count):
         to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
-def send_boxes(
-    boxes: Boxes,
-    direct_sends: DirectSends,
-    tile: Tile,
-    flat_boxes: SmemRef,
-    buffers: Buffers,
-    wg_tile_index: Index,
-    first: int,
-) -> None:
-    """Starts the copies of boxes of a warpgroup tile to the memory of this device (`boxes`) and of all peers."""
-    begin = wg_tile_index * box_count(buffers) + first
+def send_boxes(boxes: Boxes, direct_sends: DirectSends, tile: Tile, flat_boxes: SmemRef, first: Index) -> None:
+    """Starts the copies of boxes of a tile, from `first` on, to this device's memory (`boxes`) and all peers'."""
 
     def send(to: Boxes, *, last: bool) -> None:
         elements, count = to.ref.shape[-1], flat_boxes.shape[0]
         for box in range(count):
-            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + begin + box]
+            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + first + box]
             plgpu.copy_smem_to_gmem(flat_smem, to_gmem, commit_group=last and box == count - 1)
 
     pl.loop(1, direct_sends.peers + 1)(lambda number: send(direct_sends.to_peer(tile, number), last=False))

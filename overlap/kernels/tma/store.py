@@ -107,15 +107,13 @@ def store(
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
-    if output.boxes is not None and flat_views:
-        assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
-        direct_sends = hooks.exchange.direct_sends
-        exchange.send_boxes(
-            output.boxes, direct_sends, tile, flat_views[0], buffers, output.wg_tile_index, index * boxes
-        )
-        return
     if output.boxes is not None:
-        exchange.store_boxes(output.boxes, box_views, buffers, output.wg_tile_index, index * boxes)
+        first_box = output.wg_tile_index * exchange.box_count(buffers) + index * boxes
+        if flat_views:
+            assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
+            exchange.send_boxes(output.boxes, hooks.exchange.direct_sends, tile, flat_views[0], first_box)
+        else:
+            exchange.store_boxes(output.boxes, box_views, first_box)
         return
 
     def send(out_gmem: GmemRef) -> None:
