@@ -16,10 +16,10 @@ from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import target
 from overlap.kernels.blackwell import limits, scales
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.limits import RESERVED_BYTES
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import emulating
-from overlap.kernels.tma.limits import RESERVED_BYTES
 from overlap.tuning import operations
 from tests import assembly
 from tests.block_scale_cases import E4M3, E5M2, Product, config

@@ -15,8 +15,8 @@ from overlap.emulation import EmulationError, emulate
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.layouts import PLAIN
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import PLAIN
 from overlap.kernels.target import Target
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL

@@ -12,8 +12,8 @@ import overlap
 from overlap.choice import space
 from overlap.choice.problem import Problem
 from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.tma import finish
 from tests.blackwell_cases import B200

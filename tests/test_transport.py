@@ -14,9 +14,9 @@ import overlap
 from overlap.choice import dispatch
 from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.hopper.limits import smem_bytes
+from overlap.kernels.limits import BARRIER_BYTES
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import SMEM_BYTES, Target
-from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly, oracle
 from tests.assembly import Case
 from tests.product_cases import pieces_of

@@ -17,10 +17,10 @@ from overlap.choice.rates import Rates, rates_of
 from overlap.choice.shared_loads import OperandTiles, operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.hopper import limits as hopper
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import ceil_div
 
 # The values of `Config.order_minor` and `Config.order_width`.

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.operations import BY_NAME, LAYOUTS, Dimension, Layout, OperationSpec, Transport
+from overlap.kernels.operations import BY_NAME, LAYOUTS, Dimension, Layout, OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
@@ -209,8 +208,8 @@ class Problem:
     def types(self, config: Config, transport: Transport) -> OperandTypes:
         """Returns what a mainloop must know of the operands."""
         # With split-k, partial products are stored in f32.
-        out_dtype = self.out_dtype if config.split_k == 1 else "float32"
-        layouts, m = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.m
+        out_dtype = "float32" if config.split_k > 1 and not transport else self.out_dtype
+        layouts = OperandLayouts(self.transpose_lhs, self.transpose_rhs)
         m = self.m if transport == "one_shot" else self.block[0]
         more: Any = dict(block_scaled=self.block_scaled, sides=self.sides)
         return OperandTypes(m, self.dtype, self.dtype, out_dtype, layouts, transport, **more)
@@ -228,7 +227,7 @@ class Problem:
         if part:
             names[part] += f" / {self.devices}"
         sizes = {"m": (names["m"], m), "n": (names["n"], n // self.sides), "k": ("k", self.whole[2])}
-        limits.check(self.types(config, transport), sizes, config, target, part)
+        limits.check(mainloop_of(target), self.types(config, transport), sizes, config, target, part)
 
     def _check_blocks(self, config: Config) -> None:
         """Raises NotImplementedError if operands cannot be cut into equal blocks, one per device.

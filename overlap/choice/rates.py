@@ -19,11 +19,11 @@ import pathlib
 import re
 from typing import Any, Literal
 
+from overlap.kernels import limits as tma
 from overlap.kernels.blackwell.limits import rhs_columns
 from overlap.kernels.config import Config
 from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.target import Target
-from overlap.kernels.tma import limits as tma
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,6 @@ MOST_JOINED_ROWS = 1024
 # Replaces entries of SHAPE for tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full
 # (`_rows_of_swapped`).
 SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
-MOST_COLUMNS = 256
 # Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
 CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256

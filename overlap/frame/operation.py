@@ -25,9 +25,8 @@ from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_name
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.operations import OperationSpec, Transport
+from overlap.kernels.operations import OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 
 NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})

@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.kernels.layouts import PLAIN, OperandLayouts
-from overlap.kernels.operations import EXCHANGING, Transport
+from overlap.kernels.operations import EXCHANGING, PLAIN, OperandLayouts, Transport
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef

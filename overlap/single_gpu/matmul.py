@@ -14,14 +14,14 @@ from overlap.choice import choose
 from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import by_xla, call, explicit, sharded
+from overlap.frame import by_xla, explicit, primitive, sharded
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyArray, Arguments, Scale
 from overlap.kernels import launch, operations
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import marks
 from overlap.single_gpu import product
@@ -68,7 +68,7 @@ class Matmul(Operation):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
+        (out,), _ = primitive.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:

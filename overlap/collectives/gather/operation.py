@@ -25,8 +25,7 @@ from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operatio
 from overlap.frame.signatures import Arguments
 from overlap.kernels import limits
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import GATHER_LHS, Dimension
+from overlap.kernels.operations import GATHER_LHS, Dimension, OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, part_of, same_along, varying
 from overlap.primitives import PeerGroup

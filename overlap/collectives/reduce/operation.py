@@ -21,8 +21,7 @@ from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
+from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
 from overlap.primitives import PeerGroup

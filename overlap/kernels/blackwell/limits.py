@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from overlap.kernels import limits
 from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.limits import BARRIER_BYTES, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
 from overlap.kernels.operations import EXCHANGING
-from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:

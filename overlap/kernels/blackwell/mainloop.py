@@ -51,11 +51,11 @@ from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M,
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
 from overlap.kernels.hooks import Tile
+from overlap.kernels.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from overlap.kernels import limits
 from overlap.kernels.config import FLOAT8, Config
+from overlap.kernels.limits import BARRIER_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
 from overlap.kernels.operations import EXCHANGING
 from overlap.kernels.placement import clusters_at_once
-from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
 
 if TYPE_CHECKING:
     from overlap.kernels.mainloop import OperandTypes

@@ -42,8 +42,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.grid import RANK_AXIS
+from overlap.kernels.limits import F32_BYTES
 from overlap.kernels.partial_sums import share
-from overlap.kernels.tma.limits import F32_BYTES
 from overlap.primitives.types import BarrierRef, Index, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.

@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from overlap.kernels.config import SIDE_COLUMNS
 from overlap.kernels.grid import rank
 from overlap.kernels.hooks import Exchange, Tile, Values
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.cluster_sums import ClusterPiece, ClusterSums, finish_in_cluster
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives.types import GmemRef, Index

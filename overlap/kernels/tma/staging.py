@@ -31,10 +31,10 @@ from jax.typing import DTypeLike
 
 from overlap.kernels.config import SIDE_COLUMNS, SWIZZLE_BYTES, Config
 from overlap.kernels.hooks import SideBySide
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
