@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
+from overlap.frame.signatures import AnyMesh, AxisName
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
 from overlap.primitives.clique import Clique, several_hosts
 from overlap.primitives.peers import outside_shard_map
 
 
-def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") -> PeerGroup:
+def peer_group_of(op: str, axis_name: AxisName, mesh: AnyMesh | None = None, *, more: str = "") -> PeerGroup:
     """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
     Args:
@@ -34,7 +33,7 @@ def peer_group_of(op: str, axis_name: Any, mesh: Any = None, *, more: str = "") 
     return PeerGroup.of(axis_name, mesh, caller=op)
 
 
-def untried(group: PeerGroup, mesh: Any = None) -> str | None:
+def untried(group: PeerGroup, mesh: AnyMesh | None = None) -> str | None:
     """Returns the reason not to choose a fused kernel for `group` unless the caller asks for one; None: no reason."""
     if group.size > 1 and several_hosts(mesh):
         return (
@@ -44,7 +43,7 @@ def untried(group: PeerGroup, mesh: Any = None) -> str | None:
     return None
 
 
-def require_peers(group: PeerGroup, target: Target, mesh: Any) -> None:
+def require_peers(group: PeerGroup, target: Target, mesh: AnyMesh | None) -> None:
     """Checks that the GPUs of `group` can address each other's memory.
 
     Args:

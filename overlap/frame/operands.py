@@ -26,8 +26,6 @@ from overlap.frame.signatures import Leaf
 from overlap.kernels.operations import OperandLayouts
 
 F32 = jnp.dtype(jnp.float32)
-# A tree of these.
-type Tree = Any
 # How arrays are nested (`jax.tree_util.PyTreeDef`, which is no type to a type checker).
 type Structure = Any
 # What callers call the fields of `Operands`, where the names differ.

@@ -23,9 +23,9 @@ import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from overlap.frame.operands import Leaf, Tree
-from overlap.frame.signatures import AnyMesh
+from overlap.frame.signatures import AnyMesh, Leaf
 from overlap.kernels.varying import axes_of
+from overlap.primitives.types import Tree
 
 _WAYS_OUT = (
     "jax.reshard an operand first, or call it inside jax.shard_map, where the collectives of this library (and "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jax.experimental import pallas as pl
@@ -21,7 +21,7 @@ from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.operations import EXCHANGING, PLAIN, OperandLayouts, Transport
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives.types import GmemRef, Index, SemaphoreRef
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -126,7 +126,7 @@ class Mainloop(Protocol):
         """Returns the changes of jax (mends) that a kernel with this mainloop needs."""
         ...
 
-    def buffer_types(self, config: Config, types: OperandTypes) -> Any:
+    def buffer_types(self, config: Config, types: OperandTypes) -> ScratchType:
         """Returns the types of the shared memory that the mainloop needs, for `pl.run_scoped`."""
         ...
 
@@ -134,7 +134,7 @@ class Mainloop(Protocol):
         """Returns how many boxes a tile is stored as (`Hooks.exchange`), and the rows and columns of each box."""
         ...
 
-    def run(self, loop: Loop, buffers: Any) -> None:
+    def run(self, loop: Loop, buffers: Tree) -> None:
         """Runs all roles of this CTA. `buffers`: allocated from `buffer_types`."""
         ...
 

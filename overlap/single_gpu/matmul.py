@@ -18,7 +18,7 @@ from overlap.frame import by_xla, explicit, primitive, sharded
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.signatures import AnyArray, Arguments, Scale
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, Scale
 from overlap.kernels import launch, operations
 from overlap.kernels.config import Config
 from overlap.kernels.operations import OperandLayouts
@@ -45,19 +45,21 @@ class Matmul(Operation):
         # Several right operands of one product share nothing but an activation.
         return self.combines
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
         dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
         more: Any = dict(layout=layout, batch=batch or 1, block_scaled=operands.is_block_scaled, sides=len(widths))
         return Problem(self.name, m, sum(widths), k, *dtypes, **more)
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
         sharded.require_no_partitioner_axes()
 
-    def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
+    def times(
+        self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
+    ) -> jax.Array:
         """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):

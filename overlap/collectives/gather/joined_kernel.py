@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +155,7 @@ class _Body:
         def landed(step: Index, row: Index, column: Index) -> None:
             semaphore_signal(flags.at[schedule.flag(schedule.row(me, step, row))])
 
-        def of_peer(step: Index, *place: Any) -> GmemRef:
+        def of_peer(step: Index, *place: pl.Slice) -> GmemRef:
             return group.remote_ref(lhs_gmem, group.peer(step)).at[place]
 
         peers = Chunks(schedule.pulled_chunks, schedule.chunking, schedule.chunk, of_peer, destination, landed)

@@ -22,7 +22,7 @@ from overlap.collectives.gather.transport import Transport
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
-from overlap.frame.signatures import Arguments
+from overlap.frame.signatures import AnyMesh, Arguments, Leaf
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_LHS, Dimension, OperandLayouts
@@ -75,10 +75,10 @@ class AllGather(Operation):
         more: Any = layout, max(batch or 1, 1), operands.is_block_scaled, len(widths) if self.combines else 1
         return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         return dispatch.Circumstances(why_not_by_default=untried(self.group, mesh))
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         self._check_operands(call)
         problem = self.problem(call.operands, call.layouts, call.out_dtype)
         transport = self.transport if self.group.size > 1 else ""
@@ -139,7 +139,12 @@ class AllGather(Operation):
         return self._move_shards(operands, layouts, self._gather)
 
     def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+        self,
+        cotangents: Operands,
+        d_kept: jax.Array | None,
+        operands: Operands,
+        wanted: Operands,
+        layouts: OperandLayouts,
     ) -> Operands:
         if d_kept is not None and wanted.lhs is not None:
             # The cotangent of the gathered operand may be typed as the same on all devices. Then each device takes its
@@ -148,7 +153,7 @@ class AllGather(Operation):
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
 
-        def as_sent(x: jax.Array | None, dtype: Any) -> jax.Array | None:
+        def as_sent(x: jax.Array | None, dtype: Leaf) -> jax.Array | None:
             # Cotangents that are summed over devices are sent in the result's dtype, unless that has 8 bits: sums of
             # 8-bit values are too inexact.
             return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
@@ -160,7 +165,7 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._move_shards(cotangents, layouts, self._scatter)
 
-    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
+    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Leaf, int], Leaf]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
             rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale
@@ -172,12 +177,12 @@ class AllGather(Operation):
             scales = tuple(move(x, -1) for x in scales)
         return dataclasses.replace(operands, rhs_list=rhs_list, column_scales=scales)
 
-    def _gather(self, x: Any, dimension: int) -> Any:
+    def _gather(self, x: Leaf, dimension: int) -> Leaf:
         if x is None or x.shape[dimension] == 0:  # XLA rejects a gather of an empty dimension.
             return x
         return lax.all_gather(x, self.group.axis_name, axis=x.ndim + dimension, tiled=True)
 
-    def _scatter(self, x: Any, dimension: int) -> Any:
+    def _scatter(self, x: Leaf, dimension: int) -> Leaf:
         if x is None or x.shape[dimension] == 0:
             return x
         return lax.psum_scatter(x, self.group.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
@@ -232,7 +237,7 @@ class AllGatherLhs(AllGather):
         # Scales of blocks must travel with the rows, which the transport "ring" does not do.
         return TRANSPORTS[self.transport].brings_scales
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         others = super().circumstances(call, mesh)
         if self.group.size == 1:
             return others
@@ -277,7 +282,7 @@ class AllGatherLhs(AllGather):
         gs: Sequence[jax.Array],
         rhs_list: Sequence[jax.Array],
         passenger: jax.Array | None,
-        dtype: Any,
+        dtype: DTypeLike,
         plan: LaunchPlan,
     ) -> tuple[jax.Array, jax.Array | None] | None:
         # The cotangent of `lhs` is a sum of products and a reduce-scatter.

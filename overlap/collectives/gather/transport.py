@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -22,7 +22,7 @@ from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import PeerGroup
-from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shards:
     scratch_gmem: GmemRef
     scales: tuple[GmemRef, GmemRef] | None = None
 
-    def within(self, ref: GmemRef, batch: Index, *index: Any) -> GmemRef:
+    def within(self, ref: GmemRef, batch: Index, *index: Index | pl.Slice) -> GmemRef:
         """Returns `ref.at[batch, *index]` if the shards have several batch elements, else `ref.at[index]`."""
         index = (batch, *index) if self.schedule.batch_size > 1 else index
         return ref.at[index] if index else ref
@@ -104,7 +104,7 @@ class Transport(Protocol):
         """Returns the shapes of the flags that the transport needs. All flags are zero at launch."""
         ...
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[ScratchType, ...]:
         """Returns the types of the shared memory that the transport needs beside the mainloop's.
 
         The mainloop's check that all shared memory fits counts this memory as well.

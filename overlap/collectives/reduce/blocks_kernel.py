@@ -81,6 +81,7 @@ from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer, tma_store
@@ -92,7 +93,9 @@ from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 _STORED, _ARRIVED = 0, 2
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> tuple[jax.Array, jax.Array | None]:
+def launch(
+    operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Dimension
+) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on checked operands.
 
     Args:
@@ -159,14 +162,14 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     return out, results.gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
 
 
-def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
+def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Dimension) -> int:
     """Returns the bytes of scratch memory of one device, for the parts that it sends and the parts that it receives."""
     schedule, _, _ = _schedule(operands, plan, devices, along)
     return 2 * math.prod(schedule.sent_shape) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(
-    operands: Operands, plan: LaunchPlan, devices: int, along: Any
+    operands: Operands, plan: LaunchPlan, devices: int, along: Dimension
 ) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int, int]]:
     """Returns the schedule; what the mainloop must know of the operands; batch elements, rows and columns of a block.
 

@@ -17,9 +17,9 @@ term, and a device sends the sum of all parts so far.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from overlap.kernels.config import Config
+from overlap.kernels.operations import Dimension
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, larger, quotient, remainder, smaller
@@ -113,7 +113,7 @@ class ReduceScatterSchedule:
     """
 
     devices: int
-    along: Literal["m", "n"]
+    along: Dimension
     order: TileOrder
     batch_size: int
     boxes: tuple[int, int, int]
@@ -123,7 +123,7 @@ class ReduceScatterSchedule:
     @staticmethod
     def of(
         devices: int,
-        along: Literal["m", "n"],
+        along: Dimension,
         block: tuple[int, int, int],
         boxes: tuple[int, int, int],
         itemsize: int,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
@@ -26,7 +25,7 @@ from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results
 from overlap.frame.operation import Call, LaunchPlan
-from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
@@ -42,7 +41,7 @@ class MatmulAllReduce(Summed):
     spec = ALL_REDUCE
     takes_more_rows = True
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():

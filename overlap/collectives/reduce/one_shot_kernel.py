@@ -31,7 +31,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -201,7 +200,7 @@ class _Body:
         there = self.group.remote_ref(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
-    def _term_at(self, tile: Tile, position: Any) -> Boxes:
+    def _term_at(self, tile: Tile, position: Index) -> Boxes:
         """Returns where in this device's memory the part of a tile lies that the device at `position` has computed."""
         part = OneOf([self._landing.at[position], self.refs.outputs.parts], jnp.where(position == self.me, 1, 0))
         return Boxes(part, self._first_box(tile))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.signatures import Arguments
+from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec
 from overlap.kernels.target import Target
@@ -65,11 +65,11 @@ class Summed(Operation):
     def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         return as_rows(operands, layouts) if self.takes_more_rows else operands
 
-    def along(self, operands: Operands, plan: LaunchPlan) -> str:
+    def along(self, operands: Operands, plan: LaunchPlan) -> Dimension:
         """Returns the dimension in which the sum is cut into blocks: "m" or "n"."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         def scratch_bytes(config: Config, target: Target) -> int:
             if self.group.size == 1:
                 return 0
@@ -84,7 +84,7 @@ class Summed(Operation):
             transport, self.transport_reason, why_not_by_default=untried(self.group, mesh), scratch_bytes=scratch_bytes
         )
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         operands, (batch, _, _, _) = call.operands, call.sizes
         if any(len(rhs.shape) > 2 for rhs in operands.rights):
             raise NotImplementedError(
@@ -200,7 +200,12 @@ class MatmulReduceScatter(Summed):
         return rows if rows is None else lax.all_gather(rows, self.group.axis_name, axis=rows.ndim - 2, tiled=True)
 
     def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+        self,
+        cotangents: Operands,
+        d_kept: jax.Array | None,
+        operands: Operands,
+        wanted: Operands,
+        layouts: OperandLayouts,
     ) -> Operands:
         rows = operands.passenger
         if rows is None:
@@ -212,7 +217,7 @@ class MatmulReduceScatter(Summed):
         return dataclasses.replace(cotangents, passenger=d_rows)
 
     def lhs_and_product_cotangents(
-        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: Any, plan: LaunchPlan
+        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: DTypeLike, plan: LaunchPlan
     ) -> tuple[Sequence[jax.Array], jax.Array] | None:
         # The cotangent of `lhs` is an all-gather and a product.
         if self.transpose is None or self.dimension != "m" or plan.layouts.transpose_lhs:

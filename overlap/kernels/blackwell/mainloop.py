@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ from overlap.kernels.tma.finish import Sums, finish
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -146,7 +146,7 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
         pl.when(rank(config) == 0)(issue)
 
 
-def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Any) -> None:
+def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Axis) -> None:
     """Waits for the operand tiles of a k step and issues their product, which releases the stage when it has run."""
     config, layouts = loop.config, loop.layouts
     plgpu.barrier_wait(buffers.full_at(piece, stage))
@@ -287,7 +287,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     )
 
 
-def _drained(config: Config) -> Any:
+def _drained(config: Config) -> ScratchType:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
     # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits there. The multiplier of the second CTA

@@ -16,8 +16,6 @@ Blackwell" in the JAX documentation.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -37,7 +35,7 @@ from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 CLUSTER_AXIS = kernel_axis("cluster")
 
@@ -47,7 +45,7 @@ def num_clusters(t: Tiling) -> int:
     return max(1, min(num_ctas() // CLUSTER, t.m_tiles * t.n_tiles))
 
 
-def read_barrier(halves: int = 1) -> Any:
+def read_barrier(halves: int = 1) -> ScratchType:
     """Scratch type of the barriers `read`, one for each half of the accumulator: both CTAs have read the half."""
     return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_barriers=halves, orders_tensor_core=True)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.tiling import SWIZZLE_BYTES, Tiling
+from overlap.primitives.types import ScratchType
 
 CTA_TILE_M = 128  # Tensor memory has 128 lanes, and a row of the accumulator lies in a lane.
 MAX_TILE_N = 256  # Columns of one MMA's accumulator.
@@ -41,6 +40,6 @@ def tiling(lhs: jax.Array, rhs: jax.Array, *, tile_n: int, tile_k: int, stages: 
     return t
 
 
-def accumulator_type(t: Tiling, *, ctas: int = 1, halves: int = 1) -> Any:
+def accumulator_type(t: Tiling, *, ctas: int = 1, halves: int = 1) -> ScratchType:
     """Scratch type of a CTA's accumulator in tensor memory: 128 rows, and `tile_n` columns for each of the `halves`."""
     return plgpu.TMEM((t.tile_m // ctas, halves * t.tile_n), jnp.float32, collective=ctas > 1)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -33,7 +32,7 @@ from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tilin
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives import converge_warp
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 COPY_WARP, MMA_WARP = 0, 1
 type Store = Callable[[TmemRef, GmemRef, SmemRef], None]  # (accumulator, output, buffer)
@@ -59,7 +58,9 @@ class Memory:
     read: BarrierRef = None
 
     @classmethod
-    def types(cls, t: Tiling, stages: int, out_smem: Any, *, ctas: int = 1, halves: int = 1, read: Any = None) -> Any:
+    def types(
+        cls, t: Tiling, stages: int, out_smem: ScratchType, *, ctas: int = 1, halves: int = 1, read: ScratchType = None
+    ) -> ScratchType:
         """The scratch types of a CTA: its part of `stages` pairs of operand tiles, and `halves` accumulators."""
         pipeline = Pipeline(
             lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
@@ -108,7 +109,13 @@ def load_tiles(
 
 
 def multiply_tiles(
-    acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0, collective_axis: Any = None
+    acc_tmem: TmemRef,
+    done: BarrierRef,
+    pipeline: Pipeline,
+    t: Tiling,
+    *,
+    first: Index = 0,
+    collective_axis: Axis = None,
 ) -> None:
     """Issues all products of an output tile, and an arrival at `done` when its sum is complete: the MMA warp's work.
 
@@ -141,7 +148,9 @@ def split_warps(copy: Callable[[], None], multiply: Callable[[], None]) -> None:
         converge_warp()
 
 
-def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+def tile_per_cta(
+    t: Tiling, stages: int, out_smem_type: ScratchType, store: Store, name: str
+) -> Callable[..., jax.Array]:
     """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores its accumulator."""
 
     def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, own: Memory) -> None:

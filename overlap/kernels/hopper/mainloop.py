@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import AccumulatorRef, GmemRef, Index
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index, ScratchType
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -236,7 +236,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     )
 
 
-def _consumed(config: Config, arrivals: int) -> Any:
+def _consumed(config: Config, arrivals: int) -> ScratchType:
     if not config.shares_loads:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
     # An arrival at this barrier counts in all CTAs of the cluster.

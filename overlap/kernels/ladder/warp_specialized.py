@@ -32,7 +32,7 @@ from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, Index, SmemRef
+from overlap.primitives.types import AccumulatorRef, Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef
 
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
 THREAD_AXIS = kernel_axis("warpgroup")
@@ -59,7 +59,7 @@ class Pipeline:
     consumed: BarrierRef
 
     @classmethod
-    def types(cls, t: Tiling, stages: int, consumed: Any = None) -> Any:
+    def types(cls, t: Tiling, stages: int, consumed: ScratchType = None) -> ScratchType:
         """The scratch types of a pipeline; `consumed` is the type of that barrier, if it is not the usual one."""
         return cls(
             lhs_smem=t.smem(stages, t.tile_m, t.tile_k),
@@ -81,7 +81,7 @@ def load_tiles(
     t: Tiling,
     *,
     first: Index = 0,
-    shared_by: Any = None,
+    shared_by: Axis = None,
 ) -> None:
     """Loads the operand tiles of an output tile, k step by k step: the memory warpgroup's work.
 
@@ -152,7 +152,9 @@ def split_roles(memory: Callable[[], None], compute: Callable[[jax.Array], None]
         compute(warpgroup)
 
 
-def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+def tile_per_cta(
+    t: Tiling, stages: int, out_smem_type: ScratchType, store: Store, name: str
+) -> Callable[..., jax.Array]:
     """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores a warpgroup's half."""
 
     def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, pipeline: Pipeline, out_smem: SmemRef) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def for_each_piece(
     buffers: Buffers,
     cluster_index: Index,
     role: Callable[..., None],
-    *more: Any,
+    *more: Index,
     first: Index = 0,
     every: int = 1,
 ) -> None:

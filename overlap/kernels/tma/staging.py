@@ -36,7 +36,7 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Buffers:
     mail: Mail | None = None
     stored: BarrierRef = None
     cluster_sums: ClusterSums | None = None
-    in_stages: Any = None
+    in_stages: SmemRef = None
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
@@ -151,7 +151,7 @@ def atom(dtype: DTypeLike) -> int:
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
-def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
+def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[ScratchType, ...]:
     """Returns the shared-memory layout that tensor cores and TMA both use: swizzled tiles of `rows` × 128 bytes."""
     return (
         plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
@@ -161,12 +161,12 @@ def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
 
 def _views(
     box: tuple[int, ...], mma: tuple[int, ...], dtype: DTypeLike, rows: int = SMALL_TILE_ROWS
-) -> tuple[Any, Any]:
+) -> tuple[ScratchType, ScratchType]:
     untiled = swizzled(dtype)[1:]
     return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
 
 
-def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> Any:
+def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> ScratchType:
     """Returns the view of boxes as flat memory, [..., elements], in the order of their bytes."""
     *boxes, rows, columns = box
     return plgpu.SMEM((*boxes, rows * columns), dtype)
@@ -203,7 +203,7 @@ class BufferPlan:
     rhs_columns: int
     lhs_tile_rows: int
     rhs_tile_rows: int
-    consumed: Any
+    consumed: ScratchType
     mail_readers: int
     pairs: bool = False
     terms_in_stages: bool = True
@@ -212,7 +212,7 @@ class BufferPlan:
     taking_turns: int = 1
 
 
-def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
+def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType, ...]:
     """Returns the views (box, mma) of shared memory that holds boxes of results: see `Buffers`.
 
     Boxes that are sent to peers directly from shared memory have a third view, of flat boxes.
@@ -231,7 +231,7 @@ def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
     return plan.wg_tiles * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
-def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
+def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, ScratchType]:
     """Returns the fields of `Buffers`, as scratch types for `pl.run_scoped`."""
     dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
     width, stages = atom(dtype), config.stages
@@ -253,7 +253,10 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes
-    stages_of: dict[str, Any] = {"lhs": plgpu.RefUnion(*lhs_views, *in_lhs), "rhs": plgpu.RefUnion(*rhs_views, *in_rhs)}
+    stages_of: dict[str, ScratchType] = {
+        "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
+        "rhs": plgpu.RefUnion(*rhs_views, *in_rhs),
+    }
     if config.ctas_per_tile > 1:
         sums = cluster_sums_type(plan.wg_tiles, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed)
         in_stages = plgpu.RefUnion(*zip(lhs_views, rhs_views, strict=True), (sums.sums,))
@@ -346,8 +349,8 @@ class OperandLoad:
     barrier: BarrierRef
     start: Index
     across: bool
-    shared_by: Any = None
-    paired_by: tuple[Any, Index] | None = None
+    shared_by: Axis = None
+    paired_by: tuple[Axis, Index] | None = None
 
 
 def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:
