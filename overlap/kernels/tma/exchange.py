@@ -160,12 +160,11 @@ def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Arr
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: SmemRef, first: Index) -> None:
-    """Starts the stores of boxes of a tile to `boxes`, beginning with the box of index `first`."""
+def store_boxes(boxes_gmem: GmemRef, box_views: SmemRef, first: Index) -> None:
+    """Starts the stores of boxes of a tile to `boxes_gmem`, beginning with the box of index `first`."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + first
     for box in range(count):
-        to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
+        to_gmem = boxes_gmem.at[first + box, _rows(first, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 

@@ -108,12 +108,12 @@ def store(
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
     if output.boxes is not None:
-        first_box = output.wg_tile_index * exchange.box_count(buffers) + index * boxes
+        in_tile = output.wg_tile_index * exchange.box_count(buffers)
         if flat_views:
             assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
-            exchange.send_boxes(output.boxes, hooks.exchange.direct_sends, tile, flat_views[0], first_box)
+            exchange.send_boxes(output.boxes, hooks.exchange.direct_sends, tile, flat_views[0], in_tile + index * boxes)
         else:
-            exchange.store_boxes(output.boxes, box_views, first_box)
+            exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
     def send(out_gmem: GmemRef) -> None:
