@@ -85,20 +85,11 @@ class Transport(Protocol):
       brings_scales: whether the scales of rows travel with the rows. Otherwise XLA gathers them before the kernel.
     """
 
-    @property
-    def name(self) -> Literal["pull", "ring"]: ...
-
-    @property
-    def why(self) -> str: ...
-
-    @property
-    def reads_inputs_only(self) -> bool: ...
-
-    @property
-    def needs_all_ctas(self) -> bool: ...
-
-    @property
-    def brings_scales(self) -> bool: ...
+    name: Literal["pull", "ring"]
+    why: str
+    reads_inputs_only: bool
+    needs_all_ctas: bool
+    brings_scales: bool
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the flags that the transport needs. All flags are zero at launch."""

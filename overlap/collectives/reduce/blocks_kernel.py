@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,7 +72,7 @@ from overlap.collectives.reduce.blocks_operands import (
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
 from overlap.collectives.reduce.passenger import Passenger
-from overlap.collectives.reduce.refs import Inputs, Outputs
+from overlap.collectives.reduce.refs import Inputs, Outputs, SumBody
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
@@ -155,7 +154,7 @@ def launch(
     steps_of_pairs = k_steps(operands, plan)
 
     def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
-        return _Body(kernel, schedule, strips, passenger, steps_of_pairs, group, plan, name, refs, group.me())
+        return _Body(kernel, schedule, steps_of_pairs, group, plan, name, refs, group.me(), strips, passenger)
 
     results = kernel.launch(inputs, out_types, body_of)
     out = results.out.reshape(batch, *((m, n) if strips else block[1:]))
@@ -185,40 +184,23 @@ def _schedule(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Body:
-    """The kernel's body: its tiles, and what is done with each.
+class _Body(SumBody):
+    """The kernel's body: its tiles, and what is done with each. See `SumBody`.
 
     Attributes:
-      kernel: the static part of the kernel: configuration, mainloop, work.
-      schedule: the tiles, chunks and flags.
       strips: how own tiles are cut to be sent to all peers; None: the result is not replicated.
       passenger: an array that is gathered beside the sum; None: there is none.
-      steps: the number of k steps of each pair of operands.
-      group: the devices.
-      plan: the operation, the configuration and the layouts.
-      name: the operation with its sizes, for the message of a wait that takes too long.
-      refs: the kernel's references.
-      me: this device's position in the peer group.
     """
 
-    kernel: ProductKernel
-    schedule: ReduceScatterSchedule
     strips: Strips | None
     passenger: Passenger | None
-    steps: Sequence[int]
-    group: PeerGroup
-    plan: LaunchPlan
-    name: str
-    refs: Refs[Inputs, Outputs]
-    me: Index
 
     def tile_at(self, index: Index) -> Tile:
         step, batch, m, n = self.schedule.tile(index)
         return Tile(step, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        vectors, addends, schedule = self.refs.inputs.vectors, self.refs.inputs.addends, self.schedule
-        has_scales = vectors.row_scale is not None or vectors.column_scale is not None
+        addends, schedule = self.refs.inputs.addends, self.schedule
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
@@ -234,7 +216,7 @@ class _Body:
                 term_at=lambda tile, term: self._boxes(self._landing[0], schedule.step_of_term(tile.step, term), tile),
                 await_terms=self._await_terms,
                 part_stored=lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
-                part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
+                part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if self._has_scales else None,
                 own_stored=None
                 if self.strips is None
                 else lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
@@ -269,9 +251,6 @@ class _Body:
         block = self._block(tile, "n")
         where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
         return of_pairs([rhs.at[where] for rhs in self.refs.inputs.rights], self.steps)
-
-    def _index_of(self, tile: Tile) -> Index:
-        return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
 
     def _boxes(self, ref: GmemRef, step: Index, tile: Tile) -> Boxes:
         """Returns where the boxes of a tile of `step` lie in memory of shape `ReduceScatterSchedule.sent_shape`."""
