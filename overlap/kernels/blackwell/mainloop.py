@@ -98,7 +98,7 @@ class Buffers(staging.Buffers):
 
     def accumulator(self, piece: Piece, columns: pl.Slice) -> TmemRef:
         """Returns a slice of columns of the accumulator of a piece."""
-        first = _turn(piece.ordinal) * self.wg_tile.columns
+        first = _turn(piece.ordinal) * self.plan.wg_tile.columns
         return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
 
 

@@ -96,7 +96,7 @@ def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Inde
 
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> jax.Array:
     """Computes a compute warpgroup's f32 sums of one piece: [wg_m, wg_n], or [wg_n, wg_m] with swapped operands."""
-    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
+    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.plan.wg_tile.rows, buffers.plan.wg_tile.columns
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
@@ -306,7 +306,7 @@ class Hopper:
             drawn.for_each(loop, buffers, exchange.announce)
 
         in_turn = loop.config.in_turn
-        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles
+        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.plan.wg_tiles
 
         def compute() -> None:
             if loop.counter is None and in_turn:

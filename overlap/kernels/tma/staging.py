@@ -74,16 +74,9 @@ class Buffers:
       out: the epilogue buffers, (box, mma, …): [warpgroups, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which the readers of a stage arrive to release it.
-      rows: how many rows of the left operand are loaded into a stage (this field and the following ones, up to
-        `sides`, are static).
-      wg_tiles: how many warpgroup tiles of an output tile are computed, each by one warpgroup.
-      wg_tile: the shape of a warpgroup tile.
+      plan: the choices of the mainloop (this field and the following ones, up to `sides`, are static).
       copies: how many arrivals at `full` mean that a stage is filled.
-      pairs: as in `BufferPlan`.
-      terms_in_stages: as in `BufferPlan`.
-      stored_barriers: as in `BufferPlan`.
       stages: how many stages there are.
-      taking_turns: as in `BufferPlan`.
       sides: as in `OperandTypes`.
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
@@ -97,15 +90,9 @@ class Buffers:
     out: tuple[SmemRef, ...]
     full: BarrierRef
     consumed: BarrierRef
-    rows: int = dataclasses.field(metadata={"static": True})
-    wg_tiles: int = dataclasses.field(metadata={"static": True})
-    wg_tile: WarpgroupTile = dataclasses.field(metadata={"static": True})
+    plan: BufferPlan = dataclasses.field(metadata={"static": True})
     copies: int = dataclasses.field(metadata={"static": True})
-    pairs: bool = dataclasses.field(metadata={"static": True})
-    terms_in_stages: bool = dataclasses.field(metadata={"static": True})
-    stored_barriers: int = dataclasses.field(metadata={"static": True})
     stages: int = dataclasses.field(metadata={"static": True})
-    taking_turns: int = dataclasses.field(metadata={"static": True})
     sides: int = dataclasses.field(metadata={"static": True})
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
@@ -120,9 +107,9 @@ class Buffers:
 
     def full_at(self, piece: Piece, stage: Index) -> BarrierRef:
         """Returns the barrier `full` of a stage that is filled for a piece."""
-        if self.taking_turns == 1:
+        if self.plan.taking_turns == 1:
             return self.full.at[stage]
-        return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + stage]
+        return self.full.at[remainder(piece.ordinal, self.plan.taking_turns) * self.stages + stage]
 
 
 @jax.tree_util.register_dataclass
@@ -271,20 +258,14 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "out": plgpu.RefUnion(*box_views(out, types)),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=plan.taking_turns * stages),
         "consumed": plan.consumed,
-        "rows": plan.rows,
-        "wg_tiles": plan.wg_tiles,
-        "wg_tile": wg_tile,
+        "plan": plan,
         "copies": copies,
-        "pairs": plan.pairs,
-        "terms_in_stages": plan.terms_in_stages,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
         "mail": _mail(plan.mail_readers) if types.exchanges else None,
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
-        "stored_barriers": plan.stored_barriers,
         "stages": stages,
-        "taking_turns": plan.taking_turns,
         "sides": types.sides,
     }
 
@@ -326,7 +307,7 @@ def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
     """Returns the boxes of `lhs` stages without the rows that are not loaded; `across`: rows of `lhs` run along m."""
     boxes = buffers.lhs[0]
     _, all_loaded, *_, width = boxes.shape
-    loaded = buffers.rows // width if across else buffers.rows
+    loaded = buffers.plan.rows // width if across else buffers.plan.rows
     return boxes if loaded == all_loaded else boxes.at[:, pl.ds(0, loaded)]
 
 

@@ -64,7 +64,7 @@ def store(
         transposed if `WarpgroupTile.transposed` says so. Of each side if there are several (`Buffers.sides`).
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
-    wg_m, block_rows = buffers.wg_tile.rows, buffers.wg_tile.block_rows
+    wg_m, block_rows = buffers.plan.wg_tile.rows, buffers.plan.wg_tile.block_rows
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row = tile.m * config.tile_m + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
@@ -95,7 +95,7 @@ def store(
             else:
                 values = block(above, rows, slice(box * box_width, (box + 1) * box_width))
             block_smem = register_views.at[box, pl.ds(above, rows)]
-            if buffers.wg_tile.transposed:
+            if buffers.plan.wg_tile.transposed:
                 block_smem = block_smem.transpose((1, 0))
             if addend_at is not None:
                 given = block_smem[...].astype(jnp.float32)
