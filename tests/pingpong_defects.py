@@ -48,7 +48,7 @@ def of_the_other_part(worker, rank, part):
 # fmt: off
 INJECTED = {
     # Full and consumed barriers of the pipeline stages.
-    "one full barrier for both": ("one", "buffers.lhs", full_at({"self.taking_turns == 1": "True"})),
+    "one full barrier for both": ("one", "buffers.lhs", full_at({"self.plan.taking_turns == 1": "True"})),
     "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: ONE_FULL})),
     "fill the other's barrier": ("one", "deadlock", slip(produce, "produce", {FULL: ONE_FULL})),
     "turns by tile": ("two cores", "buffers.lhs", full_at({"piece.ordinal": "piece.tile"})),
@@ -120,7 +120,7 @@ INJECTED = {
     "terms by warpgroup": ("scatter", "out of bounds",
         compute({"buffers, piece, wg_tile_index)": "buffers, piece, warpgroup)"})),
     "boxes by warpgroup": ("scatter", "out of bounds",
-        stores({"buffers, output.wg_tile_index": "buffers, output.warpgroup"})),
+        stores({"= output.wg_tile_index *": "= output.warpgroup *"})),
     "terms at one barrier": ("scatter", "missed phase", slip(exchange, "sum_of_terms", {FULL: ONE_FULL})),
     "load terms at one": ("scatter", "deadlock", slip(exchange, "load_terms", {FULL: ONE_FULL})),
     "mail for two": ("scatter", "mail.numbers",

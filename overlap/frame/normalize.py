@@ -92,12 +92,12 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
 def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> list[tuple[Leaf, Leaf]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
-    if counts[0] is not None and not operation.sums_pairs:
+    if counts[0] is not None and not operation.reduces:
         raise ValueError(
             f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
             "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
         )
-    if not operation.sums_pairs or counts == [None, None]:
+    if not operation.reduces or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
         left, right = ("one array" if count is None else f"a list of {count}" for count in counts)

@@ -197,7 +197,6 @@ class Operation:
       takes_lists: whether `rhs` may be a list.
       combines: whether the activation takes the values of all right operands, side by side, and makes one result of
         them.
-      sums_pairs: whether `lhs` and `rhs` may be lists of equal length. The products of their pairs are added.
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
       transport: how data travels between devices in the fused kernel; empty: no data travels.
       takes_block_scales: whether the fused kernel takes scales of blocks.
@@ -207,7 +206,6 @@ class Operation:
     spec: ClassVar[OperationSpec]
     takes_lists = False
     combines = False
-    sums_pairs = False
     takes_parts = True
     transport = ""
     takes_block_scales = False
@@ -220,7 +218,10 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Whether products are summed over devices (`reduced`), before bias, addend and activation."""
+        """Whether products are summed over devices (`reduced`), before bias, addend and activation.
+
+        Then `lhs` and `rhs` may be lists of equal length, and the products of their pairs are added.
+        """
         return self.spec.sums
 
     @property

@@ -13,38 +13,30 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.gather import joined_kernel, lhs_kernel
 from overlap.collectives.gather.pull import PullTransport
 from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
-from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyMesh, Arguments, Leaf
-from overlap.kernels import limits
-from overlap.kernels.config import Config
+from overlap.kernels import limits, operations
 from overlap.kernels.operations import GATHER_LHS, Dimension, OperandLayouts
-from overlap.kernels.target import Target
 from overlap.kernels.varying import axes_of, part_of, same_along, varying
-from overlap.primitives import PeerGroup
 from overlap.single_gpu.matmul import Matmul
-
-_XLA = 'use implementation="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather(Operation):
+class AllGather(Collective):
     """A product with one operand gathered: the left one along its rows (m), or the right one along n or k.
 
     Attributes:
-      group: the devices.
       transport: how the shards travel in the fused kernel.
       has_batch: whether the fused kernel takes leading dimensions as a batch; else they are folded into the rows.
     """
 
-    group: PeerGroup
     transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
 
     has_batch = False
@@ -76,22 +68,14 @@ class AllGather(Operation):
         return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
 
     def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
-        return dispatch.Circumstances(why_not_by_default=untried(self.group, mesh))
+        return dispatch.Circumstances(why_not_by_default=self.untried(mesh))
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    def products(self, call: Call) -> list[tuple[str, Problem, operations.Transport]]:
         self._check_operands(call)
-        problem = self.problem(call.operands, call.layouts, call.out_dtype)
-        transport = self.transport if self.group.size > 1 else ""
-        for name, n in zip(call.names, call.sizes[2], strict=True):
-            try:
-                dataclasses.replace(problem, n=n * problem.sides).check(config, target, transport)
-            except NotImplementedError as cannot:
-                raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        require_peers(self.group, target, mesh)
-        if mesh is None:
-            sharded.require_no_partitioner_axes()
-            rhs_list = dict(zip(call.names, call.operands.rhs_list, strict=True))
-            sharded.require_whole({"lhs": call.operands.lhs} | rhs_list)
+        problem, transport = self.problem(call.operands, call.layouts, call.out_dtype), self.transport
+        widths = zip(call.names, call.sizes[2], strict=True)
+        of_one = [(name, dataclasses.replace(problem, n=n * problem.sides)) for name, n in widths]
+        return [(name, each, transport if self.group.size > 1 else "") for name, each in of_one]
 
     def _check_operands(self, call: Call) -> None:
         """Raises NotImplementedError for forms of operands that no configuration takes."""
@@ -99,32 +83,24 @@ class AllGather(Operation):
             # The tensor cores need both 8-bit operands with k contiguous in memory, so `rhs` must be transposed.
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
-                f"cast them, or {_XLA}"
+                f"cast them, or {XLA}"
             )
         lhs, rhs = call.layouts.name
         for operand, alone in (("lhs", f"{lhs}n"), ("rhs", f"n{rhs}")):
             if alone not in self.spec.layouts:
                 raise NotImplementedError(
-                    f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {_XLA}"
+                    f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {XLA}"
                 )
         if call.layouts.transpose_lhs and not self.has_batch and (call.sizes[0] or 1) > 1:
             raise NotImplementedError(
                 f"the fused kernel takes one matrix as a transposed `lhs`, got leading dimensions {call.batch}: "
-                f"transpose it, or {_XLA}"
+                f"transpose it, or {XLA}"
             )
         rhs_list = call.operands.rhs_list
-        if batched := [name for name, rhs in zip(call.names, rhs_list, strict=True) if len(rhs.shape) > 2]:
-            raise NotImplementedError(
-                f"the fused kernel takes leading dimensions of `lhs` only, and `{batched[0]}` has {call.batch}: {_XLA}"
-            )
-        if call.sizes[0] == 0:
-            raise NotImplementedError(
-                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {_XLA}"
-            )
         if len({rhs.dtype for rhs in rhs_list}) > 1:
             raise NotImplementedError(
                 "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
-                f"{', '.join(rhs.dtype.name for rhs in rhs_list)}: cast them, or {_XLA}"
+                f"{', '.join(rhs.dtype.name for rhs in rhs_list)}: cast them, or {XLA}"
             )
 
     # --- The same by XLA, and derivatives ---
@@ -189,19 +165,19 @@ class AllGather(Operation):
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:
-            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
+            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
         if plan.layouts.transpose_lhs and not self.has_batch and is_batched.lhs:
             return (
                 "the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over several: transpose "
-                f"it, or {_XLA}"
+                f"it, or {XLA}"
             )
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()), *(is_batched.rhs_block_scales or ()))):
             if not self.takes_lists:
-                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: {_XLA}"
+                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: {XLA}"
             return (
                 "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
                 "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: pass right operands of one `lhs` as a "
-                f"list, one value per row, or {_XLA}"
+                f"list, one value per row, or {XLA}"
             )
         return None
 

@@ -19,8 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
-from overlap.collectives.reduce.operation import XLA, Summed
+from overlap.collectives.collective import XLA, peer_group_of
+from overlap.collectives.reduce.operation import Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results

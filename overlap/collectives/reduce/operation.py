@@ -13,39 +13,31 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
-from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
-from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.operation import Call, LaunchPlan
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
-from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec
+from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
-from overlap.primitives import PeerGroup
 from overlap.single_gpu.matmul import MATMUL
-
-XLA = 'use implementation="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
-class Summed(Operation):
+class Summed(Collective):
     """A product that is summed over devices.
 
     Each device computes one block of the sum, some rows (m) or columns (n), or (one shot) the whole sum.
 
     Attributes:
-      group: the devices.
       takes_more_rows: whether leading dimensions of the left operand may be folded into its rows.
       transport: how the parts travel in the fused kernel, "push" or "ring".
       transport_reason: why the transport is used; empty if there is no choice.
     """
 
-    group: PeerGroup
-
-    sums_pairs = True
     batched_together = frozenset({"lhs", "more_lefts", "passenger"})
     takes_more_rows = False
     transport = "push"
@@ -81,27 +73,13 @@ class Summed(Operation):
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
-            transport, self.transport_reason, why_not_by_default=untried(self.group, mesh), scratch_bytes=scratch_bytes
+            transport, self.transport_reason, why_not_by_default=self.untried(mesh), scratch_bytes=scratch_bytes
         )
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
-        operands, (batch, _, _, _) = call.operands, call.sizes
-        if any(len(rhs.shape) > 2 for rhs in operands.rights):
-            raise NotImplementedError(
-                f"the fused kernel takes leading dimensions of `lhs` only, and `rhs` has {call.batch}: {XLA}"
-            )
-        if batch == 0:
-            raise NotImplementedError(
-                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
-            )
-        problem = self.problem(operands, call.layouts, call.out_dtype)
-        for lhs in operands.lefts:
-            dataclasses.replace(problem, k=call.layouts.m_k(lhs.shape)[1]).check(config, target)
-        require_peers(self.group, target, mesh)
-        if mesh is None:
-            sharded.require_no_partitioner_axes()
-            for lhs, rhs in zip(operands.lefts, operands.rights, strict=True):
-                sharded.require_whole({"lhs": lhs, "rhs": rhs})
+    def products(self, call: Call) -> list[tuple[str, Problem, Transport]]:
+        problem = self.problem(call.operands, call.layouts, call.out_dtype)
+        depths = [call.layouts.m_k(lhs.shape)[1] for lhs in call.operands.lefts]
+        return [("rhs", dataclasses.replace(problem, k=k), "") for k in depths]
 
     # --- The kernel ---
 
