@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -211,8 +210,8 @@ class Problem:
         out_dtype = "float32" if config.split_k > 1 and not transport else self.out_dtype
         layouts = OperandLayouts(self.transpose_lhs, self.transpose_rhs)
         m = self.m if transport == "one_shot" else self.block[0]
-        more: Any = dict(block_scaled=self.block_scaled, sides=self.sides)
-        return OperandTypes(m, self.dtype, self.dtype, out_dtype, layouts, transport, **more)
+        of_scales = self.block_scaled, self.sides
+        return OperandTypes(m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales)
 
     def check(self, config: Config, target: Target, transport: Transport = "") -> None:
         """Checks that the fused kernel can run this problem with `config`. Raises as `limits.check` does.

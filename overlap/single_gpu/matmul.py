@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +46,9 @@ class Matmul(Operation):
 
     def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
-        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        more: Any = dict(layout=layout, batch=batch or 1, block_scaled=operands.is_block_scaled, sides=len(widths))
-        return Problem(self.name, m, sum(widths), k, *dtypes, **more)
+        dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
+        of_operands = layouts.name, batch or 1, operands.is_block_scaled, len(widths)
+        return Problem(self.name, m, sum(widths), k, *dtypes, 1, *of_operands)
 
     def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         if call.sizes[0] == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,10 @@ class AllGather(Collective):
         k, _ = layouts.k_n(operands.rhs_list[0].shape)
         if not self.has_batch and batch is not None:
             batch, m = 1, batch * m
-        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
+        dtypes, sides = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), len(widths) if self.combines else 1
+        of_operands = layouts.name, max(batch or 1, 1), operands.is_block_scaled, sides
         # Several right operands count as one of their total width.
-        more: Any = layout, max(batch or 1, 1), operands.is_block_scaled, len(widths) if self.combines else 1
-        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
+        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *of_operands)
 
     def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         return dispatch.Circumstances(why_not_by_default=self.untried(mesh))
