@@ -259,7 +259,7 @@ def judgement(times: Times, with_rates: Rates | None = None) -> str:
     pairs = {p: (of[None], of[lost[p][1]]) for p, of in times.items() if None in of}
     if pairs:
         gpu = rates.measured_gpu(times.target)
-        chosen = {p: xla if crossover.xla_is_faster(p, gpu) else fused for p, (xla, fused) in pairs.items()}
+        chosen = {p: xla if crossover.verdict(p, gpu).xla_runs else fused for p, (xla, fused) in pairs.items()}
         lines.append(_ratios("XLA / fused", {p: xla / fused for p, (xla, fused) in pairs.items()}))
         lines.append(_ratios("XLA / what the library chooses", {p: xla / chosen[p] for p, (xla, _) in pairs.items()}))
         lines.append(_ratios("best of both / what it chooses", {p: min(both) / chosen[p] for p, both in pairs.items()}))

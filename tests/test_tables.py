@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import overlap
 from overlap.choice import choose, crossover, table_entry, table_files, tables
 from overlap.choice import problem as problems
+from overlap.choice.crossover import Cause, Verdict
 from overlap.cli import arguments as types
 from overlap.kernels.config import Config
 from tests.tuning_cases import H200, MISSING, SHAPES, TUNED, entry, line, nested, no_tables, problem, users_table, write
@@ -111,7 +112,7 @@ def test_of_two_entries_for_the_same_one_is_used_and_the_other_named(caplog):
 
 
 def test_an_entry_whose_configuration_cannot_run_is_named(caplog, monkeypatch):
-    monkeypatch.setattr(crossover, "verdict", lambda *_: (False, "faster"))
+    monkeypatch.setattr(crossover, "verdict", lambda *_: Verdict(False, "faster", Cause.PREDICTED))
     write(line(config=vars(Config(tile_m=256, tile_n=256))))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):

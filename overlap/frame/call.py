@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from overlap import _settings
+from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import arguments, sharded
 from overlap.frame.batch import batched
@@ -100,6 +100,8 @@ def run_prepared(
     )
     if choice.config is None:
         return call.restore(plan.by_xla(call.operands, call.by_xla))
+    if choice.target.platform == "cpu":
+        emulation.enable()
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
 
