@@ -18,10 +18,10 @@ from overlap.kernels.operations import OPERATIONS
 if TYPE_CHECKING:
     from overlap import emulation
     from overlap.choice.dispatch import Explanation
-    from overlap.collectives.all_gather_matmul import all_gather_lhs_matmul
-    from overlap.collectives.all_gather_rhs_matmul import all_gather_rhs_matmul
-    from overlap.collectives.matmul_all_reduce import matmul_all_reduce
-    from overlap.collectives.matmul_reduce_scatter import matmul_reduce_scatter
+    from overlap.collectives.gather.all_gather_lhs_matmul import all_gather_lhs_matmul
+    from overlap.collectives.gather.all_gather_rhs_matmul import all_gather_rhs_matmul
+    from overlap.collectives.reduce.matmul_all_reduce import matmul_all_reduce
+    from overlap.collectives.reduce.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
     from overlap.kernels.config import Config
     from overlap.sharded.explain import explain

@@ -28,10 +28,10 @@ def pretend_processes(case: Case) -> None:
     This process is alone, and the next case that it assembles may have another number of processes: so nothing that was
     traced for this number may be kept.
     """
-    from overlap.collectives import one_shot, scattered
+    from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
     from overlap.frame import primitive
 
-    one_shot.lands_in_an_operand = scattered.lands_in_an_operand = lambda: case.processes > 1
+    one_shot_kernel.lands_in_an_operand = blocks_kernel.lands_in_an_operand = lambda: case.processes > 1
     primitive.tracer_of.cache_clear()
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import primitives
-from overlap.collectives import one_shot
-from overlap.collectives.one_shot import _Body
+from overlap.collectives.reduce import one_shot_kernel
+from overlap.collectives.reduce.one_shot_kernel import _Body
 from overlap.kernels.hooks import Boxes, Tile
 from overlap.kernels.tma import exchange, finish, store
 from overlap.primitives import Handshake, handshake
@@ -39,13 +39,16 @@ def send_when_all_but_one_have_begun(patch):
 
 
 def send_to_all_but_one(patch):
-    change_fields(patch, one_shot, "DirectSends", peers=lambda peers: peers - 1)
+    change_fields(patch, one_shot_kernel, "DirectSends", peers=lambda peers: peers - 1)
 
 
 def send_all_to_one_peer(patch):
     """Sends all parts to one peer, but raises the flags at the right peers."""
     change_fields(
-        patch, one_shot, "DirectSends", to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance)
+        patch,
+        one_shot_kernel,
+        "DirectSends",
+        to_peer=lambda to_peer: lambda tile, distance: to_peer(tile, 1 + 0 * distance),
     )
 
 
@@ -78,7 +81,7 @@ def send_what_is_not_committed(patch):
 
 
 def raise_flags_of_all_but_one(patch):
-    within(patch, _Body, "_announce", lambda inside: leave_out_a_peer(inside, one_shot))
+    within(patch, _Body, "_announce", lambda inside: leave_out_a_peer(inside, one_shot_kernel))
 
 
 def raise_the_flag_of_another_tile(patch):
@@ -93,7 +96,7 @@ def raise_the_flag_of_the_receiver(patch):
             del flag
             primitives.semaphore_signal_peer(self.refs.flags[0].at[position, self._index_of(tile)], group, position)
 
-        patch.setattr(one_shot, "semaphore_signal_peer", signal)
+        patch.setattr(one_shot_kernel, "semaphore_signal_peer", signal)
         announce(self, tile)
 
     change_body(patch, "_announce", announce_there)
@@ -103,11 +106,11 @@ def signal_peers_at_the_scope_of_one_gpu(patch):
     def signal(flag, group, position):
         plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
-    patch.setattr(one_shot, "semaphore_signal_peer", signal)
+    patch.setattr(one_shot_kernel, "semaphore_signal_peer", signal)
 
 
 def never_raise_the_own_flag(patch):
-    patch.setattr(one_shot, "semaphore_signal", NOTHING)
+    patch.setattr(one_shot_kernel, "semaphore_signal", NOTHING)
 
 
 def do_not_wait_for_terms(patch):
@@ -115,11 +118,11 @@ def do_not_wait_for_terms(patch):
 
 
 def do_not_wait_for_the_own_part(patch):
-    patch.setattr(one_shot, "wait_for_block", NOTHING)
+    patch.setattr(one_shot_kernel, "wait_for_block", NOTHING)
 
 
 def wait_for_all_terms_but_one(patch):
-    within(patch, _Body, "_await_terms", lambda inside: leave_out_a_peer(inside, one_shot))
+    within(patch, _Body, "_await_terms", lambda inside: leave_out_a_peer(inside, one_shot_kernel))
 
 
 def wait_for_another_tiles_terms(patch):
@@ -160,7 +163,7 @@ def add_the_own_part_unrounded(patch):
     change_body(patch, "tile_at", with_device)
     with_words(patch, finish, "dataclasses", replace=replace)
     change_fields(
-        patch, one_shot, "Exchange", terms=lambda terms: terms - 1,
+        patch, one_shot_kernel, "Exchange", terms=lambda terms: terms - 1,
         term_at=lambda term_at: lambda tile, n: term_at(tile, n + jnp.where(n < tile.me, 0, 1)),
     )  # fmt: skip
 
@@ -178,5 +181,5 @@ def scale_the_sum_instead_of_parts(patch):
 
 
 def leave_the_last_tile(patch):
-    tiles = vars(one_shot.ReduceScatterSchedule)["tiles"].fget
-    patch.setattr(one_shot.ReduceScatterSchedule, "tiles", property(lambda self: tiles(self) - 1))
+    tiles = vars(one_shot_kernel.ReduceScatterSchedule)["tiles"].fget
+    patch.setattr(one_shot_kernel.ReduceScatterSchedule, "tiles", property(lambda self: tiles(self) - 1))

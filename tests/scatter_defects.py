@@ -8,8 +8,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import primitives
-from overlap.collectives import communicator, scattered
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives import communicator
+from overlap.collectives.reduce import blocks_kernel
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.kernels.tma import drawn, exchange, staging
 from overlap.primitives import PeerGroup, atomics, board, waits
 from overlap.primitives.handshake import Handshake
@@ -41,17 +42,17 @@ def change_chunks(patch, **changes):
         made = communicator.Chunks(*args, **kwargs)
         return dataclasses.replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
 
-    patch.setattr(scattered, "Chunks", chunks)
+    patch.setattr(blocks_kernel, "Chunks", chunks)
 
 
 def change_flag(patch, which, change):
     """Makes the kernel use another flag: that of the step and tile that `change(step, tile)` returns."""
-    flag = scattered._Body._flag
+    flag = blocks_kernel._Body._flag
 
     def changed(self, number, step, tile):
         return flag(self, number, *(change(step, tile) if number == which else (step, tile)))
 
-    patch.setattr(scattered._Body, "_flag", changed)
+    patch.setattr(blocks_kernel._Body, "_flag", changed)
 
 
 def tell_stored_at_once(patch):
@@ -103,7 +104,7 @@ def wait_for_the_first_step_only(patch):
 
 def count_other_than(patch, more):
     """A CTA that has sent a chunk reads a wrong number of chunks sent before for the tile: `more` is added to it."""
-    patch.setattr(scattered, "add", lambda word, amount: atomics.add(word, amount) + more)
+    patch.setattr(blocks_kernel, "add", lambda word, amount: atomics.add(word, amount) + more)
 
 
 def raise_the_peers_flag_at_the_first_chunk(patch):
@@ -119,7 +120,7 @@ def raise_the_peers_flag_a_chunk_too_late(patch):
 
 
 def raise_the_peers_flag_by_every_chunk(patch):
-    patch.setattr(scattered, "add", lambda word, amount: 0 * atomics.add(word, amount) + CHUNKS_OF_A_TILE - 1)
+    patch.setattr(blocks_kernel, "add", lambda word, amount: 0 * atomics.add(word, amount) + CHUNKS_OF_A_TILE - 1)
 
 
 def count_chunks_without_acquiring(patch):
@@ -132,23 +133,28 @@ def count_chunks_without_acquiring(patch):
             )  # fmt: skip
             return atomics._add(context, *operands)
 
-    patch.setattr(scattered, "add", lambda word, amount: atomics.inline(relaxed, [word], amount, returns=True))
+    patch.setattr(blocks_kernel, "add", lambda word, amount: atomics.inline(relaxed, [word], amount, returns=True))
 
 
 def signal_peers_at_the_scope_of_one_gpu(patch):
     def signal(flag, group, position):
         plgpu.semaphore_signal(flag, 1, device_id=group.device_id(position), memory_scope="gpu")
 
-    patch.setattr(scattered, "semaphore_signal_peer", signal)
+    patch.setattr(blocks_kernel, "semaphore_signal_peer", signal)
 
 
 def signal_another_peer(patch):
-    patch.setattr(scattered, "semaphore_signal_peer", lambda flag, group, position: primitives.semaphore_signal_peer(
-        flag, group, remainder(position + 1, group.size)))  # fmt: skip
+    patch.setattr(
+        blocks_kernel,
+        "semaphore_signal_peer",
+        lambda flag, group, position: primitives.semaphore_signal_peer(
+            flag, group, remainder(position + 1, group.size)
+        ),
+    )
 
 
 def signal_nobody(patch):
-    patch.setattr(scattered, "semaphore_signal_peer", NOTHING)
+    patch.setattr(blocks_kernel, "semaphore_signal_peer", NOTHING)
 
 
 def send_to_another_peer(patch):
@@ -189,7 +195,7 @@ def send_before_peers_have_begun(patch):
 
 
 def do_not_wait_for_terms(patch):
-    patch.setattr(scattered._Body, "_await_terms", NOTHING)
+    patch.setattr(blocks_kernel._Body, "_await_terms", NOTHING)
 
 
 def wait_for_the_first_term_only(patch):
@@ -278,13 +284,13 @@ def count_a_step_of_terms_too_few_in_the_producer(patch):
 
 
 def load_terms_of_another_tile(patch):
-    boxes = scattered._Body._boxes
+    boxes = blocks_kernel._Body._boxes
 
     def of_another(self, ref, step, tile):
         is_term = ref is self._landing[0]
         return boxes(self, ref, step, dataclasses.replace(tile, n=1 - tile.n) if is_term else tile)
 
-    patch.setattr(scattered._Body, "_boxes", of_another)
+    patch.setattr(blocks_kernel._Body, "_boxes", of_another)
 
 
 # --- Tiles that are drawn ---------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives import communicator, scattered
+from overlap.collectives import communicator
 from overlap.collectives.communicator import Communicator
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
+from overlap.collectives.reduce import blocks_kernel
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
 from overlap.primitives import Handshake, PeerGroup, copies
 from tests.handshake_cases import change_own_chunks, change_transfers
 
@@ -62,7 +63,7 @@ def leave_out_a_peer(patch, module):
 
 def change_strips(patch, **changes):
     """Replaces each of these fields by `change(field)`, in the `Chunks` that describe strips."""
-    change_fields(patch, scattered, "Chunks", lambda made: made.send is not None, **changes)
+    change_fields(patch, blocks_kernel, "Chunks", lambda made: made.send is not None, **changes)
 
 
 def while_copying(of, patch, name, word):
@@ -75,12 +76,12 @@ def while_copying(of, patch, name, word):
 
 
 def never_announce_own_tiles(patch):
-    change_fields(patch, scattered, "Exchange", own_stored=lambda _: None)
+    change_fields(patch, blocks_kernel, "Exchange", own_stored=lambda _: None)
 
 
 def announce_another_own_tile(patch):
     another = lambda tile: dataclasses.replace(tile, n=1 - tile.n)  # noqa: E731
-    change_fields(patch, scattered, "Exchange", own_stored=lambda tell: lambda tile: tell(another(tile)))
+    change_fields(patch, blocks_kernel, "Exchange", own_stored=lambda tell: lambda tile: tell(another(tile)))
 
 
 def send_strips_without_waiting_for_the_tile(patch):
@@ -95,7 +96,7 @@ def wait_for_a_peers_tile(patch):
     """Waits for the tile at the same place in the previous step."""
     last = vars(ReduceScatterSchedule)["last_step"].fget
     step_before = property(lambda self: last(self) - 1)
-    within(patch, scattered._Body, "_results", lambda p: p.setattr(ReduceScatterSchedule, "last_step", step_before))
+    within(patch, blocks_kernel._Body, "_results", lambda p: p.setattr(ReduceScatterSchedule, "last_step", step_before))
 
 
 def wait_for_own_tiles_without_a_proxy_fence(patch):
@@ -169,7 +170,7 @@ def send_rows_of_whole_tiles(patch):
 
 def send_strips_to_the_receivers_block(patch):
     """Sends to the receiver's block instead of this device's block."""
-    remote, own_block, places = PeerGroup.remote_ref, scattered._Body._own_block, {}
+    remote, own_block, places = PeerGroup.remote_ref, blocks_kernel._Body._own_block, {}
 
     def remember(self, ref, position):
         there = remote(self, ref, position)
@@ -181,14 +182,14 @@ def send_strips_to_the_receivers_block(patch):
         return own_block(dataclasses.replace(self, me=owner), ref, element)
 
     patch.setattr(PeerGroup, "remote_ref", remember)
-    patch.setattr(scattered._Body, "_own_block", of_receiver)
+    patch.setattr(blocks_kernel._Body, "_own_block", of_receiver)
 
 
 # --- What shows in the numbers alone ----------------------------------------------------------------------------------
 
 
 def send_no_strips_to_the_last_peer(patch):
-    leave_out_a_peer(patch, scattered)
+    leave_out_a_peer(patch, blocks_kernel)
 
 
 def leave_the_last_strip(patch):
@@ -209,9 +210,9 @@ def begin_strips_a_row_too_late(patch):
 
 
 def add_the_bias_of_the_first_block(patch):
-    epilogue_at = scattered._Body._epilogue_at
+    epilogue_at = blocks_kernel._Body._epilogue_at
 
     def of_the_first(self, tile, *, whole):
         return epilogue_at(dataclasses.replace(self, me=0 * self.me) if whole else self, tile, whole=whole)
 
-    patch.setattr(scattered._Body, "_epilogue_at", of_the_first)
+    patch.setattr(blocks_kernel._Body, "_epilogue_at", of_the_first)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import types
 
-from overlap.collectives import gathered_lhs, joined
-from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.collectives.gather import joined_kernel, lhs_kernel
+from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.kernels import epilogue, partial_sums, product_kernel
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.tma import finish, store
@@ -25,8 +25,8 @@ part_index = functools.partial(slip, hopper, "_wg_tile_index")
 stores = functools.partial(slip, store, "store", used_in=finish)
 half = functools.partial(slip, hopper, "warpgroup_tile")
 together = functools.partial(slip, partial_sums, "finish_together", used_in=finish)
-of_rows = functools.partial(slip, gathered_lhs._Body, "_epilogue_at")
-of_joined = functools.partial(slip, joined._Body, "_epilogue_at")
+of_rows = functools.partial(slip, lhs_kernel._Body, "_epilogue_at")
+of_joined = functools.partial(slip, joined_kernel._Body, "_epilogue_at")
 
 OPERANDS = "(rhs_wg_smem, lhs_wg_smem) if config.swap_operands else (lhs_wg_smem, rhs_wg_smem)"
 BY_COLUMNS = "config.tile_m, config.tile_n // COMPUTE_WARPGROUPS"

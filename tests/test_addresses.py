@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives import one_shot as one_shot_kernel
-from overlap.collectives import scattered
+from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.kernels.target import Target
 from overlap.primitives import addresses
 from tests import assembly, oracle
@@ -120,7 +119,7 @@ def test_two_calls_with_the_same_operand_have_flags_of_their_own(a_process_each)
 
 @pytest.mark.parametrize("one_shot", [False, True])
 def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_shot, a_process_each, monkeypatch):
-    for module in (scattered, one_shot_kernel):
+    for module in (blocks_kernel, one_shot_kernel):
         monkeypatch.setattr(module, "lands_in_an_operand", lambda: True)
     config = overlap.Config(tile_n=128, one_shot=one_shot)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.rhs_schedule import K_STEPS_PER_FLAG
+from overlap.collectives.gather.rhs_schedule import K_STEPS_PER_FLAG
 from overlap.emulation import emulate
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.target import Target

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import one_shot, scattered
 from overlap.collectives.communicator import Communicator
+from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.emulation import emulate
 from overlap.primitives import handshake, semaphore_wait
 from overlap.primitives.handshake import Handshake
@@ -239,12 +239,12 @@ def test_bits_that_differ_from_device_to_device_show(what, defect, monkeypatch):
 
 
 def test_another_order_in_blocks_shows(monkeypatch):
-    boxes = scattered._Body._boxes
+    boxes = blocks_kernel._Body._boxes
 
     def backwards(self, ref, step, tile):
         return boxes(self, ref, 2 - step if ref is self._landing[0] else step, tile)
 
-    monkeypatch.setattr(scattered._Body, "_boxes", backwards)
+    monkeypatch.setattr(blocks_kernel._Body, "_boxes", backwards)
     assert np.any(sums_of("spread m", *PARTS["order"]) != EXPECTED["spread m", "order"])
 
 
@@ -267,5 +267,5 @@ def test_what_does_no_harm(change, monkeypatch):
 
 def test_without_any_proxy_fence_terms_are_reported(monkeypatch):
     scatter_defects.drop_the_producers_proxy_fence(monkeypatch)
-    monkeypatch.setattr(one_shot, "wait_for_block", semaphore_wait)
+    monkeypatch.setattr(one_shot_kernel, "wait_for_block", semaphore_wait)
     assert "proxy fence" in str(of_sums(ONE_SHOT).report(seeds=3, cores=2))

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import communicator, pull_transport
+from overlap.collectives import communicator
+from overlap.collectives.gather import pull
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import emulating
 from tests import assembly
@@ -89,7 +90,7 @@ def test_launches_in_a_row():
 
 
 def signal_before_the_scales_have_landed(patch):
-    patch.setattr(pull_transport, "wait_stores_landed", NOTHING)
+    patch.setattr(pull, "wait_stores_landed", NOTHING)
 
 
 def do_not_wait_for_rows_and_scales(patch):
@@ -97,8 +98,8 @@ def do_not_wait_for_rows_and_scales(patch):
 
 
 def leave_the_last_steps_out(patch):
-    divisor = pull_transport.largest_divisor
-    patch.setattr(pull_transport, "largest_divisor", lambda steps, most: divisor(steps - 1, most))
+    divisor = pull.largest_divisor
+    patch.setattr(pull, "largest_divisor", lambda steps, most: divisor(steps - 1, most))
 
 
 @pytest.mark.parametrize(

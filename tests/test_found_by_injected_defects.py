@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import scattered
-from overlap.collectives.ring_transport import RingTransport
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.gather.ring import RingTransport
+from overlap.collectives.reduce import blocks_kernel
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.emulation import emulate
 from overlap.kernels.hooks import Tile
 from overlap.kernels.hopper import mainloop
@@ -27,14 +27,14 @@ def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
         DEVICES, "m", (1, 64, 128), (2, 64, 64), 2, overlap.Config(tile_m=64, tile_n=128), uses_ring=by_ring
     )
     loop = lambda first, end: lambda act: [act(index) for index in range(first, end)]  # noqa: E731
-    monkeypatch.setattr(scattered, "pl", types.SimpleNamespace(loop=loop))
+    monkeypatch.setattr(blocks_kernel, "pl", types.SimpleNamespace(loop=loop))
     for me in range(DEVICES):
         for step in (step for step in range(DEVICES) if schedule.has_terms(step)):
             waits = []
             handshake = types.SimpleNamespace(wait_for=lambda role, flag, times, sender: waits.append((flag, sender)))  # noqa: B023
             flag = lambda which, step, tile: step  # noqa: E731
             body = types.SimpleNamespace(schedule=schedule, me=me, _handshake=handshake, _flag=flag)
-            scattered._Body._await_terms(body, Tile(step, 0, 0))
+            blocks_kernel._Body._await_terms(body, Tile(step, 0, 0))
             # The flag's step tells which device computed each term and sent it here.
             assert all(schedule.receiver(sender, step) == me for step, sender in waits)
             assert len(waits) == schedule.terms
@@ -108,8 +108,8 @@ def test_gradients_of_a_result_of_another_dtype(operand, result):
 
 def test_what_several_right_operands_add_up_travels_in_the_operands_dtype(monkeypatch):
     """As in plain JAX. In f32 twice the bytes would travel, and tiles would be smaller."""
-    dtypes, launch = [], scattered.launch
-    monkeypatch.setattr(scattered, "launch", lambda *args: dtypes.append(args[1].out_dtype) or launch(*args))
+    dtypes, launch = [], blocks_kernel.launch
+    monkeypatch.setattr(blocks_kernel, "launch", lambda *args: dtypes.append(args[1].out_dtype) or launch(*args))
     operands = normal(0, 64, 64), normal(1, 64, 128), normal(2, 64, 128)
 
     def several(x, a, b, axis, **options):

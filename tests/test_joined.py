@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch, model, space
 from overlap.choice.problem import Problem
-from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
 from overlap.emulation.state.races import RaceDetector
 from tests import assembly, oracle, several_sides_cases

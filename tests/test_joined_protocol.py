@@ -10,8 +10,9 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import communicator, joined
-from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.collectives import communicator
+from overlap.collectives.gather import joined_kernel
+from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
 from overlap.kernels.tma import produce
 from overlap.primitives.integers import remainder
@@ -84,7 +85,7 @@ def wait_for_the_first_rows_only(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(joined, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
+    patch.setattr(joined_kernel, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
 
 
 def raise_the_flag_of_the_row_within_the_shard(patch):
@@ -209,14 +210,14 @@ def leave_the_last_scales(patch):
 
 
 def lay_all_scales_where_the_own_ones_belong(patch):
-    row_of, copy_scales = JoinedSchedule.row, joined._pull_scales
+    row_of, copy_scales = JoinedSchedule.row, joined_kernel._pull_scales
 
     def copy(*args):
         patch.setattr(JoinedSchedule, "row", lambda self, me, step, row: row_of(self, me, 0 * step, row))
         copy_scales(*args)
         patch.setattr(JoinedSchedule, "row", row_of)
 
-    patch.setattr(joined, "_pull_scales", copy)
+    patch.setattr(joined_kernel, "_pull_scales", copy)
 
 
 OF_SCALES = [

@@ -7,8 +7,9 @@ import pytest
 
 import overlap
 from overlap import primitives
-from overlap.collectives import communicator, pull_transport
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives import communicator
+from overlap.collectives.gather import pull
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.tma import staging, store
 from overlap.primitives import PeerGroup, copies
@@ -79,7 +80,7 @@ def drop_epilogue_commit(patch):
 
 
 def raise_flags_twice(patch):
-    patch.setattr(pull_transport, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
+    patch.setattr(pull, "semaphore_signal", lambda flag: primitives.semaphore_signal(flag, 2))
 
 
 def wait_for_one_chunk_only(patch):
@@ -185,7 +186,7 @@ def test_scales_that_travel_are_clean(form):
 
 
 def signal_scales_without_waiting(patch):
-    patch.setattr(pull_transport, "wait_stores_landed", NOTHING)
+    patch.setattr(pull, "wait_stores_landed", NOTHING)
 
 
 def do_not_count_scales(patch):

@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
-from overlap.collectives import communicator, transport
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives import communicator
+from overlap.collectives.gather import transport
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan

@@ -8,8 +8,8 @@ import dataclasses
 import pytest
 from jax import lax
 
-from overlap.collectives.pull_transport import PullTransport
-from overlap.collectives.ring_transport import RingTransport
+from overlap.collectives.gather.pull import PullTransport
+from overlap.collectives.gather.ring import RingTransport
 from overlap.emulation import DeadlockError
 from overlap.kernels.grid import GRID_AXIS
 from tests.handshake_cases import change_draws

@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from overlap import primitives
-from overlap.collectives import communicator, gathered_rhs
-from overlap.collectives.rhs_schedule import K_STEPS_PER_FLAG, GatherRhsSchedule
+from overlap.collectives import communicator
+from overlap.collectives.gather import rhs_kernel
+from overlap.collectives.gather.rhs_schedule import K_STEPS_PER_FLAG, GatherRhsSchedule
 from overlap.primitives import PeerGroup, copies, handshake
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
@@ -137,9 +138,9 @@ def test_each_defect_is_reported(defect, along, monkeypatch):
 
 def test_a_part_of_a_tile_that_waits_for_no_block_is_reported(monkeypatch):
     """A CTA that begins in the middle of a tile has not waited for the earlier blocks."""
-    wait = gathered_rhs._Body._wait_for_block
+    wait = rhs_kernel._Body._wait_for_block
     forgets = lambda self, flags, tile, k: wait(self, flags, dataclasses.replace(tile, k_first=0), k)  # noqa: E731
-    monkeypatch.setattr(gathered_rhs._Body, "_wait_for_block", forgets)
+    monkeypatch.setattr(rhs_kernel._Body, "_wait_for_block", forgets)
     kernel = of_weights("k", dataclasses.replace(SMALL, stream_k=4), 2, m=128, shard=(192, 128))
     assert kernel.report(seeds=10, cores=5, completion="late", scheduler="pct")
 
@@ -156,7 +157,7 @@ BLOCKS = {  # The shape of a shard, the configuration, and what becomes of some 
 
 @pytest.mark.parametrize(("shard", "config", "changes"), BLOCKS.values(), ids=BLOCKS)
 def test_a_wait_for_another_block_is_reported(shard, config, changes, monkeypatch):
-    slip(gathered_rhs._Body, "_wait_for_block", dict([changes]))(monkeypatch)
+    slip(rhs_kernel._Body, "_wait_for_block", dict([changes]))(monkeypatch)
     kernel = of_weights("k", config, 2, m=128, shard=shard)
     assert kernel.report(seeds=10, cores=4, completion="late", scheduler="pct")
 

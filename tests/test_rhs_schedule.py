@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import overlap
-from overlap.collectives.rhs_schedule import GatherRhsSchedule
+from overlap.collectives.gather.rhs_schedule import GatherRhsSchedule
 from tests.rhs_cases import ALONG
 from tests.test_schedule import size_of
 

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
-from overlap.collectives import ring_transport
-from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Shards
+from overlap.collectives.gather import ring
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.collectives.gather.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.stream_k import StreamK
@@ -90,15 +90,15 @@ def test_who_waits_too_long_names_the_device_whose_rows_are_missing(monkeypatch)
 
 
 def signal_when_only_read(patch):
-    patch.setattr(ring_transport, "wait_stores_landed", NOTHING)
+    patch.setattr(ring, "wait_stores_landed", NOTHING)
 
 
 def give_the_slot_back_before_it_is_read(patch):
-    patch.setattr(ring_transport, "wait_stores_read", NOTHING)
+    patch.setattr(ring, "wait_stores_read", NOTHING)
 
 
 def keep_one_store_unread(patch):
-    patch.setattr(ring_transport, "wait_stores_read", lambda: primitives.wait_stores_read(1))
+    patch.setattr(ring, "wait_stores_read", lambda: primitives.wait_stores_read(1))
 
 
 def do_not_wait_for_the_rows(patch):
@@ -129,15 +129,15 @@ def drop_the_proxy_fence(patch):
 
 def count_a_whole_tile_as_one_part(patch):
     patch.setattr(
-        ring_transport,
+        ring,
         "semaphore_signal_peer",
         lambda flag, group, position, n: primitives.semaphore_signal_peer(flag, group, position),
     )
 
 
 def count_a_part_as_a_whole_tile(patch):
-    announce = ring_transport._announce
-    patch.setattr(ring_transport, "_announce", lambda shards, tile, _, flags: announce(shards, tile, 1, flags))
+    announce = ring._announce
+    patch.setattr(ring, "_announce", lambda shards, tile, _, flags: announce(shards, tile, 1, flags))
 
 
 def signal_once_more(patch):
@@ -145,34 +145,34 @@ def signal_once_more(patch):
         primitives.semaphore_signal_peer(*args)
         primitives.semaphore_signal_peer(*args)
 
-    patch.setattr(ring_transport, "semaphore_signal_peer", signal)
+    patch.setattr(ring, "semaphore_signal_peer", signal)
 
 
 def signal_the_device_after(patch):
     patch.setattr(
-        ring_transport,
+        ring,
         "semaphore_signal_peer",
         lambda flag, group, _, n: primitives.semaphore_signal_peer(flag, group, group.peer(1), n),
     )
 
 
 def signal_before_the_first_k_step(patch):
-    pass_on = ring_transport._pass_on
+    pass_on = ring._pass_on
     announced = []
 
     def early(shards, tile, k, lhs_smem):
         pl.when(k == 0)(lambda: announced[0](shards, tile))
         pass_on(shards, tile, k, lhs_smem)
 
-    announce, hook_in = ring_transport._announce, ring_transport.RingTransport.hook_in
+    announce, hook_in = ring._announce, ring.RingTransport.hook_in
 
     def hooked(self, hooks, shards, flags, smem):
         announced[:] = [lambda shards, tile: announce(shards, tile, 1, flags[0])]
         return hook_in(self, hooks, shards, flags, smem)
 
-    patch.setattr(ring_transport, "_pass_on", early)
-    patch.setattr(ring_transport, "_announce", NOTHING)
-    patch.setattr(ring_transport.RingTransport, "hook_in", hooked)
+    patch.setattr(ring, "_pass_on", early)
+    patch.setattr(ring, "_announce", NOTHING)
+    patch.setattr(ring.RingTransport, "hook_in", hooked)
 
 
 def raise_the_flag_of_another_step(patch):
@@ -229,8 +229,8 @@ def pass_on_a_phantom_tile(patch):
 
 
 def change_what_is_passed_on(patch, change):
-    pass_on = ring_transport._pass_on
-    patch.setattr(ring_transport, "_pass_on", lambda shards, tile, k, smem: pass_on(shards, *change(tile, k), smem))
+    pass_on = ring._pass_on
+    patch.setattr(ring, "_pass_on", lambda shards, tile, k, smem: pass_on(shards, *change(tile, k), smem))
 
 
 def count_the_k_steps_of_a_part_from_zero(patch):
@@ -246,7 +246,7 @@ def lay_the_shard_into_the_place_of_this_step(patch):
 
 
 def forget_the_arrival_of_the_forwarder(patch):
-    patch.setattr(ring_transport.RingTransport, "forwards", False)
+    patch.setattr(ring.RingTransport, "forwards", False)
 
 
 def refill_when_the_own_cta_has_consumed(patch):

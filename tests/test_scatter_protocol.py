@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import scattered
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.reduce import blocks_kernel
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.tma import drawn, exchange
@@ -166,7 +166,7 @@ def test_tiles_that_are_dealt_beforehand_are_reported(monkeypatch):
 
 def send_to_the_peer_on_the_other_side(patch):
     """Sends both parts and flags to the wrong peer, so that only the sums are wrong."""
-    communicate, block = scattered._Body._communicate, ReduceScatterSchedule.block
+    communicate, block = blocks_kernel._Body._communicate, ReduceScatterSchedule.block
 
     def communicate_there(self):
         with pytest.MonkeyPatch.context() as inside:
@@ -175,20 +175,22 @@ def send_to_the_peer_on_the_other_side(patch):
             )
             communicate(self)
 
-    patch.setattr(scattered._Body, "_communicate", communicate_there)
+    patch.setattr(blocks_kernel._Body, "_communicate", communicate_there)
 
 
 def add_the_first_term_for_all(patch):
-    boxes = scattered._Body._boxes
+    boxes = blocks_kernel._Body._boxes
 
     def of_the_first(self, ref, step, tile):
         return boxes(self, ref, 0 * step if ref is self._landing[0] else step, tile)
 
-    patch.setattr(scattered._Body, "_boxes", of_the_first)
+    patch.setattr(blocks_kernel._Body, "_boxes", of_the_first)
 
 
 def multiply_the_own_block_for_all(patch):
-    patch.setattr(scattered._Body, "_block", lambda self, tile, along: self.me if self.schedule.along == along else 0)
+    patch.setattr(
+        blocks_kernel._Body, "_block", lambda self, tile, along: self.me if self.schedule.along == along else 0
+    )
 
 
 def leave_the_last_tile(patch):
@@ -236,12 +238,12 @@ def test_parts_are_added_in_one_order():
 
 
 def test_another_order_shows(monkeypatch):
-    boxes = scattered._Body._boxes
+    boxes = blocks_kernel._Body._boxes
 
     def backwards(self, ref, step, tile):
         return boxes(self, ref, 2 - step if ref is self._landing[0] else step, tile)
 
-    monkeypatch.setattr(scattered._Body, "_boxes", backwards)
+    monkeypatch.setattr(blocks_kernel._Body, "_boxes", backwards)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         np.testing.assert_array_equal(*sums_in_f32())
 

@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import communicator, scattered
-from overlap.collectives.ring_transport import RingTransport
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives import communicator
+from overlap.collectives.gather.ring import RingTransport
+from overlap.collectives.reduce import blocks_kernel
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.emulation import DeadlockError, emulate
 from overlap.kernels.hooks import Exchange
 from overlap.primitives.handshake import Handshake
@@ -160,12 +161,12 @@ def wait_for_the_sum_of_another_step(patch):
 
 
 def wait_for_terms_of_own_tiles_only(patch):
-    wait = scattered._Body._await_terms
+    wait = blocks_kernel._Body._await_terms
 
     def of_own_tiles(self, tile):
         jax.lax.cond(tile.step == self.schedule.last_step, lambda: wait(self, tile), lambda: None)
 
-    patch.setattr(scattered._Body, "_await_terms", of_own_tiles)
+    patch.setattr(blocks_kernel._Body, "_await_terms", of_own_tiles)
 
 
 def count_terms_of_own_tiles_only(patch):

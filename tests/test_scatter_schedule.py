@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from tests.test_schedule import size_of
 
 WALKS = [  # along, (batch, rows, columns) of a block, (count, rows, columns) of a tile's boxes, config

@@ -6,7 +6,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import Chunking
 from overlap.primitives.integers import ceil_div, largest_divisor

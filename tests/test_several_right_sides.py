@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.config import tile_k
 from overlap.kernels.stream_k import StreamK

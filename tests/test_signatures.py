@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import emulation
-from overlap.collectives import all_gather_matmul, matmul_reduce_scatter
+from overlap.collectives.gather import all_gather_lhs_matmul
+from overlap.collectives.reduce import matmul_reduce_scatter
 from tests.oracle import make_mesh
 
 KEYWORDS = {
@@ -27,7 +28,7 @@ KEYWORDS = {
     overlap.matmul_all_reduce: {},
 }
 TRANSPORTS = {
-    overlap.all_gather_lhs_matmul: all_gather_matmul.TRANSPORTS,
+    overlap.all_gather_lhs_matmul: all_gather_lhs_matmul.TRANSPORTS,
     overlap.matmul_reduce_scatter: matmul_reduce_scatter.TRANSPORTS,
 }
 NAMES = {(op, "implementation"): ("fused", "xla") for op in KEYWORDS} | {
@@ -99,9 +100,9 @@ def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
 @pytest.mark.one_jax
 def test_the_forms_of_a_call_have_the_keywords_of_the_function():
     """Overloads for each kind of `rhs`, `return_gathered` and `activation`; type checkers see no other keywords."""
-    own = inspect.signature(all_gather_matmul.all_gather_lhs_matmul).parameters
-    shared = typing.get_origin(all_gather_matmul._OfOne).__annotations__
-    forms = typing.get_overloads(all_gather_matmul.all_gather_lhs_matmul)
+    own = inspect.signature(all_gather_lhs_matmul.all_gather_lhs_matmul).parameters
+    shared = typing.get_origin(all_gather_lhs_matmul._OfOne).__annotations__
+    forms = typing.get_overloads(all_gather_lhs_matmul.all_gather_lhs_matmul)
     assert len(forms) == 11
     for form in forms:
         *first, last = inspect.signature(form).parameters.values()

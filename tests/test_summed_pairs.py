@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import crossover
-from overlap.collectives import scattered, scattered_operands
 from overlap.collectives.communicator import Communicator
-from overlap.collectives.passenger import Passenger
+from overlap.collectives.reduce import blocks_kernel, blocks_operands
+from overlap.collectives.reduce.passenger import Passenger
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.primitives import copies, wait_stores_read
@@ -274,7 +274,7 @@ def of_pair(change):
 
     def defect(patch):
         def where(refs, steps):
-            found = scattered_operands.of_pairs(refs, steps)
+            found = blocks_operands.of_pairs(refs, steps)
 
             def changed(k_step):
                 one, k = found.where(k_step)
@@ -283,14 +283,14 @@ def of_pair(change):
 
             return ByKStep(changed) if len(refs) > 1 else found
 
-        patch.setattr(scattered, "of_pairs", where)
+        patch.setattr(blocks_kernel, "of_pairs", where)
 
     return defect
 
 
 def of_steps(change):
     def defect(patch):
-        patch.setattr(scattered, "k_steps", lambda *args: change(scattered_operands.k_steps(*args)))
+        patch.setattr(blocks_kernel, "k_steps", lambda *args: change(blocks_operands.k_steps(*args)))
 
     return defect
 

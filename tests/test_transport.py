@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import SMEM_BYTES, Target

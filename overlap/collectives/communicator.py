@@ -1,7 +1,7 @@
 """Implements the communicator warp, which copies chunks between this device and its peers.
 
 A handshake with the peers comes before the copies, and another one after them. Gathers by *pull* use the communicator
-to read the peers' shards. Sums over devices (`scattered.py`) use it to send parts to peers.
+to read the peers' shards. Sums over devices (`blocks_kernel.py`) use it to send parts to peers.
 
     communicator   at the start: looks for the peers; copies the own shard's chunks, if tiles read these copies
                    for each transfer of scales that it draws, if rows have scales: pulls the scales

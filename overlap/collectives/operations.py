@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from overlap.choice.dispatch import Explanation
-from overlap.collectives import all_gather_matmul, all_gather_rhs_matmul, matmul_all_reduce, matmul_reduce_scatter
+from overlap.collectives.gather import all_gather_lhs_matmul, all_gather_rhs_matmul
+from overlap.collectives.reduce import matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame import call, explicit
 from overlap.frame.call import Prepare
 from overlap.frame.signatures import Arguments
@@ -35,7 +36,7 @@ class Public:
 
 _FUNCTIONS = (
     Public(matmul.matmul, matmul.prepare),
-    Public(all_gather_matmul.all_gather_lhs_matmul, all_gather_matmul.prepare),
+    Public(all_gather_lhs_matmul.all_gather_lhs_matmul, all_gather_lhs_matmul.prepare),
     Public(all_gather_rhs_matmul.all_gather_rhs_matmul, all_gather_rhs_matmul.prepare),
     Public(matmul_reduce_scatter.matmul_reduce_scatter, matmul_reduce_scatter.prepare),
     Public(matmul_all_reduce.matmul_all_reduce, matmul_all_reduce.prepare),

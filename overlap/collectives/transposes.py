@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from overlap.collectives.all_gather import AllGatherLhs
-from overlap.collectives.reduce_scatter import MatmulReduceScatter
+from overlap.collectives.gather.operation import AllGatherLhs
+from overlap.collectives.reduce.operation import MatmulReduceScatter
 
 _REASON = "as in the forward pass"
 

@@ -69,7 +69,7 @@ MATMUL = OperationSpec("matmul", "matmul", "single_gpu.matmul")
 GATHER_LHS = OperationSpec(
     "all_gather_lhs_matmul",
     "all_gather_lhs_matmul",
-    "collectives.all_gather_matmul",
+    "collectives.gather.all_gather_lhs_matmul",
     gathers="m",
     transports=("pull", "ring"),
     layouts=("nn", "nt"),
@@ -78,7 +78,7 @@ GATHER_LHS = OperationSpec(
 GATHER_RHS_N = OperationSpec(
     "all_gather_rhs_matmul_n",
     "all_gather_rhs_matmul",
-    "collectives.all_gather_rhs_matmul",
+    "collectives.gather.all_gather_rhs_matmul",
     gathers="n",
     transports=("pull",),
     keyword=("gather_dimension", 1),
@@ -91,7 +91,7 @@ GATHER_RHS_K = dataclasses.replace(
 SCATTER_M = OperationSpec(
     "matmul_reduce_scatter",
     "matmul_reduce_scatter",
-    "collectives.matmul_reduce_scatter",
+    "collectives.reduce.matmul_reduce_scatter",
     sums=True,
     scatters="m",
     transports=("push", "ring"),
@@ -103,7 +103,7 @@ SCATTER_N = dataclasses.replace(
 ALL_REDUCE = OperationSpec(
     "matmul_all_reduce",
     "matmul_all_reduce",
-    "collectives.matmul_all_reduce",
+    "collectives.reduce.matmul_all_reduce",
     sums=True,
     transports=("broadcast", "one_shot"),
 )

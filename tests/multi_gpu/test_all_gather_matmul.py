@@ -8,7 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import communicator, ring_transport
+from overlap.collectives import communicator
+from overlap.collectives.gather import ring
 from overlap.primitives.handshake import Handshake
 from tests import oracle, skew_cases
 from tests.handshake_cases import do_not_look, speak_before_the_transfers, without_waiting_for
@@ -33,7 +34,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 def late_transfers(monkeypatch, victim):
     """Makes device `victim` stall before it announces that a chunk, or a piece passed on by the ring, has arrived."""
-    copy_chunks, announce = communicator.copy_chunks, ring_transport._announce
+    copy_chunks, announce = communicator.copy_chunks, ring._announce
 
     def pull_late(*args, landed, **kwargs):
         def landed_late(*chunk):
@@ -47,18 +48,18 @@ def late_transfers(monkeypatch, victim):
         announce(*args)
 
     monkeypatch.setattr(communicator, "copy_chunks", pull_late)
-    monkeypatch.setattr(ring_transport, "_announce", announce_late)
+    monkeypatch.setattr(ring, "_announce", announce_late)
 
 
 def late_sends(monkeypatch, victim):
     """Makes device `victim` stall before it passes on the first k step of each piece."""
-    pass_on = ring_transport._pass_on
+    pass_on = ring._pass_on
 
     def pass_on_late(site, tile, k, lhs_smem):
         stall(victim, k == 0)
         pass_on(site, tile, k, lhs_smem)
 
-    monkeypatch.setattr(ring_transport, "_pass_on", pass_on_late)
+    monkeypatch.setattr(ring, "_pass_on", pass_on_late)
 
 
 def repeated(mesh, iterations, transport="pull", *, flip=True):

@@ -6,7 +6,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import joined, pull_transport
+from overlap.collectives.gather import joined_kernel, pull
 from tests import oracle, skew_cases, test_joined_protocol, test_protocol
 from tests.skew_cases import stall
 
@@ -42,8 +42,8 @@ def late_scales(monkeypatch, victim):
     def late(copy):
         return lambda *args: (stall(victim), copy(*args))[1]
 
-    monkeypatch.setattr(pull_transport, "_pull_scales", late(pull_transport._pull_scales))
-    monkeypatch.setattr(joined, "_pull_scales", late(joined._pull_scales))
+    monkeypatch.setattr(pull, "_pull_scales", late(pull._pull_scales))
+    monkeypatch.setattr(joined_kernel, "_pull_scales", late(joined_kernel._pull_scales))
 
 
 @KINDS

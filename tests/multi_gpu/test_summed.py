@@ -8,7 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import communicator, scattered
+from overlap.collectives import communicator
+from overlap.collectives.reduce import blocks_kernel
 from tests import oracle, skew_cases
 from tests.oracle import make_mesh
 from tests.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
@@ -314,7 +315,7 @@ def test_negative_control_without_waiting_the_result_is_wrong(devices, without, 
     late_arrivals(monkeypatch, 1)
     late_departures(monkeypatch, 1)
     if without == "terms":
-        monkeypatch.setattr(scattered._Body, "_await_terms", lambda *_: None)
+        monkeypatch.setattr(blocks_kernel._Body, "_await_terms", lambda *_: None)
     else:
         # Sends a part whether or not it has been computed.
         monkeypatch.setattr(communicator, "wait_for_block", lambda *_: None)

@@ -38,16 +38,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from overlap.collectives.communicator import wait_for_block
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
-from overlap.collectives.scattered_operands import (
-    Inputs,
-    Outputs,
+from overlap.collectives.reduce.blocks_operands import (
     k_steps,
     landing_place,
     lands_in_an_operand,
     of_pairs,
     padded,
 )
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
+from overlap.collectives.reduce.refs import Inputs, Outputs
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue

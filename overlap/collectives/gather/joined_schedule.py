@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import BLOCK_ROWS, LEAST_BLOCK_ROWS
 from overlap.primitives.copies import Chunking

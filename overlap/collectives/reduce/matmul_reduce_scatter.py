@@ -1,7 +1,7 @@
 """Matmul and reduce-scatter as one kernel: the second half of a tensor-parallel layer.
 
 Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device keeps a
-block of the sum: some rows, or some columns. The kernel is in `scattered.py`.
+block of the sum: some rows, or some columns. The kernel is in `blocks_kernel.py`.
 
 Constraints: f16, bf16 or f8. The rows of all matrices, and of a block, are multiples of 16 bytes. The devices can
 address each other (`overlap/primitives/clique.py`).
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import communicator
 from overlap.collectives.axis import peer_group_of
-from overlap.collectives.reduce_scatter import MatmulReduceScatter
+from overlap.collectives.reduce.operation import MatmulReduceScatter
 from overlap.collectives.transposes import transposed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
-from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Shards
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.collectives.gather.transport import Shards
 from overlap.kernels.block_scales import SCALE_TILE_BYTES, SCALE_TILE_WORDS
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile

@@ -1,7 +1,7 @@
 """All-gather of the left operand and matmul as one kernel.
 
 Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lhs) @ rhs. The kernel is in
-`gathered_lhs.py`; for few rows per shard it is in `joined.py`.
+`lhs_kernel.py`; for few rows per shard it is in `joined_kernel.py`.
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. The devices can address each other
 (`overlap/primitives/clique.py`).
@@ -19,8 +19,8 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.all_gather import TRANSPORTS, AllGatherLhs
 from overlap.collectives.axis import peer_group_of
+from overlap.collectives.gather.operation import TRANSPORTS, AllGatherLhs
 from overlap.collectives.transposes import transposed
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call
@@ -218,7 +218,7 @@ def all_gather_lhs_matmul(
       lhs: [..., m_shard, k] per shard; globally [..., D · m_shard, k], rows sharded over the D devices of `axis_name`.
         The fused kernel takes float16, bfloat16, or float8 (on Hopper with `transpose_rhs`); float8 crosses the links
         as float8. Where each leading index has few rows, the rows of all shards are computed as one product
-        (`joined.py`).
+        (`joined_kernel.py`).
       rhs: [k, n_shard] per shard; globally [k, D · n_shard], columns sharded over `axis_name`. Same dtype as `lhs`
         (float8 kinds may be mixed). Or a list or tuple of such matrices, each with its own n_shard; they are not
         concatenated. With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if `lhs` has

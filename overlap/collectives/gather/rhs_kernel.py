@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
-from overlap.collectives.rhs_schedule import GatherRhsSchedule
+from overlap.collectives.gather.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import tile_k

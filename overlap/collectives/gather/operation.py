@@ -13,12 +13,12 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives import gathered_lhs, joined
 from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import Transpose, backward
-from overlap.collectives.pull_transport import PullTransport
-from overlap.collectives.ring_transport import RingTransport
-from overlap.collectives.transport import Transport
+from overlap.collectives.gather import joined_kernel, lhs_kernel
+from overlap.collectives.gather.pull import PullTransport
+from overlap.collectives.gather.ring import RingTransport
+from overlap.collectives.gather.transport import Transport
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
@@ -256,9 +256,9 @@ class AllGatherLhs(AllGather):
         if self.group.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
         elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
-            outs, gathered = joined.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
+            outs, gathered = joined_kernel.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
         else:
-            outs, gathered = gathered_lhs.launch(
+            outs, gathered = lhs_kernel.launch(
                 folded(operands, keep=True),
                 plan,
                 self.group,

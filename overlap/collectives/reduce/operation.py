@@ -1,23 +1,28 @@
-"""The common base of the operations that sum products over the devices of a mesh axis."""
+"""The operations that sum products over the devices of a mesh axis: their base, and the one that scatters the sum."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives import one_shot, scattered
 from overlap.collectives.axis import require_peers, untried
+from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.kernels import limits
 from overlap.kernels.config import Config
 from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
 from overlap.primitives import PeerGroup
@@ -72,8 +77,8 @@ class Summed(Operation):
             plan, operands = LaunchPlan(self, call.layouts, call.out_dtype, target, config), call.operands
             operands = self._as_rows(operands, call.layouts)
             if self.spec.replicates and config.one_shot:
-                return one_shot.scratch_bytes(operands, plan, self.group.size)
-            return scattered.scratch_bytes(operands, plan, self.group.size, self.along(operands, plan))
+                return one_shot_kernel.scratch_bytes(operands, plan, self.group.size)
+            return blocks_kernel.scratch_bytes(operands, plan, self.group.size, self.along(operands, plan))
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
@@ -115,9 +120,9 @@ class Summed(Operation):
         rows = self._as_rows(operands, plan.layouts)
         gathered = None
         if self.spec.replicates and plan.config is not None and plan.config.one_shot:
-            out = one_shot.launch(rows, plan, self.group)
+            out = one_shot_kernel.launch(rows, plan, self.group)
         else:
-            out, gathered = scattered.launch(rows, plan, self.group, self.along(rows, plan))
+            out, gathered = blocks_kernel.launch(rows, plan, self.group, self.along(rows, plan))
         if rows is not operands:
             return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), gathered
         return (out if operands.lhs.ndim > 2 else out[0],), gathered
@@ -150,3 +155,85 @@ class Summed(Operation):
                 f"the sum, and here `rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: {XLA}"
             )
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulReduceScatter(Summed):
+    """A product whose sum over devices is scattered. See `Summed`.
+
+    Attributes:
+      spec: which of the two: rows or columns scattered.
+      transport: how the parts travel in the fused kernel.
+      transport_reason: why the transport is used; empty if there is no choice.
+      transpose: makes the operation that computes the cotangent of `lhs`; None: XLA does.
+    """
+
+    spec: OperationSpec = dataclasses.field(default=SCATTER_M, kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
+    transport: Literal["push", "ring"] = dataclasses.field(default="push", kw_only=True)
+    transport_reason: str = dataclasses.field(default="", kw_only=True)
+    transpose: Transpose | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def takes_more_rows(self) -> bool:
+        return self.dimension == "n"
+
+    @property
+    def dimension(self) -> Dimension:
+        """The dimension of the product along which the sum is scattered."""
+        return self.spec.scatters
+
+    def result_shape(self, m: int, n: int) -> tuple[int, int]:
+        size = self.group.size
+        scattered_size = {"m": m, "n": n}[self.dimension]
+        if scattered_size % size:
+            what = "rows of `lhs`" if self.dimension == "m" else "columns of `rhs`"
+            raise ValueError(
+                f"`{self.name}` gives each of the {size} devices the same number of {what}, got {self.dimension}="
+                f"{scattered_size}: pad it to a multiple of {size}"
+            )
+        return (m // size, n) if self.dimension == "m" else (m, n // size)
+
+    # --- The same by XLA, and the backward pass ---
+
+    def reduced(self, product: jax.Array) -> jax.Array:
+        if self.group.size == 1:
+            return product
+        product = varying(product, self.group.names)
+        dimension = product.ndim - (2 if self.dimension == "m" else 1)
+        if product.shape[dimension] == 0:
+            return product
+        return lax.psum_scatter(product, self.group.axis_name, scatter_dimension=dimension, tiled=True)
+
+    def gathered_passenger(self, operands: Operands) -> jax.Array | None:
+        rows = operands.passenger
+        return rows if rows is None else lax.all_gather(rows, self.group.axis_name, axis=rows.ndim - 2, tiled=True)
+
+    def scattered(
+        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+    ) -> Operands:
+        rows = operands.passenger
+        if rows is None:
+            return cotangents
+        d_rows = None
+        if wanted.passenger is not None and d_kept is not None:
+            dimension = rows.ndim - 2
+            d_rows = lax.psum_scatter(d_kept, self.group.axis_name, scatter_dimension=dimension, tiled=True)
+        return dataclasses.replace(cotangents, passenger=d_rows)
+
+    def lhs_and_product_cotangents(
+        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: Any, plan: LaunchPlan
+    ) -> tuple[Sequence[jax.Array], jax.Array] | None:
+        # The cotangent of `lhs` is an all-gather and a product.
+        if self.transpose is None or self.dimension != "m" or plan.layouts.transpose_lhs:
+            return None
+        if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
+            return None
+        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
+        return backward(self.transpose(self), [cotangent], rights, dtype, layouts, plan, purpose)
+
+    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
+        if self.group.size == 1:
+            return cotangent
+        dimension = cotangent.ndim - (2 if self.dimension == "m" else 1)
+        return lax.all_gather(cotangent, self.group.axis_name, axis=dimension, tiled=True)

@@ -1,7 +1,7 @@
 """The common interface of both transports of the gathered left operand: how peers' rows reach a device.
 
-    pull   every device reads each peer's shard itself (`pull_transport.py`)
-    ring   every device passes the rows that it has just multiplied on to the device before it (`ring_transport.py`)
+    pull   every device reads each peer's shard itself (`pull.py`)
+    ring   every device passes the rows that it has just multiplied on to the device before it (`ring.py`)
 
 With both, the shard of step s ≥ 1 ends up in the device's own scratch memory, at `AllGatherSchedule.scratch_index`. A
 flag for each (step, row block) says that the rows are there. Both compute the same tiles in the same order, so their
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from overlap.collectives.schedule import AllGatherSchedule
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import PeerGroup

@@ -1,8 +1,8 @@
 """Matmul and all-reduce as one kernel: the second half of a tensor-parallel layer whose result all devices need.
 
 Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all devices are summed, and each device gets
-the whole sum. For few rows every device computes the whole sum (`one_shot.py`). Otherwise the kernel of
-`matmul_reduce_scatter` is used (`scattered.py`): each device sums one block, and sends it to all others.
+the whole sum. For few rows every device computes the whole sum (`one_shot_kernel.py`). Otherwise the kernel of
+`matmul_reduce_scatter` is used (`blocks_kernel.py`): each device sums one block, and sends it to all others.
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. Unless there are few rows, the sum can
 be cut into a block of rows or columns for each device. The devices can address each other
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.collectives.axis import peer_group_of
-from overlap.collectives.summed import XLA, Summed
+from overlap.collectives.reduce.operation import XLA, Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results

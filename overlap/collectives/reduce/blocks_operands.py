@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
@@ -24,47 +24,6 @@ from overlap.primitives import addresses
 from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What a kernel that sums over devices reads: arrays outside the kernel, references inside.
-
-    Attributes:
-      lefts: the left operand of each pair.
-      rights: the right operand of each pair.
-      vectors: the vectors of the epilogue.
-      addends: a list with the addend; [] if there is none.
-      passenger: a list with the passenger; [] if there is none.
-      landing: with one process per GPU the memory that peers write to: that of their parts, and that of results which
-        every device gets; [] if peers write to results.
-    """
-
-    lefts: Sequence[GmemRef]
-    rights: Sequence[GmemRef]
-    vectors: epilogue.Vectors
-    addends: Sequence[GmemRef]
-    passenger: Sequence[GmemRef] = ()
-    landing: Sequence[GmemRef] = ()
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-    """The results.
-
-    Attributes:
-      out: this device's result.
-      parts: the parts of the peers' results that this device computes.
-      landing: a list with the memory that peers write their parts to; [] if that is an operand.
-      gathered: a list with the gathered passenger; [] if there is none.
-    """
-
-    out: GmemRef
-    parts: GmemRef
-    landing: Sequence[GmemRef]
-    gathered: Sequence[GmemRef] = ()
 
 
 def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:

@@ -2,7 +2,7 @@
 
 Device d of D holds its own rows lhs[m, k] and a shard of the weights, and computes lhs @ gathered(rhs). The weights are
 sharded along n (each shard gives columns of the result) or along k (each shard gives a part of every sum). The kernel
-is in `gathered_rhs.py`.
+is in `rhs_kernel.py`.
 
 Constraints: f16 or bf16. The rows of all matrices are multiples of 16 bytes; if the weights are sharded along k, so are
 the rows of the part of lhs that one shard multiplies. The devices can address each other
@@ -21,9 +21,9 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives import gathered_rhs
-from overlap.collectives.all_gather import AllGather
 from overlap.collectives.axis import peer_group_of
+from overlap.collectives.gather import rhs_kernel
+from overlap.collectives.gather.operation import AllGather
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, folded
@@ -49,7 +49,7 @@ class AllGatherRhs(AllGather):
         if self.group.size == 1:
             (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
         else:
-            out = gathered_rhs.launch(rows, plan, self.group, self.along)
+            out = rhs_kernel.launch(rows, plan, self.group, self.along)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.collectives.gather_refs import Inputs, Outputs
-from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Shards, Transport
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.collectives.gather.refs import Inputs, Outputs
+from overlap.collectives.gather.transport import Shards, Transport
 from overlap.frame.operands import Operands, Results, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue

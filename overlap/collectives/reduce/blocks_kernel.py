@@ -1,7 +1,7 @@
 """The kernel of products that are summed over devices and cut into blocks, one for each device.
 
 `matmul_reduce_scatter` leaves each block of the sum on its device. `matmul_all_reduce` sends it to all other devices as
-well (the result is *replicated*), so that each device has all blocks. The schedule is in `scatter_schedule.py`.
+well (the result is *replicated*), so that each device has all blocks. The schedule is in `blocks_schedule.py`.
 
     producer       for each tile that it draws, the peers' blocks first, the own block last: loads the operands; for an
                    own tile also loads the terms, once the flags of all of them are raised
@@ -62,11 +62,7 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
-from overlap.collectives.passenger import Passenger
-from overlap.collectives.scatter_schedule import ReduceScatterSchedule, Strips
-from overlap.collectives.scattered_operands import (
-    Inputs,
-    Outputs,
+from overlap.collectives.reduce.blocks_operands import (
     addends_in_blocks,
     in_blocks,
     k_steps,
@@ -75,6 +71,9 @@ from overlap.collectives.scattered_operands import (
     of_pairs,
     shape_in_blocks,
 )
+from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
+from overlap.collectives.reduce.passenger import Passenger
+from overlap.collectives.reduce.refs import Inputs, Outputs
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue

@@ -47,8 +47,8 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
-from overlap.collectives.schedule import AllGatherSchedule
-from overlap.collectives.transport import Shards
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.collectives.gather.transport import Shards
 from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Hooks, Tile

@@ -1,4 +1,4 @@
-"""What the kernels of `all_gather_lhs_matmul` read and write: arrays outside a kernel, references inside."""
+"""What the kernels of a gathered left operand read and write: arrays outside a kernel, references inside."""
 
 from __future__ import annotations
 

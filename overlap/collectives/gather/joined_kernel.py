@@ -35,8 +35,8 @@ from jax.experimental import pallas as pl
 
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
-from overlap.collectives.gather_refs import Inputs, Outputs
-from overlap.collectives.joined_schedule import JoinedSchedule
+from overlap.collectives.gather.joined_schedule import JoinedSchedule
+from overlap.collectives.gather.refs import Inputs, Outputs
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue

@@ -1,0 +1,1 @@
+"""An operand gathered along a mesh axis, and a product."""

@@ -1,0 +1,1 @@
+"""A product summed over the devices of a mesh axis."""
