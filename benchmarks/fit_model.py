@@ -223,7 +223,7 @@ def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple
     result = {}
     for problem, of_problem in times.items():
         measured = {config: us for config, us in of_problem.items() if config is not None}
-        chosen = min(measured, key=lambda config: space.rank(config, problem, times.target, with_rates))
+        chosen = min(measured, key=lambda config: space.expected_us(config, problem, times.target, with_rates))
         result[problem] = measured[chosen] / min(measured.values()) - 1, chosen
     return result
 

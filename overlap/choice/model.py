@@ -7,8 +7,6 @@ are in `rates.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
 
 import jax.numpy as jnp
 
@@ -23,8 +21,6 @@ from overlap.kernels.tile_order import TileOrder
 from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import ceil_div
 
-# The values of `Config.order_minor` and `Config.order_width`.
-type Order = tuple[Literal["m", "n"], int]
 F32_BYTES = 4
 # The exponent with which `_at_power_limit` combines the time at full clocks and the time that the power limit allows.
 # The larger it is, the more abruptly the clock rate begins to fall where work reaches the power limit.
@@ -123,26 +119,6 @@ def predicted_us(
         partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
         us += rates.next_launch_us + partial_bytes / rates.sum_bytes_per_us
     return us
-
-
-def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence[Order]) -> list[float]:
-    """Returns, for each tile order, the part of the model's time in µs by which orders differ if all else is the same.
-
-    Args:
-      orders: these replace that of `config`.
-    """
-    rates, work = rates_of(target), work_of(config, problem, target)
-    m, n, _ = problem.grid(config)
-    lhs = rates.rows_loaded(config, m, problem.dtype, problem.transpose_lhs) * problem.itemsize
-    rhs, depth = config.tile_n * problem.itemsize, work.total_k_steps(0) * tile_k(problem.dtype)
-    grid, found = TileOrder.of(m, n, config), []
-    for minor, width in orders:
-        order = dataclasses.replace(grid, minor=minor, width=width)
-        loads = operand_tiles(order, work, config.cluster)
-        of_group = loads.at_work * _loaded_by_gpc(config, loads, lhs, rhs)
-        us = depth * of_group / rates.group_bytes_per_cycle / rates.cycles_per_us
-        found.append(us + _read_again(order, config, problem, work, rates) / rates.hbm_bytes_per_us)
-    return found
 
 
 def _read_again(order: TileOrder, config: Config, problem: Problem, work: StreamK, rates: Rates) -> float:
