@@ -131,6 +131,7 @@ LEFT_TO_XLA = {
     "booleans of values": (lambda y: y.astype(bool), "converts no float32 to bool"),
     "a negative power": (lambda y: (1 + jnp.abs(y)) ** -2, "integer_pow"),
     "a choice of three": (lambda y: lax.select_n((y > 0).astype(jnp.int32) + (y > 1), y, 2 * y, 3 * y), "select_n"),
+    "a choice by a number": (lambda y: lax.select_n((y > 0).astype(jnp.int32), y, 2 * y), "select_n"),
     "64 bits": (lambda y: y.astype(jnp.complex64).real, "complex64"),
     "too long": (lambda y: functools.reduce(lambda x, _: x * 0.5 + 1, range(150), y), "300 operations"),
 }  # fmt: skip

@@ -13,7 +13,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,20 +25,21 @@ from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 
-SHAPE: dict[str, tuple[Any, ...]] = {
-    "tile_m": (128, 256, 64),
-    "tile_n": (256, 192, 128, 64),
+TILE_M, TILE_N, SPLIT_K, STREAM_K = (128, 256, 64), (256, 192, 128, 64), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3, 4)
+SHAPE: dict[str, tuple[int | str, ...]] = {
+    "tile_m": TILE_M,
+    "tile_n": TILE_N,
     "schedule": ("cooperative", "pingpong"),
     "swap_operands": (False,),
     "cluster": (1, 2),
     "cluster_along": ("m", "n"),
-    "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
-    "stream_k": (1, 2, 3, 4),
+    "split_k": SPLIT_K,
+    "stream_k": STREAM_K,
     "joined": (False, True),
     "one_shot": (False, True),
 }
 # The first value of each field is the usual one.
-FINE: dict[str, tuple[Any, ...]] = {
+FINE: dict[str, tuple[int | str, ...]] = {
     "order_minor": ("m", "n"),
     "order_width": (8, 4, 16, 2),
 }
@@ -57,7 +57,12 @@ MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
 # Replaces entries of SHAPE for tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full
 # (`_rows_of_swapped`).
-SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
+TILE_N_OF_SWAPPED = (256, 128, 64)
+SWAPPED: dict[str, tuple[int | str, ...]] = {
+    "tile_n": TILE_N_OF_SWAPPED,
+    "swap_operands": (True,),
+    "one_shot": (False,),
+}
 MOST_COLUMNS = 256
 # The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
 # (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
@@ -148,7 +153,7 @@ def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     # rows.
     bases.sort(key=lambda pair: (pair[0], -pair[1].tile_n))
     ranked: dict[Config, float] = {}
-    seen: set[Any] = set()
+    seen: set[Config] = set()
     for place, (us, base) in enumerate(bases):
         for config in _variations(base, problem) if place < MOST_VARIED else (base,):
             same = _on_grid(config, problem)
@@ -190,8 +195,8 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
     if problem.communicates or not target.is_hopper:
         return
     usual, k_steps = _usual(problem), -(-problem.k // tile_k(problem.dtype))
-    upright = itertools.product((False,), SHAPE["tile_m"], SHAPE["tile_n"])
-    swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), SWAPPED["tile_n"])
+    upright = itertools.product((False,), TILE_M, TILE_N)
+    swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), TILE_N_OF_SWAPPED)
     tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())
     for (swap, rows, columns), cluster in itertools.product(tiles, CLUSTERS_ALONG_K):
         count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
@@ -207,7 +212,7 @@ def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
     work = work_of(whole, problem, target)
     if not work.full_waves and not problem.communicates:
         # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
-        for parts in SHAPE["split_k"][1:]:
+        for parts in SPLIT_K[1:]:
             if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                 if not whole.swap_operands:
                     yield dataclasses.replace(whole, split_k=parts)
@@ -215,7 +220,7 @@ def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
                     yield dataclasses.replace(whole, stream_k=parts)
         return
     seen = {work.workers}
-    for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
+    for parts in STREAM_K[1:] + (MORE_PARTS if whole.joined else ()):
         cut = dataclasses.replace(work, max_pieces=parts)
         if cut.workers not in seen and work.k_steps >= 2 * parts:
             seen.add(cut.workers)
@@ -331,10 +336,10 @@ def _variations(base: Config, problem: Problem) -> Iterator[Config]:
     """Yields `base`, and each copy of `base` in which one fine field is changed."""
     yield base
     in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
-    fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
-    for name, values in fields.items():
+    fewer = (base.stages - 1,) if base.stages > min(STAGES) else ()
+    for name, values in {**FINE, "stages": fewer, **in_chunks}.items():
         for value in values:
-            if value != getattr(base, name) and not (name == "stages" and value < min(STAGES)):
+            if value != getattr(base, name):
                 yield base.replace(**{name: value})
 
 

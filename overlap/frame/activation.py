@@ -107,10 +107,13 @@ def _wide(scalar: jax.Array) -> jax.Array:
     return scalar.astype(jnp.float32) if is_narrow else jnp.asarray(scalar)
 
 
-def checked(function: Callable[..., jax.Array], arrays: int) -> Callable[..., jax.Array]:
-    """Returns `activation`.
+def traced(
+    function: Callable[..., jax.Array], dtype: DTypeLike = jnp.float32, arrays: int = 1
+) -> tuple[Activation, tuple[jax.Array, ...]]:
+    """Traces an activation of values of `dtype`; returns it and the values of the scalars that it captures now.
 
     Raises:
+      NotElementwise: it cannot be proven to be elementwise, or cannot be traced on arrays of any shape.
       ValueError: it is no function of `arrays` arrays.
     """
     if not callable(function):
@@ -122,19 +125,6 @@ def checked(function: Callable[..., jax.Array], arrays: int) -> Callable[..., ja
         wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as `rhs` has right operands,"
         count = least if arrays < least else most
         raise ValueError(f"`activation` must be a function of {wanted} got {_name(function)}, which takes {count}")
-    return function
-
-
-def traced(
-    function: Callable[..., jax.Array], dtype: DTypeLike = jnp.float32, arrays: int = 1
-) -> tuple[Activation, tuple[jax.Array, ...]]:
-    """Traces an activation of values of `dtype`; returns it and the values of the scalars that it captures now.
-
-    Raises:
-      NotElementwise: it cannot be proven to be elementwise, or cannot be traced on arrays of any shape.
-      ValueError: it is no function of `arrays` arrays.
-    """
-    checked(function, arrays)
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
     # types must say nothing of a mesh.
     with typeless():

@@ -178,7 +178,9 @@ class _Walk:
             return operands[:1]
         if name not in _IN_KERNEL and name not in FORMULAS:
             raise NotElementwise(f"it uses `{name}`, which kernels lack")
-        if params.get("accuracy") is not None or params.get("y", 1) < 0 or len(operands) > 3:
+        # `y`: the exponent of `integer_pow`. Kernels select between two values, by a boolean.
+        selects = name == "select_n" and (len(operands) > 3 or operands[0].dtype != "bool")
+        if params.get("accuracy") is not None or params.get("y", 1) < 0 or selects:
             raise NotElementwise(f"it uses `{name}` with parameters or operands that kernels lack")
         (var,) = equation.outvars
         dtype = _known(_type(var).dtype)
