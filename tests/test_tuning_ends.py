@@ -195,6 +195,7 @@ def test_faults_of_a_table_are_said_while_tuning_and_kept(bench, tmp_path, caplo
     out.write_text(json.dumps({"format": 1, "entries": ["no entry"]}))
     with caplog.at_level(logging.WARNING, "overlap"):
         assert tune("--out", out) == 0
-    assert f"{out}: 1 of its entries is ignored: entries[0]: an entry must be an object" in caplog.text
+    ignored = "1 entries of this tuning table are ignored, the first: entries[0]: an entry must be an object"
+    assert f"{out}: {ignored}" in caplog.text
     assert len(json.loads(out.read_text())["entries"]) == 4
     assert bench.compiled

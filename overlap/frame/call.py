@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from overlap import _settings
+from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import arguments, sharded
 from overlap.frame.operands import Operands
@@ -89,6 +89,8 @@ def run_prepared(
     how = call.layouts, call.out_dtype
     if choice.config is None:
         return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
+    if choice.target.platform == "cpu":
+        emulation.enable()
     must_fuse = by_user and implementation == "fused"
     plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)

@@ -63,7 +63,7 @@ def explain(operation: Operation, prepare: Prepare, given: Arguments) -> Explana
     except NotImplementedError as cannot:
         if given.implementation == "fused":
             raise
-        return Explanation(operation.name, "xla", None, str(cannot), dispatch.target(given.mesh))
+        return dispatch.leave_to_xla(operation.name, given.implementation, dispatch.target(given.mesh), str(cannot))
     return explanations[0]
 
 

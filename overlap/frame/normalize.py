@@ -78,13 +78,17 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
     if given.config is not None:
         operation.require_config(call, given.config, given.mesh)
-    scalars = given.scalars
-    if scalars is None:
-        arrays = len(call.operands.rhs_list) if operation.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
-        by_xla = activation
+    if given.scalars is not None:
+        applied, scalars = activation, given.scalars
+        by_xla = functools.partial(activation, scalars=scalars)
     else:
-        applied, by_xla = activation, functools.partial(activation, scalars=scalars)
+        arrays = len(call.operands.rhs_list) if operation.combines else 1
+        try:
+            applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
+            by_xla = activation
+        except activations.NotElementwise as why:
+            call = dataclasses.replace(call, not_elementwise=str(why))
+            applied, scalars, by_xla = None, (), activations.by_itself(activation, call.batch)
     operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
     return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
 

@@ -47,13 +47,14 @@ class Call:
       operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
       layouts: how the operands lie in memory.
       out_dtype: of all results.
-      activation: the traced activation; None for none.
+      activation: the traced activation; None for none, and for one that is not proven to be elementwise.
       by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
         operands; None for none.
       batch: the leading dimensions of the results.
       container: list or tuple if the caller gave several right operands, else None.
       given: the keywords of the epilogue that the caller gave.
       combines: as in `Operation`.
+      not_elementwise: why only XLA may apply the activation; empty if a kernel may.
     """
 
     operands: Operands
@@ -65,6 +66,7 @@ class Call:
     container: type | None
     given: tuple[str, ...] = ()
     combines: bool = False
+    not_elementwise: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -283,11 +285,8 @@ class Operation:
                 f"the fused kernel takes no {what} with an `activation` of {len(call.operands.rhs_list)} arrays yet: "
                 'use implementation="xla", which runs by default'
             )
-        if call.activation is not None and (cannot := call.activation.program.why_not_in_kernel):
-            raise NotImplementedError(
-                f"the fused kernel cannot take this `activation`: {cannot}; apply it to the result, or use "
-                'implementation="xla"'
-            )
+        if call.not_elementwise:
+            raise NotImplementedError(call.not_elementwise)
 
     def require_config(self, call: Call, config: Config, mesh: AnyMesh | None) -> None:
         """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""

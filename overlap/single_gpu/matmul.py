@@ -133,12 +133,11 @@ def matmul(
       addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
-        pure function, since a call runs it several times, to check it and to trace it. A function that is not provably
-        elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
-        `jax.vmap` work through them. Loops of a known length are unrolled. The kernel's `erf`, `log1p` and the
-        like are within 2 ulp of the true values; its `tan` is NaN above 12867. With a function that the kernel cannot
-        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation. If it has as many parameters
-        without a default as there are right operands, it makes one result of theirs, for example
+        pure function, since a call runs it several times, to check it and to trace it. Scalars that it captures become
+        operands of the call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. The kernel's `erf`, `log1p` and
+        the like are within 2 ulp of the true values. With a function that is not made of what kernels can compute
+        (e.g. `jax.nn.softmax`, a loop, or `y**1.5`) XLA runs the whole operation, and applies it to the result. If it
+        has as many parameters without a default as there are right operands, it makes one result of theirs, for example
         `lambda gate, up: jax.nn.silu(gate) * up`. Gradients then use their values in the dtype of the result.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
