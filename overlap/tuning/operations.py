@@ -23,7 +23,12 @@ AXIS = "x"
 
 
 def call_operation(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
+    problem: Problem,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    config: Config | None,
+    implementation: Implementation,
+    **keywords: str,
 ) -> jax.Array:
     """Calls the public function of a problem's operation, inside `jax.shard_map`. All scales of blocks are 1."""
     spec = problem.spec
@@ -42,6 +47,7 @@ def call_operation(
         transpose_rhs=problem.transpose_rhs,
         config=config,
         implementation=implementation,
+        **keywords,
     )
 
 
@@ -122,11 +128,10 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
     return gathered_first(problem, lax.all_gather(shard, AXIS, axis=along, tiled=True), other)
 
 
-def product(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Multiplies gathered operands by XLA, as they are stored: no copy transposes them."""
-    return call_operation(
-        dataclasses.replace(problem, op="matmul", devices=1, block_scaled=False), lhs, rhs, None, "xla"
-    )
+def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, implementation: Implementation = "xla") -> jax.Array:
+    """Multiplies gathered operands on one device, as they are stored: no copy transposes them."""
+    alone = dataclasses.replace(problem, op="matmul", devices=1, block_scaled=False)
+    return call_operation(alone, lhs, rhs, None, implementation)
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
