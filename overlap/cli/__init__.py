@@ -27,7 +27,7 @@ __all__ = ["main"]
 OPS = tuple(BY_NAME)
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
-    "are wrong; 130 after Ctrl-C; 143 after SIGTERM."
+    "are wrong; 130 after Ctrl-C."
 )
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
       The exit status: 0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments; 130
-      after Ctrl-C; 143 after SIGTERM.
+      after Ctrl-C.
     """
     errors = console(stderr=True)
     outcomes: list[search.Outcome] = []
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         # However the search ended, print what it has found.
         if outcomes:
             _print(outcomes, target, file, len(problems))  # pyright: ignore[reportPossiblyUnboundVariable]
-    if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
-        return 128 + ended_by
+    if any(outcome.interrupted for outcome in outcomes):
+        return 130
     return int(any(outcome.result is None for outcome in outcomes))
 
 
