@@ -145,7 +145,7 @@ def test_each_job_has_a_key_of_its_own(environ, changed):
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 is set, but not PMI_RANK"),
         ({"PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "987"}, "PMI_FD=987 is not open in this process"),
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 is set, but not SLURM_JOB_ID, SLURM_STEP_NUM_TASKS"),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID=3 is set, but not SLURM_JOB_ID, SLURM_ST"),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 is set, but not SLURM_JOB_ID, "),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "eight"}, "SLURM_STEP_NUM_TASKS=eight should be"),
         ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "RANK": "0"}, "but not LOCAL_RANK, LOCAL_WORLD_SIZE, MAS"),
         ({"TORCHELASTIC_RUN_ID": "a"}, "TORCHELASTIC_RUN_ID=a is set, but not WORLD_SIZE"),
