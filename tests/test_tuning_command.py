@@ -303,7 +303,7 @@ _DTYPES = "a dtype must be one of f16, bf16, f32, f8_e4m3fn, f8_e5m2, got "
         ("--layouts", "nn,mn", "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
         ("--budget-s", "0", "argument --budget-s: must be a finite number of seconds above 0, got 0"),
         ("--op", "conv", "argument --op: invalid choice: 'conv'"),
-        ("--devices", "9", "tune: --devices must be at most 8 on this machine, got 9"),
+        ("--devices", "9", "tune: --devices must be at most 8 where they are emulated, got 9"),
     ],
 )
 def test_the_command_says_what_is_wrong(name, value, said, capsys):
@@ -323,7 +323,7 @@ def test_a_problem_named_twice_is_one():
     from overlap.cli import tune as command_tune
 
     parsed = _parser().parse_args(["tune", "--shapes", "1x2x3,1x2x3:f16, 1x2x3:bf16", "--layouts", "nn,nn"])
-    assert [str(problem) for problem in command_tune._problems(parsed)] == [
+    assert [str(problem) for problem in command_tune._problems(parsed, 1)] == [
         "matmul 1x2x3 bfloat16",
         "matmul 1x2x3 float16",
     ]

@@ -49,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor.run(as_json=arguments.json)
         if not _can_run(arguments.command):
             return 1
-        return importlib.import_module(f"overlap.cli.{arguments.command}").run(arguments)
+        from overlap.cli.console import refuse
+
+        try:
+            return importlib.import_module(f"overlap.cli.{arguments.command}").run(arguments)
+        except (ValueError, NotImplementedError) as error:
+            refuse(arguments.command, error)
+            return 2
 
     return ending.run(run)
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 
 import jax
 
-from overlap import _compat, _cuda, emulation
+from overlap import emulation
 from overlap.choice import dispatch, space
 from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.cli.console import console, refuse, show
+from overlap.cli.console import console, show
+from overlap.cli.devices import start
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
 from overlap.tuning.operations import require_equal_parts, require_layout
@@ -22,8 +23,6 @@ from overlap.tuning.settings import Settings
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
-# The most emulated devices. Each needs at least one thread.
-_MOST_EMULATED = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,8 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         # Check this before anything that takes time.
         if arguments.out is not None:
             autotune.require_writable(arguments.out, "--out")
-        target = _start(arguments)
-        problems = _problems(arguments)
+        devices, _ = start("tune", arguments.devices, emulated=2)
+        target = dispatch.target()
+        if target.platform == "cpu":
+            emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
+        problems = _problems(arguments, len(devices))
         settings = Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
@@ -59,9 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress,
                 found=outcomes.append,
             )
-    except (ValueError, NotImplementedError) as error:
-        refuse("tune", error)
-        return 2
     finally:
         # However the search ended, print what it has found.
         if outcomes:
@@ -71,27 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(outcome.result is None for outcome in outcomes))
 
 
-def _start(arguments: argparse.Namespace) -> Target:
-    """Chooses the GPUs, or emulated devices if there are no GPUs. Returns what kind of device they are."""
-    if not _compat.backends_are_initialized():
-        if not _cuda.visible_gpus():
-            if (arguments.devices or 0) > _MOST_EMULATED:
-                raise ValueError(
-                    f"--devices must be at most {_MOST_EMULATED} where devices are emulated, got {arguments.devices}"
-                )
-            jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
-    target = dispatch.target()
-    if arguments.devices is not None and arguments.devices > len(jax.devices()):
-        raise ValueError(f"--devices must be at most {len(jax.devices())} on this machine, got {arguments.devices}")
-    if target.platform == "cpu":
-        emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
-    return target
-
-
-def _problems(arguments: argparse.Namespace) -> list[Problem]:
+def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
     """The problems that the arguments name, each once, in the order of the command line."""
-    devices = 1 if arguments.op == "matmul" else arguments.devices or len(jax.devices())
+    devices = 1 if arguments.op == "matmul" else available
     problems: dict[Problem, None] = {}
     for m, n, k, own_dtype in arguments.shapes:
         dtype = own_dtype or arguments.dtype
