@@ -223,7 +223,7 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
         ),
         (["--out", "x.png"], "--picture must be another file than --out, got x.png"),
         (["--out", "x.json", "--picture", "./x.json"], "--picture must be another file than --out, got x.json"),
-        (["--layout", "tn"], "--layout must be one of nn, nt for all_gather_lhs_matmul, got tn"),
+        (["--layout", "tn"], "takes no `transpose_lhs` yet"),
         (["--op", "matmul", "--devices", "2"], "--devices is for a collective, and matmul runs on one device, got 2"),
         (["--config", "joined=1"], "--config: joined must be of the type of False, got 1"),
     ],

@@ -272,10 +272,9 @@ def test_the_command_lists_without_measuring(repository):
     [
         (["--shapes", "64x64x64:f8_e4m3fn"], 0, "the tensor cores read 8-bit operands only with k along their rows"),
         (["--op", "matmul_reduce_scatter", "--shapes", "15x64x64", "--devices", "2"], 2,
-         "tune: --shapes: matmul_reduce_scatter gives each of the 2 devices the same number of rows, got m=15: name a "
-         "multiple of 2"),
+         "tune: --shapes: m of matmul_reduce_scatter must be a multiple of the 2 devices"),
         (["--op", "matmul_reduce_scatter_n", "--shapes", "64x63x64", "--devices", "2"], 2,
-         "the same number of columns, got n=63: name a multiple of 2"),
+         "n of matmul_reduce_scatter_n must be a multiple of the 2 devices"),
         (["--op", "all_gather_rhs_matmul_n", "--shapes", "64x64x64", "--layouts", "nt"], 2,
          "tune: --layouts must be one of nn, tn for all_gather_rhs_matmul_n, got nt"),
     ],

@@ -17,7 +17,6 @@ from overlap.cli.devices import start
 from overlap.kernels.config import Config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
-from overlap.tuning.operations import require_layout
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
@@ -36,7 +35,6 @@ def run(arguments: argparse.Namespace) -> int:
     picture = arguments.picture or arguments.out.with_name(f"{name}.png")
     if picture.resolve() == arguments.out.resolve():
         raise WrongArguments(f"trace: --picture must be another file than --out, got {picture} for both")
-    require_layout(arguments.op, arguments.layout, "--layout")
     if arguments.op == "matmul" and arguments.devices not in (None, 1):
         raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")
     config = _config(arguments.config)

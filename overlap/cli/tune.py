@@ -15,9 +15,9 @@ from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli.console import console, show
 from overlap.cli.devices import start
+from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
-from overlap.tuning.operations import require_equal_parts, require_layout
 from overlap.tuning.progress import shown
 from overlap.tuning.settings import Settings
 
@@ -72,16 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
     """The problems that the arguments name, each once, in the order of the command line."""
-    devices = 1 if arguments.op == "matmul" else available
+    op, spec = arguments.op, BY_NAME[arguments.op]
+    devices = available if spec.transports else 1
     problems: dict[Problem, None] = {}
     for m, n, k, own_dtype in arguments.shapes:
         dtype = own_dtype or arguments.dtype
         out_dtype = arguments.out_dtype or default_out_dtype(dtype)
         for layout in arguments.layouts:
-            require_layout(arguments.op, layout, "--layouts")
-            problem = Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)
-            require_equal_parts(problem, "--shapes")
-            problems[problem] = None
+            if layout not in spec.layouts:
+                raise ValueError(f"--layouts must be one of {', '.join(spec.layouts)} for {op}, got {layout}")
+            if {"m": m, "n": n}.get(spec.scatters, 0) % devices:
+                raise ValueError(f"--shapes: {spec.scatters} of {op} must be a multiple of the {devices} devices")
+            problems[Problem(op, m, n, k, dtype, out_dtype, devices, layout)] = None
     return list(problems)
 
 

@@ -17,7 +17,6 @@ from overlap.choice.problem import Problem
 from overlap.collectives.operations import PUBLIC
 from overlap.kernels.block_scales import ones_for
 from overlap.kernels.config import Config
-from overlap.kernels.operations import BY_NAME
 
 AXIS = "x"
 
@@ -49,37 +48,6 @@ def call_operation(
         implementation=implementation,
         **keywords,
     )
-
-
-def require_layout(op: str, layout: str, option: str) -> None:
-    """Raises ValueError if the operation takes no operands in this layout.
-
-    Args:
-      op: the name of the operation.
-      layout: the layout, such as "nt".
-      option: the user's argument or option that gave the layout, for the message.
-    """
-    layouts = BY_NAME[op].layouts
-    if layout not in layouts:
-        raise ValueError(f"{option} must be one of {', '.join(layouts)} for {op}, got {layout}")
-
-
-def require_equal_parts(problem: Problem, option: str) -> None:
-    """Raises ValueError if the problem's operation cannot give each device an equal part of the result.
-
-    Args:
-      problem: the problem.
-      option: the user's argument or option that gave the sizes, for the message.
-    """
-    name, devices = problem.scattered, problem.devices
-    size = {"m": problem.m, "n": problem.n}.get(name, 0)
-    # A sum that all devices get is the same on each.
-    if size % devices and not problem.replicates:
-        what = "rows" if name == "m" else "columns"
-        raise ValueError(
-            f"{option}: {problem.op} gives each of the {devices} devices the same number of {what}, got {name}={size}: "
-            f"name a multiple of {devices}"
-        )
 
 
 # --- How operands lie -------------------------------------------------------------------------------------------------
