@@ -75,8 +75,13 @@ def initialize(
           import overlap
           overlap.initialize()
     """
-    coordinator_port = ports.check_port(coordinator_port)
-    _check_timeout(timeout_s)
+    if coordinator_port is not None and not (_is_number(coordinator_port, int) and 0 < coordinator_port < 65536):
+        raise ValueError(
+            f"`coordinator_port` has to be a TCP port, a whole number from 1 to 65535, and is {coordinator_port!r}. "
+            "Leave it out, and a free one is chosen."
+        )
+    if not (_is_number(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
+        raise ValueError(f"`timeout_s` has to be a number of seconds above 0, and is {timeout_s!r}.")
     if jax.distributed.is_initialized():
         return
     place = launchers.find_place(os.environ)
@@ -171,6 +176,5 @@ def _without_proxies() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _check_timeout(timeout_s: object) -> None:
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"`timeout_s` has to be a number of seconds above 0, and is {timeout_s!r}.")
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
