@@ -300,7 +300,8 @@ def test_a_dry_run_of_the_table_has_a_row_for_every_lesson(tmp_path, repository)
     line = [
         sys.executable,
         "-m",
-        "benchmarks.ladder",
+        "benchmarks",
+        "ladder",
         "--architecture",
         "blackwell",
         "--dry-run",
