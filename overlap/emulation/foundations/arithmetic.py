@@ -141,20 +141,7 @@ def _in_f64(function: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda x: function(np.asarray(x, np.float64)).astype(x.dtype)
 
 
-_SAME_NAME = [
-    "add",
-    "log1p",
-    "expm1",
-    "tanh",
-    "sqrt",
-    "square",
-    "sin",
-    "cos",
-    "floor",
-    "ceil",
-    "sign",
-    "abs",
-]
+_SAME_NAME = ["add", "log1p", "expm1", "tanh", "sqrt", "square", "sin", "cos", "floor", "ceil", "sign", "abs"]
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _SAME_NAME},
     # NumPy's own for f32 are off by up to 4 ulp, CUDA's by 1; and CUDA's `exp2` of an integer is exact.

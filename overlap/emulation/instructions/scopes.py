@@ -28,12 +28,7 @@ def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread
     shape = tuple(aval.shape)
     if "semaphore" in kind:
         return _semaphores(
-            machine,
-            device,
-            (key, cta.index, None if thread is None else str(thread)),
-            shape,
-            name,
-            cta=cta.index,
+            machine, device, (key, cta.index, None if thread is None else str(thread)), shape, name, cta=cta.index
         )
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
