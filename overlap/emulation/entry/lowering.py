@@ -10,19 +10,22 @@ import functools
 import itertools
 import logging
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import SupportsInt
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from ..execution.program import Program
 from ..foundations import interrupt
+from ..foundations.equations import AxisName, JaxObject
 from ..foundations.errors import EmulationError, NotEmulatedError, cannot_run
-from ..foundations.jax_rules import lower_by_jax
 from ..instructions.decode import decode
 from ..state import runs
 from ..state.memory import poison
@@ -36,11 +39,11 @@ _enabled = False
 _one_at_a_time = threading.Lock()  # held by the launch that runs: devices may reach independent kernels at once
 
 
-def _kernel_primitive() -> Any:
+def _kernel_primitive() -> jex_core.Primitive:
     """Finds the primitive behind `plgpu.kernel`, which has no public name, by tracing a trivial kernel."""
     kernel = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), np.float32))
 
-    def search(jaxpr: Any) -> Any:
+    def search(jaxpr: jex_core.Jaxpr) -> jex_core.Primitive | None:
         for eqn in jaxpr.eqns:
             if "meshes" in eqn.params and "jaxprs" in eqn.params:
                 return eqn.primitive
@@ -87,14 +90,14 @@ class _Meeting:
 class _Launcher:
     """Runs the launches of one kernel in one compiled program. Each device calls it once per launch."""
 
-    def __init__(self, program: Program, mesh_shape: dict[str, int], name: str):
+    def __init__(self, program: Program, mesh_shape: dict[AxisName, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
         self._stop = interrupt.stop_event()
         self._devices = int(np.prod(list(mesh_shape.values()), dtype=int))
         self._lock = threading.Lock()
         self._open: list[_Meeting] = []
 
-    def __call__(self, device: Any, *inputs: Any) -> list[np.ndarray]:
+    def __call__(self, device: SupportsInt, *inputs: npt.ArrayLike) -> list[np.ndarray]:
         device = int(device)
         values = [np.asarray(x) for x in inputs]
         with self._lock:
@@ -191,13 +194,23 @@ class _Launcher:
 _names = itertools.count()
 
 
-def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
+def _lower(
+    primitive: jex_core.Primitive, ctx: mlir.LoweringRuleContext, *args: JaxObject, **params: JaxObject
+) -> JaxObject:
     """Lowers one kernel for CPU devices to a callback per device.
 
-    A kernel that asks for JAX's own interpreter is lowered as jax does.
+    A kernel that asks for JAX's own interpreter is lowered as jax does without the emulator, whose rule for CPU devices
+    hides jax's rule for all platforms. There is no public way to get the hidden rule: `_lowerings` is the only private
+    name of jax in the emulator (docs/private_names.md).
     """
     if params.get("interpret"):
-        return lower_by_jax(primitive, ctx, *args, **params)
+        rule = getattr(getattr(mlir, "_lowerings", {}).get(primitive), "rule", None)
+        if rule is None:  # This version of jax keeps its rules elsewhere.
+            raise NotImplementedError(
+                f"interpret={params['interpret']}: jax {jax.__version__} cannot run its own interpreter in a process "
+                "that uses the emulator. Expected: interpret=False, or another process"
+            )
+        return rule(ctx, *args, **params)
     name = params.get("name") or f"kernel {next(_names)}"
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
@@ -226,7 +239,7 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: jax.Array) -> Sequence[jax.Array]:
         device = 0
         for axis, size in axes.items():
             device = device * size + lax.axis_index(axis)

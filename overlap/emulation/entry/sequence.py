@@ -23,6 +23,7 @@ from ..execution.engines import Engine
 from ..execution.machine import Machine, Thread
 from ..execution.program import Program
 from ..foundations.clocks import Knowledge
+from ..foundations.equations import AxisName
 from ..foundations.errors import DeadlockError, EmulationError, ProtocolError, StepLimitError, cannot_run
 from ..foundations.settings import Settings
 from ..foundations.shadow import Shadow
@@ -51,7 +52,7 @@ class Launch:
 
     program: Program
     name: str
-    mesh_shape: dict[str, int]
+    mesh_shape: dict[AxisName, int]
     devices: tuple[int, ...]
     inputs: list[list[np.ndarray]]
     outputs: list[list[np.ndarray]]
@@ -74,7 +75,7 @@ class World:
     def add(
         self,
         program: Program,
-        mesh_shape: dict[str, int],
+        mesh_shape: dict[AxisName, int],
         devices: tuple[int, ...],
         inputs: list[list[np.ndarray]],
         name: str,
@@ -214,11 +215,12 @@ class World:
                 if isinstance(picked, Device):
                     self._start_next(picked)
                     continue
+                assert isinstance(picked, Thread)
                 thread = picked
                 if picked.turn():
                     scheduler.ready(picked)
             if any(device.ended < device.launches for device in devices):
-                raise DeadlockError(deadlock.message(simulation.threads, self.machines))
+                raise DeadlockError(deadlock.message(self.machines))
             self._check_end()
         except EmulationError as error:
             simulation.fail(error, thread)
@@ -236,11 +238,12 @@ class World:
 
         The values of threads, and the views that a program caches, refer back to the launches.
         """
-        for thread in self.simulation.threads:
-            thread.env.clear()
         for machine in self.machines:
+            for thread in machine.threads:
+                thread.env.clear()
             machine.program.forget_views()
             machine.globals.clear()
+            machine.flag_arrays.clear()
             for cta in (cta for ctas in machine.ctas.values() for cta in ctas):
                 cta.scopes.clear()
                 cta.cluster = None

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 
 import numpy as np
 
 from ..foundations.clocks import EMPTY, ComponentPool, Knowledge, covers
+from ..foundations.environment import Environment
+from ..foundations.equations import AxisName
 from ..foundations.errors import ProtocolError, RaceError
+from ..foundations.source_lines import Instruction
 from ..state import report
 from ..state.clusters import Cluster, Cta
 from ..state.devices import Device, Flags
-from ..state.memory import Buffer, View, poison
+from ..state.memory import Buffer, Cells, View, poison
 from ..state.mesh import Mesh
 from ..state.orders import Orders
 from ..state.races import Access
 from ..state.simulation import Simulation
-from ..state.sync import Semaphore, Waitable
+from ..state.sync import MBarrier, Meeting, Semaphore, Waitable
 from .engines import Engine
-from .program import Instruction, Program
+from .operations import Product, Store
+from .program import Program
 from .tensor_queue import TensorThread
 
 
@@ -34,7 +37,7 @@ class Thread:
         cta: Cta,
         warpgroup: int,
         warp: int | None,
-        env: list,
+        env: Environment,
         pc: int,
         before: Thread | None = None,
     ):
@@ -48,12 +51,13 @@ class Thread:
         self.component = machine.simulation.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1
         self.pool = ComponentPool(machine.simulation.components) if before is None else before.pool
-        self.open_stores: list[Any] = []  # TMA stores not yet committed
-        self.groups: list[list[Any]] = []  # committed groups of stores, oldest first
-        self.wgmmas: list[Any] = []  # wgmma operations in flight, oldest first
-        self.waits: dict[Any, Any] = {}  # mbarrier -> number of its phases waited for; a tuple if the warps differ
-        self.arrivals: dict[Any, int] = {}  # meeting -> the generation whose end the thread waits for
-        self.axes: dict[Any, int] = {}
+        self.open_stores: list[Store] = []  # TMA stores not yet committed
+        self.groups: list[list[Store]] = []  # committed groups of stores, oldest first
+        self.wgmmas: list[Product] = []  # wgmma operations in flight, oldest first
+        # mbarrier -> number of its phases waited for; a tuple if the warps differ
+        self.waits: dict[MBarrier, int | tuple] = {}
+        self.arrivals: dict[Meeting, int] = {}  # meeting -> the generation whose end the thread waits for
+        self.axes: dict[AxisName, int] = {}
         self.visits: dict[int, int] = {}  # instruction of a `run_scoped` -> how often it has run
         self.children: list[Thread] = []  # the warps of the last map
         self.tensor = TensorThread(machine.simulation.components) if before is None else before.tensor
@@ -92,17 +96,8 @@ class Thread:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         detector = self.machine.detector
         if detector is not None and view.buffer.space != "regs":
-            access = Access(
-                self,
-                view,
-                what,
-                self.instruction,
-                self.component,
-                self.time,
-                write=write,
-                atomic=atomic,
-                by_rows=by_rows,
-            )
+            access = Access(self, view, what, self.instruction, self.component, self.time, write=write)
+            access.atomic, access.by_rows = atomic, by_rows
             detector.access(access, self.knowledge)
             self.note_remote(access)
 
@@ -127,7 +122,7 @@ class Thread:
     def note_remote(self, access: Access) -> None:
         """Remembers an access to memory of another device or CTA, which must not end before the access is complete."""
         buffer = access.view.buffer
-        if buffer.space in ("smem", "tmem") and buffer.cta is not self.cta:
+        if buffer.space in ("smem", "tmem") and buffer.cta is not None and buffer.cta is not self.cta:
             buffer.cta.note_use(self, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != self.device:
             what = f"uses {buffer.name}{access.view.text}"
@@ -142,11 +137,9 @@ class Thread:
     def in_launch(self) -> str:
         """The thread's name, and its launch if there are several."""
         launches = self.simulation.launches
-        return (
-            str(self)
-            if launches == 1
-            else f"{self}, in launch {self.machine.number} of {launches} ({self.machine.name})"
-        )
+        if launches == 1:
+            return str(self)
+        return f"{self}, in launch {self.machine.number} of {launches} ({self.machine.name})"
 
     @property
     def where(self) -> str:
@@ -169,6 +162,7 @@ class Machine:
         arrived: the devices that have come to this launch, in the order in which they came.
         buffers: for each device, the buffers (or plain values) of the kernel's parameters.
         values: for each device, the contents of its buffers when the launch begins; None for undefined contents.
+        threads: the threads that have started, in order.
         private: semaphores that belong to single CTAs.
         results: the outputs of each device on which the launch has ended and its memory is free for other launches.
     """
@@ -196,7 +190,10 @@ class Machine:
         self.flags = Flags(flags_at, program.words, self.number)
         self.ordinals = {device: devices[device].launches for device in mesh.devices}
         self.arrived: list[int] = []
-        self.globals: dict[Any, dict[int, Any]] = {}
+        self.threads: list[Thread] = []
+        # what pl.get_global and scopes have made: (key of the allocation) -> device -> the allocation there
+        self.globals: dict[Hashable, dict[int, Buffer]] = {}
+        self.flag_arrays: dict[Hashable, dict[int, Cells]] = {}
         self.private: list[Semaphore] = []
         self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in mesh.devices}  # by component
         self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, inputs)}
@@ -226,9 +223,9 @@ class Machine:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _bind(self, device: int, values: list[np.ndarray]) -> list[Any]:
+    def _bind(self, device: int, values: list[np.ndarray]) -> Environment:
         """Makes the buffers (or plain values) that the kernel's parameters stand for on `device`."""
-        out: list[Any] = []
+        out: Environment = []
         aliases = {o: i for i, o in self.program.aliases.items()}
         for i, (value, is_ref) in enumerate(zip(values, self.program.input_is_ref)):
             if not is_ref:
@@ -251,7 +248,7 @@ class Machine:
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def start(self, thread: Thread) -> None:
-        self.simulation.threads.append(thread)
+        self.threads.append(thread)
         self.simulation.scheduler.admit(thread)
 
     def begin(self, device: int, known: Knowledge) -> None:

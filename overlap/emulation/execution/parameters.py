@@ -11,17 +11,19 @@ import ast
 import functools
 import linecache
 import re
-from typing import Any
 
-from .program import lines_of
+from ..foundations.equations import Jaxpr, open_jaxpr
+from ..foundations.source_lines import lines_of
+
+_Function = ast.FunctionDef | ast.Lambda
 
 
-def of_kernel(jaxpr: Any) -> list[str]:
+def of_kernel(jaxpr: Jaxpr) -> list[str]:
     """The names of a kernel's operands and results, in order; "" for each that is not known."""
     count, first = len(jaxpr.invars), jaxpr.eqns[0] if jaxpr.eqns else None
     # The scope around the whole kernel, which has its scratch, was not entered by a line of the user's.
     if first is not None and first.primitive.name == "run_scoped" and not lines_of(first):
-        jaxpr = getattr(first.params["jaxpr"], "jaxpr", first.params["jaxpr"])
+        jaxpr = open_jaxpr(first.params["jaxpr"])
         scratch = len(jaxpr.invars)
     else:
         scratch = 0
@@ -29,20 +31,20 @@ def of_kernel(jaxpr: Any) -> list[str]:
     return names[:count] if names else [""] * count
 
 
-def of_scope(jaxpr: Any) -> list[str]:
+def of_scope(jaxpr: Jaxpr) -> list[str]:
     """The names of what a scope allocates."""
     given, count = _given(jaxpr), len(jaxpr.invars)
     found = _of_function(jaxpr, count, count) if "[" in "".join(given) else []
     return found or [name or f"scratch {i}" for i, name in enumerate(given)]
 
 
-def _given(jaxpr: Any) -> list[str]:
+def _given(jaxpr: Jaxpr) -> list[str]:
     """The names that jax has for the arguments of a function; "" for each that it does not know."""
     names = list(getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ())
     return [name or "" for name in names] if len(names) == len(jaxpr.invars) else [""] * len(jaxpr.invars)
 
 
-def _of_function(jaxpr: Any, count: int, scratch: int) -> list[str]:
+def _of_function(jaxpr: Jaxpr, count: int, scratch: int) -> list[str]:
     """The last `count` parameters of the function that was traced, behind wrappers with `*refs`; [] if not known.
 
     The last `scratch` of them must be what jax calls them, unless jax knows `*refs` alone.
@@ -75,14 +77,14 @@ def _parameters(frame: str) -> tuple[list[str], str]:
     return [parameter.arg for parameter in (*innermost.posonlyargs, *innermost.args)], rest
 
 
-def _contains(node: Any, place: tuple[int, int]) -> bool:
-    return (node.lineno, node.col_offset) <= place <= (node.end_lineno, node.end_col_offset)
+def _contains(node: _Function, place: tuple[int, int]) -> bool:
+    return (node.lineno, node.col_offset) <= place <= (node.end_lineno or 0, node.end_col_offset or 0)
 
 
 @functools.lru_cache(maxsize=64)
-def _functions(file: str) -> list[Any]:
+def _functions(file: str) -> list[_Function]:
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
         return []
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    return [node for node in ast.walk(tree) if isinstance(node, _Function)]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import heapq
 import itertools
 import random
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Runnable(Protocol):
@@ -32,16 +31,17 @@ class Scheduler(Protocol):
         """Adds a thread that can run again; does nothing if the scheduler has that thread already."""
         ...
 
-    def pick(self) -> Any:
+    def pick(self) -> Runnable | None:
         """Takes out the thread that runs next; None if no thread can run."""
         ...
 
 
-class _FairScheduler:
-    """Keeps the runnable threads, each at most once. A subclass chooses the next one."""
+class RoundRobinScheduler:
+    """Lets threads run in the order in which they became runnable. It keeps each runnable thread once."""
 
-    def __init__(self, ready: Any):
-        self._ready = ready
+    def __init__(self, rng: random.Random):
+        self._rng = rng
+        self._ready: list[Runnable] = []
         self._member: set[int] = set()
 
     def admit(self, thread: Runnable) -> None:
@@ -52,42 +52,26 @@ class _FairScheduler:
             self._member.add(id(thread))
             self._ready.append(thread)
 
-    def pick(self) -> Any:
+    def pick(self) -> Runnable | None:
         if not self._ready:
             return None
         thread = self._take()
         self._member.discard(id(thread))
         return thread
 
-    def _take(self) -> Any:
-        raise NotImplementedError
+    def _take(self) -> Runnable:
+        return self._ready.pop(0)
 
 
-class RandomScheduler(_FairScheduler):
+class RandomScheduler(RoundRobinScheduler):
     """Chooses each runnable thread with the same probability at each step."""
 
-    def __init__(self, rng: random.Random):
-        super().__init__([])
-        self._rng = rng
-
-    def _take(self) -> Any:
+    def _take(self) -> Runnable:
         ready = self._ready
         position = int(self._rng.random() * len(ready))
-        thread = ready[position]
-        ready[position] = ready[-1]
+        thread, ready[position] = ready[position], ready[-1]
         ready.pop()
         return thread
-
-
-class RoundRobinScheduler(_FairScheduler):
-    """Lets threads run in the order in which they became runnable."""
-
-    def __init__(self, rng: random.Random):
-        del rng
-        super().__init__(collections.deque())
-
-    def _take(self) -> Any:
-        return self._ready.popleft()
 
 
 class PctScheduler:
@@ -127,7 +111,7 @@ class PctScheduler:
         self._lowest -= 1.0
         thread.priority = self._lowest
 
-    def pick(self) -> Any:
+    def pick(self) -> Runnable | None:
         if not self._heap:
             return None
         self._countdown -= 1
@@ -142,8 +126,3 @@ class PctScheduler:
 
 
 SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": RoundRobinScheduler}
-
-
-def make_scheduler(name: str, rng: random.Random) -> Scheduler:
-    """Makes the scheduler of this name, which draws its choices from `rng`."""
-    return SCHEDULERS[name](rng)

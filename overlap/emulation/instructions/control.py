@@ -6,24 +6,12 @@ import numpy as np
 
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation
+from ..foundations.equations import Equation, open_jaxpr
 from ..foundations.errors import ProtocolError
 from ..state.sync import Meeting
 
 
-@handles(
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "custom_lin",
-    "remat2",
-)
+@handles("jit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 def _call(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
@@ -169,7 +157,7 @@ def _num_programs(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 
 @handles("mpmd_map", "core_map")
-def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     meshes = eqn.params.get("meshes") or (eqn.params["mesh"],)
     jaxprs = eqn.params.get("jaxprs") or (eqn.params["jaxpr"],)
     if len(meshes) != 1 or type(meshes[0]).__name__ != "WarpMesh":
@@ -198,7 +186,7 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
     d.emit(fork, eqn, "warp_map", visible=True)
     jaxpr = jaxprs[0]
-    constants = ins if getattr(jaxpr, "jaxpr", jaxpr).constvars else None
+    constants = ins if open_jaxpr(jaxpr).constvars else None
     d.warp_axes.append(axis)
     d.inline(jaxpr, [] if constants else ins, constants)
     d.warp_axes.pop()
@@ -224,4 +212,3 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         return None
 
     d.emit(join, eqn, "end of warp_map", visible=True)
-    return []

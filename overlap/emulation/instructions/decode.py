@@ -5,12 +5,12 @@ The handlers' modules are imported here only because they register their handler
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ..execution import parameters
 from ..execution.machine import Thread
 from ..execution.program import Decoder, Program
+from ..foundations.equations import JaxObject
 from . import (  # noqa: F401
     cluster_launch,
     cluster_stores,
@@ -26,7 +26,7 @@ from . import (  # noqa: F401
 )
 
 
-def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
+def decode(eqn_params: Mapping[str, JaxObject], in_avals: Sequence[object], device_ids: tuple[int, ...]) -> Program:
     """Decodes a kernel.
 
     Args:

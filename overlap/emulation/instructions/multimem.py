@@ -8,28 +8,29 @@ to all devices is emulated as one signal to each device.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..execution.engines import REDUCTIONS
 from ..execution.machine import Thread
+from ..execution.operations import REDUCTIONS
 from ..execution.program import Decoder, handles
+from ..execution.references import RefPath
 from ..foundations import arithmetic
-from ..foundations.equations import Equation
+from ..foundations.equations import AxisName, Equation
+from ..state.memory import Buffer, View
 from .signals import signal_device
 
 
-def _views(thread: Thread, path: Any, buffer: Any, axes: Any) -> list[Any]:
+def _views(thread: Thread, path: RefPath, buffer: Buffer, axes: AxisName | Sequence[AxisName]) -> list[View]:
     """Returns for each device the view that the reference stands for there."""
     return [path.resolve(thread, buffer.on(device)) for device in thread.machine.mesh.multicast_devices(axes)]
 
 
 @handles("multimem_store")
-def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     value, ref, *leaves = ins
-    tree, axes = eqn.params["transforms_tree"], eqn.params["collective_axes"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    (path,), axes = d.paths(leaves, eqn.params["transforms_tree"]), eqn.params["collective_axes"]
 
     def run(thread: Thread) -> None:
         new = np.asarray(thread.env[value])
@@ -38,14 +39,13 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             view.write(new)
 
     d.emit(run, eqn, visible=True)
-    return []
 
 
 @handles("multimem_load_reduce")
 def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
-    tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    axes, name = eqn.params["collective_axes"], eqn.params["reduction_op"]
+    (path,) = d.paths(leaves, eqn.params["tree"])
     out, aval = d.new(), eqn.outvars[0].aval
     function, plain = REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
@@ -70,7 +70,7 @@ def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 
 @handles("semaphore_signal_multicast")
-def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ref, transforms, count = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, axes = d.path(transforms), d.leaf(count), eqn.params["collective_axes"]
     if not isinstance(amount, int):
@@ -82,4 +82,3 @@ def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         thread.tick()
 
     d.emit(run, eqn, visible=True)
-    return []

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Hashable
 
 import numpy as np
 
 from ..execution import parameters
 from ..execution.machine import Machine, Thread
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation
+from ..foundations.equations import Equation, JaxObject, is_semaphore, open_jaxpr, space_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, cluster_arrivals
-from ..state.memory import Buffer, Cells, poison
+from ..state.memory import Allocation, Buffer, Cells, poison
 from ..state.sync import MBarrier, Semaphore
 from . import tensor_memory
 
 
-def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
+def _allocate(
+    machine: Machine, cta: Cta, aval: JaxObject, name: str, key: Hashable, thread: Thread | None = None
+) -> Buffer | Cells:
     """Allocates the buffer, barriers or semaphores for a scoped reference of type `aval`.
 
     They belong to the whole CTA, or to one `thread` of it.
     """
     dtype, device = aval.dtype, cta.device
-    kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
-    if "semaphore" in kind:
+    if is_semaphore(aval):
         return _semaphores(
             machine, device, (key, cta.index, None if thread is None else str(thread)), shape, name, cta=cta.index
         )
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
-    space = str(getattr(aval.memory_space, "value", aval.memory_space))
+    space = space_of(aval)
     if space == "regs":
         return Buffer(name, "regs", np.zeros(shape, dtype), device, cta)
     space = space if space in ("gmem", "tmem") else "smem"
     return Buffer(name, space, poison(shape, dtype), device, cta)
 
 
-def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
+def _barriers(cta: Cta, dtype: JaxObject, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
     axes = getattr(dtype, "collective_axes", None)
     groups = tuple(group if isinstance(group, tuple) else (group,) for group in axes or ())
     if groups and (cta.cluster is None or thread is not None):
@@ -54,10 +55,10 @@ def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: T
     return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
-def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
+def _allocate_all(thread: Thread, avals: list[JaxObject], names: list[str], key: int, visit: int) -> list[Allocation]:
     """Makes the allocations of a scope that all threads of a CTA share and enter for the `visit`-th time."""
 
-    def allocate(cta: Cta) -> list[Any]:
+    def allocate(cta: Cta) -> list[Allocation]:
         return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
 
     cluster = thread.cta.cluster
@@ -67,7 +68,7 @@ def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, 
 def _semaphores(
     machine: Machine,
     device: int,
-    key: Any,
+    key: Hashable,
     shape: tuple[int, ...],
     name: str,
     *,
@@ -88,9 +89,9 @@ def _semaphores(
         first: the place of the array's first semaphore among the semaphores that all CTAs of the launch share; None if
             the array belongs to one CTA.
     """
-    peers = machine.globals.get(key)
+    peers = machine.flag_arrays.get(key)
     if peers is None:
-        peers = machine.globals[key] = {}
+        peers = machine.flag_arrays[key] = {}
         for peer in machine.mesh.devices:
             if first is None:
                 own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
@@ -110,14 +111,13 @@ def _label(name: str, index: tuple[int, ...]) -> str:
 def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     aval, out, key = eqn.params["what"], d.new(), ("global", d.here)
     position = sum(i.name == "get_global" for i in d.program.instructions)
-    is_semaphore = "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
     name, first = "semaphore" if position == 0 else f"semaphore#{position}", len(d.program.words)
-    if is_semaphore:
+    if is_semaphore(aval):
         d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
     def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
-        if is_semaphore:
+        if is_semaphore(aval):
             thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
             return
         if key not in machine.globals:
@@ -136,7 +136,7 @@ def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 @handles("run_scoped")
 def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     axes = eqn.params["collective_axes"]
     axes = axes if isinstance(axes, tuple) else (axes,)
     collective = bool(axes) and d.program.num_threads is not None
@@ -184,7 +184,7 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         if scope is None:
             tensor_memory.occupy(cta, columns)
             made = _allocate_all(thread, avals, names, key, visit)
-            scope = cta.scopes[(key, visit)] = [made, meeting.expected]
+            scope = cta.scopes[(key, visit)] = (made, meeting.expected)
         for entry, value in zip(entries, scope[0]):
             thread.env[entry] = value
         thread.env[visit_entry] = visit
@@ -197,12 +197,11 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         cta = thread.cta
         if collective:
             where = (key, thread.env[visit_entry])
-            scope = cta.scopes[where]
-            scope[1] -= 1
-            if scope[1]:
+            made, inside = cta.scopes[where]
+            if inside > 1:
+                cta.scopes[where] = (made, inside - 1)
                 return
             del cta.scopes[where]
-            made = scope[0]
         else:
             made = [thread.env[s] for s in entries]
         cta.tensor_columns -= columns
@@ -217,7 +216,7 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 @handles("run_state")
 def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     avals = [v.aval for v in inner.invars]
     names = [f"state {i}" for i in range(len(avals))]
     given = iter(ins)
@@ -232,13 +231,12 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 env[entry] = env[source]
                 continue
             env[entry] = made = _allocate(thread.machine, thread.cta, aval, name, key, thread)
-            if source is not None:
-                if isinstance(env[source], (Buffer, Cells)):
-                    env[entry] = env[source]
-                else:
-                    made.data[...] = env[source]
             if isinstance(made, Buffer):
                 made.space = "regs"  # The state belongs to one thread.
+            if source is not None and isinstance(env[source], (Buffer, Cells)):
+                env[entry] = env[source]
+            elif source is not None and isinstance(made, Buffer):
+                made.data[...] = env[source]
 
     d.emit(enter, eqn, "run_state")
     d.inline(jaxpr, entries)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import bisect
 import collections
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from ..foundations.actors import Actor, Block
 from ..foundations.clocks import EMPTY, Knowledge, covers, join
+from ..foundations.equations import AxisName
 from ..foundations.errors import ProtocolError
+from ..foundations.source_lines import Instruction
 
 _HISTORY = 64  # how many values of earlier launches a word keeps; a peer that lags behind can read fewer than that
+# A write by another device: (its thread, the component and time of the event, the instruction).
+RemoteWrite = tuple[Actor, int, int, Instruction]
 
 
 class Waiter(Protocol):
@@ -119,7 +124,7 @@ class Semaphore(Waitable):
         self.name, self.device = name, device
         self.launch: int | None = None
         self.waited = False
-        self._unseen: dict[int, Any] = {}  # serial -> a write by another device, not read by this device yet
+        self._unseen: dict[int, RemoteWrite] = {}  # serial -> a write by another device, not read by this device yet
         self.log: list[Write] = []
         self.zero(serial=serial)
 
@@ -154,12 +159,12 @@ class Semaphore(Waitable):
         return self.log[self._first].serial
 
     @property
-    def unseen(self) -> list[Any]:
+    def unseen(self) -> list[RemoteWrite]:
         """Writes by other devices that no thread of this device has read, as passed to `expect_seen`."""
         return list(self._unseen.values())
 
-    def expect_seen(self, what: Any) -> None:
-        """Notes that the last write came from another device. `what` is (thread, component, time, instruction)."""
+    def expect_seen(self, what: RemoteWrite) -> None:
+        """Notes that the last write came from another device."""
         self._unseen[self.log[-1].serial] = what
 
     def note_read(self, write: Write, component: int, time: int, device: int) -> None:
@@ -267,25 +272,10 @@ class MBarrier(Waitable):
         orders_tensor_core: whether a wait also orders accesses to tensor memory.
     """
 
-    __slots__ = (
-        "arrivals",
-        "arrived",
-        "bytes",
-        "collective",
-        "cta",
-        "leader_tracked",
-        "name",
-        "orders_tensor_core",
-        "pending",
-        "phase",
-        "phases",
-        "reached",
-    )
-
-    def __init__(self, name: str, arrivals: int, cta: Any):
+    def __init__(self, name: str, arrivals: int, cta: Block):
         super().__init__()
         self.name, self.arrivals, self.cta = name, arrivals, cta
-        self.collective: tuple[tuple[Any, ...], ...] = ()
+        self.collective: tuple[tuple[AxisName, ...], ...] = ()
         self.leader_tracked = False
         self.orders_tensor_core = False
         self.reached = [self]
