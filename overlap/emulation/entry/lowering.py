@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
+import os
 import threading
 from collections.abc import Sequence
 from typing import SupportsInt
@@ -29,6 +31,7 @@ from ..foundations.errors import EmulationError, NotEmulatedError, cannot_run
 from ..instructions.decode import decode
 from ..state import runs
 from ..state.memory import poison
+from ..state.runs import Run
 from .sequence import Launch, World
 
 # How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
@@ -74,6 +77,13 @@ def enable() -> None:
     interrupt.install()  # At each call, since only the main thread can install it.
 
 
+def _threads_of_xla(devices: int) -> int:
+    """How many threads XLA has for the CPU devices of this process: NPROC, or one for each core or device."""
+    nproc = os.environ.get("NPROC", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(int(nproc) if nproc.isdecimal() else cores, devices)
+
+
 class _Meeting:
     """The state of one launch from the arrival of its first device until the launch has ended."""
 
@@ -93,7 +103,7 @@ class _Launcher:
     def __init__(self, program: Program, mesh_shape: dict[AxisName, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
         self._stop = interrupt.stop_event()
-        self._devices = int(np.prod(list(mesh_shape.values()), dtype=int))
+        self._devices = math.prod(mesh_shape.values())
         self._lock = threading.Lock()
         self._open: list[_Meeting] = []
 
@@ -108,40 +118,47 @@ class _Launcher:
                 self._open.append(meeting)
             meeting.inputs[device] = values
             meeting.missing -= 1
-            last = meeting.missing == 0
-            if last:
+            if meeting.missing == 0:
                 self._open.remove(meeting)
-        if last:
+            must_run = meeting.missing == 0 and not meeting.done.is_set()
+        if must_run:
             try:
-                self._run(meeting)
+                with _one_at_a_time:
+                    self._emulate(meeting)
             finally:
                 meeting.done.set()
-        elif not self._is_done(meeting):
-            meeting.error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}: given up")
+        else:
+            self._wait(meeting)
         if meeting.error is not None:
             raise meeting.error
         return meeting.outputs[device]
 
-    def _is_done(self, meeting: _Meeting) -> bool:
-        """Waits until the launch has ended, and logs which devices are missing if that takes long."""
+    def _wait(self, meeting: _Meeting) -> None:
+        """Waits until the launch has ended. Logs which devices are missing if that takes long, and at last gives up."""
         if meeting.done.wait(_REPORT_AFTER_S):
-            return True
+            return
         with self._lock:
             reports, meeting.is_reported = meeting.missing > 0 and not meeting.is_reported, True
         if reports:
             _logger.warning("%s", self._who_is_missing(meeting, _REPORT_AFTER_S))
-        return meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S)
+        if not meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S):
+            with self._lock:
+                if meeting.missing and not meeting.done.is_set():
+                    error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}. Given up")
+                    self._end(meeting, *runs.current_run(), self._no_outputs(), [error])
+                    meeting.done.set()
+            meeting.done.wait()  # All devices have come. The launch itself has another limit, `step_limit`.
 
     def _who_is_missing(self, meeting: _Meeting, seconds: float) -> str:
         missing = sorted(set(range(self._devices)) - meeting.inputs.keys())
+        count = jax.local_device_count("cpu")
         return (
             f"kernel {self._name!r}: after {seconds:g} s devices {missing} of {self._devices} have not reached it, and "
-            "the others wait for them: all devices of its mesh must run it"
+            "the others wait for them. Either the program does not run it on all devices of its mesh, or XLA has no "
+            f"thread left to bring them there: it has {_threads_of_xla(count)} threads for {count} devices, and each "
+            f"device that waits keeps one. Expected: all devices of the mesh run the kernel; and NPROC={8 * count} in "
+            "the environment before Python starts, or fewer devices"
         )
-
-    def _run(self, meeting: _Meeting) -> None:
-        with _one_at_a_time:
-            self._emulate(meeting)
 
     def _emulate(self, meeting: _Meeting) -> None:
         run, in_context = runs.current_run()
@@ -177,6 +194,17 @@ class _Launcher:
             error.__cause__ = bug
             errors = [error]
             outputs = self._no_outputs()
+        self._end(meeting, run, in_context, outputs, errors)
+
+    def _end(
+        self,
+        meeting: _Meeting,
+        run: Run,
+        in_context: bool,
+        outputs: list[list[np.ndarray]],
+        errors: Sequence[EmulationError],
+    ) -> None:
+        """Hands out the results. Errors belong to the `emulate` context, or without one to the callbacks."""
         meeting.outputs = outputs
         if in_context:
             run.errors += errors
@@ -227,7 +255,7 @@ def _lower(
     devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
-    count = int(np.prod(list(axes.values()), dtype=int))
+    count = math.prod(axes.values())
     ids = range(count) if mesh is None else (device.id for device in devices)
     try:
         program = decode(params, ctx.avals_in, tuple(ids))

@@ -8,7 +8,7 @@ from ..execution.references import RefPath
 from ..foundations.environment import Scalar, value_of
 from ..foundations.equations import Equation, JaxObject
 from ..foundations.errors import ProtocolError
-from ..state.memory import Cells
+from ..state.memory import Allocation
 from ..state.sync import MBarrier
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
@@ -112,7 +112,7 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 
 def _signal_one(
-    thread: Thread, base: Cells, path: RefPath, count: int, device_id: JaxObject, id_type: JaxObject, scope: str
+    thread: Thread, base: Allocation, path: RefPath, count: int, device_id: JaxObject, id_type: JaxObject, scope: str
 ) -> None:
     if device_id is not None:
         if scope == "gpu":
@@ -123,7 +123,7 @@ def _signal_one(
     thread.tick()
 
 
-def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope: str) -> None:
+def signal_device(thread: Thread, base: Allocation, path: RefPath, count: int, scope: str) -> None:
     """Signals the semaphore at `path` in the array `base`, which may be another device's.
 
     The caller must call `Thread.tick` after that.

@@ -13,6 +13,7 @@ import numpy as np
 from ..execution import tensor_core
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
+from ..execution.references import RefPath
 from ..foundations.environment import value_of
 from ..foundations.equations import AxisName, Equation
 from ..foundations.errors import ProtocolError
@@ -44,8 +45,8 @@ def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier = rest.pop(0) if p["arrive"] else None
     if p["scaled"]:
         entries |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
-    names: Sequence[str] = ("acc", "a", "b", "barrier", "a_scale", "b_scale")
-    paths = dict(zip(names, d.paths(rest, *(p[f"{name}_transforms_tree"] for name in names))))
+    names = ("acc", "a", "b", "barrier", "a_scale", "b_scale")
+    paths: dict[str, RefPath] = dict(zip(names, d.paths(rest, *(p[f"{name}_transforms_tree"] for name in names))))
     operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
