@@ -143,6 +143,15 @@ class Decoder:
             Instruction(self.here - 1, name or (eqn.primitive.name.removesuffix("_p") if eqn else ""), eqn)
         )
 
+    def instruction(self, eqn: Equation, name: str = "", *, visible: bool = False) -> Callable[[Function], Function]:
+        """Decorates a function, to append it as an instruction (`emit`)."""
+
+        def append(function: Function) -> Function:
+            self.emit(function, eqn, name, visible=visible)
+            return function
+
+        return append
+
     def path(self, transforms: Iterable[Transform], *, clip: bool = False, multicast: bool = False) -> RefPath:
         path = RefPath(transforms or (), clip)
         if path.multicast is not None and not multicast:

@@ -41,6 +41,7 @@ def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     cluster_axes = [axis for axis in axes if axis != thread_axis]
     d.program.cancels_clusters = True
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env, cta, engine = thread.env, thread.cta, thread.machine.engine
         where = barrier_path.resolve(thread, env[barrier])
@@ -60,8 +61,6 @@ def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> None:
                 engine.fly(op)
         thread.tick()
 
-    d.emit(run, eqn, visible=True)
-
 
 @handles("query_cluster_cancel")
 def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
@@ -70,6 +69,7 @@ def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     outs = [d.new() for _ in eqn.outvars]
     places: Sequence[int] = [d.program.axis_names.index(name) for name in eqn.params["grid_names"]]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[result])
         thread.access(view, "load", write=False)
@@ -79,5 +79,4 @@ def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             thread.env[out] = coordinates[place] if coordinates else _UNDEFINED
         thread.env[outs[-1]] = cancelled == 1
 
-    d.emit(run, eqn, visible=True)
     return outs

@@ -52,6 +52,7 @@ def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         )
     what = "async store" if atomic is None else f"async store, atomic {atomic}"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env, engine = thread.env, thread.machine.engine
         cta = _destination(thread, axis, int(value_of(place, env)))
@@ -70,8 +71,6 @@ def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         counting.arrive(thread.knowledge)
         thread.tick()
         engine.fly(op)
-
-    d.emit(run, eqn, visible=True)
 
 
 def _destination(thread: Thread, axis: AxisName, index: int) -> Cta:

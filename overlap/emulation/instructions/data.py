@@ -28,12 +28,12 @@ def _get(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     # Rows that nobody has written hold NaN. So reading them is no fault: if they are used, the result has NaN.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
+    @d.instruction(eqn, "load", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, _GENERIC_LOAD, write=False, by_rows=by_rows and view.buffer.space == "smem")
         thread.env[out] = _finish(view.read().reshape(aval.shape), plain)
 
-    d.emit(run, eqn, "load", visible=True)
     return [out]
 
 
@@ -42,6 +42,7 @@ def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
 
+    @d.instruction(eqn, "store", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
@@ -56,7 +57,6 @@ def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *
         thread.access(view, _GENERIC_STORE, write=True)
         view.write(np.asarray(new))
 
-    d.emit(run, eqn, "store", visible=True)
     return [out]
 
 
@@ -81,6 +81,7 @@ def _masked_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
 
+    @d.instruction(eqn, "load", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
@@ -90,7 +91,6 @@ def _masked_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             value = np.where(env[mask], value, 0 if other is None else env[other]).astype(aval.dtype)
         env[out] = _finish(value.reshape(aval.shape), arithmetic.is_plain(aval))
 
-    d.emit(run, eqn, "load", visible=True)
     return [out]
 
 
@@ -99,6 +99,7 @@ def _masked_swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
+    @d.instruction(eqn, "store", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
@@ -107,7 +108,6 @@ def _masked_swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         view.write(np.asarray(env[value]) if mask is None else np.where(env[mask], env[value], old))
         env[out] = old
 
-    d.emit(run, eqn, "store", visible=True)
     return [out]
 
 
@@ -117,13 +117,13 @@ def _atomic(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     path = d.path(transforms)
     name = eqn.params["atomic_type"].value
 
+    @d.instruction(eqn, "atomic", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, f"atomic {name}", write=True, atomic=True)
         old = view.read()
         view.write(REDUCTIONS[name](old, np.asarray(thread.env[value], old.dtype)))
 
-    d.emit(run, eqn, "atomic", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
@@ -136,13 +136,13 @@ def _wgmma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc_path, a_path, b_path = d.paths(leaves, *(eqn.params[f"{x}_transforms_tree"] for x in ("acc", "a", "b")))
     a_in_registers = not hasattr(eqn.invars[1].aval, "inner_aval")
 
+    @d.instruction(eqn, "wgmma", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         target, right = acc_path.resolve(thread, env[acc]), b_path.resolve(thread, env[b])
         left = env[a] if a_in_registers else a_path.resolve(thread, env[a])
         thread.machine.engine.wgmma(thread, target, left, right)
 
-    d.emit(run, eqn, "wgmma", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
@@ -157,6 +157,7 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     (acc,) = ins
     wait_n, out = eqn.params.get("wait_n", 0), d.new()
 
+    @d.instruction(eqn, "accumulator load", visible=True)
     def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if wait_n is not None:
@@ -169,7 +170,6 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             )
         thread.env[out] = np.array(buffer.data)
 
-    d.emit(run, eqn, "accumulator load", visible=True)
     return [out]
 
 
@@ -177,13 +177,13 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 def _accumulator_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc, value = ins
 
+    @d.instruction(eqn, "accumulator store", visible=True)
     def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if any(op.accumulator.buffer is buffer for op in thread.wgmmas):
             raise ProtocolError(f"the accumulator {buffer.name} is stored to while a wgmma on it is in flight")
         buffer.data[...] = thread.env[value]
 
-    d.emit(run, eqn, "accumulator store", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
@@ -203,7 +203,6 @@ def _same(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 @handles("delay")
 def _delay(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         thread.polled = True
-
-    d.emit(run, eqn, visible=True)

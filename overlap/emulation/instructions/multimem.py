@@ -32,13 +32,12 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     value, ref, *leaves = ins
     (path,), axes = d.paths(leaves, eqn.params["transforms_tree"]), eqn.params["collective_axes"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         new = np.asarray(thread.env[value])
         for view in _views(thread, path, thread.env[ref], axes):
             thread.access(view, "multimem store", write=True)
             view.write(new)
-
-    d.emit(run, eqn, visible=True)
 
 
 @handles("multimem_load_reduce")
@@ -54,6 +53,7 @@ def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         # The switch adds values of fewer than 32 bits in f32, in an unknown order. The emulator adds in device order.
         total = None
@@ -65,7 +65,6 @@ def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         value = np.asarray(total).astype(aval.dtype).reshape(aval.shape)
         thread.env[out] = value.item() if plain else value
 
-    d.emit(run, eqn, visible=True)
     return [out]
 
 
@@ -76,9 +75,8 @@ def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     if not isinstance(amount, int):
         raise NotImplementedError("the value of semaphore_signal_multicast must be a constant, as Mosaic GPU needs it")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for device in thread.machine.mesh.multicast_devices(axes):
             signal_device(thread, thread.env[ref].on(device), path, amount, "sys")
         thread.tick()
-
-    d.emit(run, eqn, visible=True)

@@ -115,6 +115,7 @@ def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     if is_semaphore(aval):
         d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
+    @d.instruction(eqn, "get_global")
     def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
         if is_semaphore(aval):
@@ -129,7 +130,6 @@ def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 buffer.peers = row
         thread.env[out] = machine.globals[key][thread.device]
 
-    d.emit(run, eqn, "get_global")
     return [out]
 
 
@@ -149,6 +149,7 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     d.program.uses_tensor_memory |= columns > 0
     d.program.ends_by_cluster |= any(tensor_memory.is_collective(aval) for aval in avals)
 
+    @d.instruction(eqn, "run_scoped", visible=collective)
     def enter(thread: Thread) -> bool | None:
         cta = thread.cta
         if not collective:
@@ -190,9 +191,9 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         thread.env[visit_entry] = visit
         return None
 
-    d.emit(enter, eqn, "run_scoped", visible=collective)
     results = d.inline(jaxpr, entries, ins)
 
+    @d.instruction(eqn, "end of run_scoped", visible=collective)
     def leave(thread: Thread) -> None:
         cta = thread.cta
         if collective:
@@ -209,7 +210,6 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         # checks that no operation still uses the memory.
         cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
 
-    d.emit(leave, eqn, "end of run_scoped", visible=collective)
     return results
 
 
@@ -224,6 +224,7 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     entries = [d.new() for _ in avals]
     key = d.here
 
+    @d.instruction(eqn, "run_state")
     def enter(thread: Thread) -> None:
         env = thread.env
         for entry, aval, name, source in zip(entries, avals, names, initial):
@@ -238,12 +239,12 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             elif source is not None and isinstance(made, Buffer):
                 made.data[...] = env[source]
 
-    d.emit(enter, eqn, "run_state")
     d.inline(jaxpr, entries)
     outs = [d.new() for _ in eqn.outvars]
 
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
 
+    @d.instruction(eqn, "end of run_state", visible=accumulates)
     def leave(thread: Thread) -> None:
         if accumulates:  # Pallas waits for all wgmmas before it reads the value of an accumulator.
             thread.machine.engine.wait_wgmma(thread, 0)
@@ -251,5 +252,4 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             value = thread.env[entry]
             thread.env[out] = np.array(value.data) if isinstance(value, Buffer) else value
 
-    d.emit(leave, eqn, "end of run_state", visible=accumulates)
     return outs

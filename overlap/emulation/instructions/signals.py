@@ -22,11 +22,10 @@ def _arrive(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier, *leaves = ins
     (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         if predicate(thread.env):
             _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
-
-    d.emit(run, eqn, visible=True)
 
 
 def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
@@ -67,6 +66,7 @@ def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier, *leaves = ins
     (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> bool | None:
         where = path.resolve(thread, thread.env[barrier])
         if _try_wait(thread, where):
@@ -74,18 +74,16 @@ def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
             return None
         return _blocked_on(thread, where)
 
-    d.emit(run, eqn, visible=True)
-
 
 @handles("barrier_arrive_and_wait")
 def _arrive_and_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier, *leaves = ins
     (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, "barrier_arrive", visible=True)
     def arrive(thread: Thread) -> None:
         _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
-    d.emit(arrive, eqn, "barrier_arrive", visible=True)
     _wait(d, eqn, ins)
 
 
@@ -94,6 +92,7 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
     (path,), out = d.paths(leaves, eqn.params["transforms_treedef"]), d.new()
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         where = path.resolve(thread, thread.env[barrier])
         waits = thread.waits.get(where, 0)  # A test is no wait: the thread's number of waits stays the same.
@@ -104,7 +103,6 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             thread.polled = True
         thread.env[out] = done
 
-    d.emit(run, eqn, visible=True)
     return [out]
 
 
@@ -156,10 +154,9 @@ def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     device_id = d.leaves(device_id)
     id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
-
-    d.emit(run, eqn, visible=True)
 
 
 @handles("semaphore_signal_parallel")
@@ -185,6 +182,7 @@ def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         raise NotImplementedError("a remote semaphore cannot be waited for")
     scope = eqn.params.get("memory_scope", "sys")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> bool | None:
         env = thread.env
         semaphore = path.resolve(thread, env[ref])
@@ -204,18 +202,16 @@ def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
             ),
         )
 
-    d.emit(run, eqn, visible=True)
-
 
 @handles("semaphore_read")
 def _semaphore_read(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         # The read is relaxed, so it orders nothing.
         thread.env[out] = path.resolve(thread, thread.env[ref]).value
         thread.polled = True
 
-    d.emit(run, eqn, visible=True)
     return [out]

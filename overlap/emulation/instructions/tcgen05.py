@@ -50,6 +50,7 @@ def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
@@ -63,8 +64,6 @@ def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         if barrier is not None:
             tensor_core.commit(thread, [paths["barrier"].resolve_in(cta, thread, env[barrier]) for cta in ctas])
 
-    d.emit(run, eqn, visible=True)
-
 
 @handles("tcgen05_commit_arrive")
 def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
@@ -74,12 +73,11 @@ def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     (path,) = d.paths(leaves, p["barrier_transforms_tree"])
     axis = p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         ctas = _issuers(thread, axis)
         if ctas and predicate(thread.env):
             tensor_core.commit(thread, [path.resolve_in(cta, thread, thread.env[barrier]) for cta in ctas])
-
-    d.emit(run, eqn, visible=True)
 
 
 def _copy(d: Decoder, eqn: Equation, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -88,14 +86,13 @@ def _copy(d: Decoder, eqn: Equation, ins: list[int], convert: Callable[[np.ndarr
     source, target = d.paths(leaves, p["smem_tree"], p["tmem_tree"])
     axis = p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if ctas:
             views = [(source.resolve_in(c, thread, env[smem]), target.resolve_in(c, thread, env[tmem])) for c in ctas]
             tensor_core.copy(thread, views, convert)
-
-    d.emit(run, eqn, visible=True)
 
 
 @handles("async_copy_smem_to_tmem")

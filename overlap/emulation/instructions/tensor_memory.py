@@ -84,6 +84,7 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     outs = [d.new() for _ in eqn.outvars]
     shape = eqn.outvars[0].aval.shape
 
+    @d.instruction(eqn, "async_load_tmem", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.tensor.loads.append(_record(thread, view, "tensor memory load", write=False))
@@ -91,18 +92,16 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         if reduction is not None:
             thread.env[outs[1]] = _REDUCTIONS[reduction](value)
 
-    d.emit(run, eqn, "async_load_tmem", visible=True)
     return outs
 
 
 @handles("wait_load_tmem")
 def _wait_load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for component, time in thread.tensor.loads:
             thread.knowledge.note(component, time)
         thread.tensor.loads.clear()
-
-    d.emit(run, eqn, visible=True)
 
 
 @handles("async_store_tmem")
@@ -110,6 +109,7 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ref, value, *leaves = ins
     (path,) = d.paths(leaves, eqn.params["tree"])
 
+    @d.instruction(eqn, "async_store_tmem", visible=True)
     def run(thread: Thread) -> None:
         view, new = path.resolve(thread, thread.env[ref]), np.asarray(thread.env[value])
         event = _record(thread, view, "tensor memory store", write=True)
@@ -118,16 +118,13 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
             view.write(new)
         thread.tensor.stores.append((event, None if is_early else view, new))
 
-    d.emit(run, eqn, "async_store_tmem", visible=True)
-
 
 @handles("commit_tmem")
 def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
             if view is not None:
                 view.write(value)
             thread.knowledge.note(component, time)
         thread.tensor.stores.clear()
-
-    d.emit(run, eqn, visible=True)

@@ -51,6 +51,7 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     mode = getattr(p.get("oob_mode"), "name", "ZEROS")
     src_path.clip = mode != "PROMISE_IN_BOUNDS"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
 
@@ -89,8 +90,6 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
             landings = [Landing(target, counting)]
         here = counting if is_counted_here else None
         thread.machine.engine.load(thread, source, landings, here, nbytes, mode == "UNDEFINED")
-
-    d.emit(run, eqn, visible=True)
 
 
 def _leader(thread: Thread, axes: tuple[AxisName, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
@@ -131,6 +130,7 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     if reduction not in (None, *REDUCTIONS):
         raise NotImplementedError(f"the TMA reduction {reduction!r} is not emulated: {tuple(REDUCTIONS)} are")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         engine = thread.machine.engine
@@ -155,8 +155,6 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
             engine.store(thread, source, target, reduction)
         if commit:
             engine.commit(thread)
-
-    d.emit(run, eqn, visible=True)
 
 
 @handles("commit_group")
