@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .entry.context import emulate
     from .entry.lowering import enable
     from .entry.replay import run_sequence
-    from .entry.sequence import Launch
+    from .execution.program import Launch
     from .foundations.errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
     from .foundations.interrupt import stoppable
     from .state.runs import Event, Run
@@ -42,7 +42,7 @@ _HOMES = {
     "DeadlockError": "foundations.errors",
     "EmulationError": "foundations.errors",
     "Event": "state.runs",
-    "Launch": "entry.sequence",
+    "Launch": "execution.program",
     "ProtocolError": "foundations.errors",
     "RaceError": "foundations.errors",
     "Run": "state.runs",

@@ -6,6 +6,7 @@ one to arrive emulates the launch on all devices; then each callback returns the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from ..execution.program import Program
+from ..execution.program import Launch, Program
 from ..foundations import interrupt
 from ..foundations.equations import AxisName, JaxObject
 from ..foundations.errors import EmulationError, NotEmulatedError, cannot_run
@@ -32,7 +33,7 @@ from ..instructions.decode import decode
 from ..state import runs
 from ..state.memory import poison
 from ..state.runs import Run
-from .sequence import Launch, World
+from .sequence import World
 
 # How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
 _REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
@@ -167,9 +168,9 @@ class _Launcher:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
-            devices = range(self._devices)
+            launch = Launch(self._program, self._name, self._mesh_shape, tuple(range(self._devices)), inputs, [])
             for lap in range(laps):
-                world.add(self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1)
+                world.add(launch, is_real=lap == laps - 1)
             simulation = world.simulation
             run.begin(lambda: simulation.now)
             stops = lambda: self._must_stop or interrupt.stopped(interrupts)  # noqa: E731
@@ -179,8 +180,8 @@ class _Launcher:
             if in_context:
                 run.warnings += simulation.warnings
                 if run.settings.keep:
-                    of_mesh = tuple(self._program.device_ids)
-                    run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
+                    devices = self._program.device_ids
+                    run.launches.append(dataclasses.replace(launch, devices=devices, outputs=outputs))
         except KeyboardInterrupt:
             # Another handler than the emulator's may have raised the exception.
             if not (self._must_stop or interrupt.stopped(interrupts)):

@@ -41,7 +41,7 @@ class Engine:
         by_rows: bool = False,
         asynchronous: bool = True,
     ) -> None:
-        """Checks an access that an operation makes to memory for races and faults, and remembers the access.
+        """Checks an access to memory by an operation, or by a thread itself, for races and faults, and remembers it.
 
         `event` is the access's component and time, by default the operation's. `asynchronous` says whether the access
         goes through the asynchronous proxy.
@@ -56,7 +56,7 @@ class Engine:
         access.atomic, access.by_rows = atomic, by_rows
         simulation.detector.access(access, op.knowledge)
         op.thread.note_remote(access)
-        if view.buffer.space in ("smem", "tmem"):
+        if view.buffer.space in ("smem", "tmem") and component != op.thread.component:
             view.buffer.async_uses[component] = access
 
     def completes_at_once(self) -> bool:

@@ -23,8 +23,8 @@ from ..state.races import Access
 from ..state.simulation import Simulation
 from ..state.sync import MBarrier, Meeting, Semaphore, Waitable
 from .engines import Engine
-from .operations import Product, Store
-from .program import Program
+from .operations import Issued, Product, Store
+from .program import Launch
 from .tensor_queue import TensorThread
 
 
@@ -92,14 +92,10 @@ class Thread:
 
     def access(self, view: View, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
         """Checks an access that this thread itself makes (through the generic proxy), and records it."""
-        if write and view.buffer.read_only:
-            raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
-        detector = self.machine.detector
-        if detector is not None and view.buffer.space != "regs":
-            access = Access(self, view, what, self.instruction, self.component, self.time, write=write)
-            access.atomic, access.by_rows = atomic, by_rows
-            detector.access(access, self.knowledge)
-            self.note_remote(access)
+        if view.buffer.space != "regs":
+            own = Issued(self, self.instruction, self.knowledge, self.component, self.time)
+            engine = self.machine.engine
+            engine.record(own, view, what, write=write, atomic=atomic, by_rows=by_rows, asynchronous=False)
 
     def turn(self) -> bool:
         """Runs up to the next visible instruction; returns whether the thread can go on."""
@@ -172,22 +168,20 @@ class Machine:
         simulation: Simulation,
         engine: Engine,
         devices: Mapping[int, Device],
-        program: Program,
-        mesh: Mesh,
-        inputs: list[list[np.ndarray]],
-        name: str,
+        launch: Launch,
         *,
         flags_at: int,
         is_real: bool,
         on_end: Callable[[Machine, int], None],
     ):
-        self.simulation, self.engine, self.program, self.name = simulation, engine, program, name
-        self.mesh, self._devices, self._on_end = mesh, devices, on_end
+        self.simulation, self.engine, self.program, self.name = simulation, engine, launch.program, launch.name
+        self.mesh = mesh = Mesh(launch.mesh_shape, launch.devices)
+        self._devices, self._on_end = devices, on_end
         # Shorter names for objects that most instructions use.
         self.run, self.detector, self.fault = simulation.run, simulation.detector, simulation.fault
         simulation.launches += 1
         self.number = simulation.launches
-        self.flags = Flags(flags_at, program.words, self.number)
+        self.flags = Flags(flags_at, self.program.words, self.number)
         self.ordinals = {device: devices[device].launches for device in mesh.devices}
         self.arrived: list[int] = []
         self.threads: list[Thread] = []
@@ -196,7 +190,7 @@ class Machine:
         self.flag_arrays: dict[Hashable, dict[int, Cells]] = {}
         self.private: list[Semaphore] = []
         self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in mesh.devices}  # by component
-        self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, inputs)}
+        self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, launch.inputs)}
         self.values = {
             device: [b.data if isinstance(b, Buffer) and b.is_operand and is_real else None for b in row]
             for device, row in self.buffers.items()
@@ -240,9 +234,6 @@ class Machine:
                 out.append(out[aliases[o]])
             else:
                 out.append(Buffer(f"output {o}", "gmem", poison(aval.shape, aval.dtype), device))
-        for buffer, name in zip(out, self.program.parameter_names):
-            if isinstance(buffer, Buffer):
-                buffer.parameter = name  # (Of an input that is an output too: the output's.)
         return out
 
     # ---- running -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -57,10 +58,9 @@ class Program:
         instructions: for each instruction, its origin in the source.
         template: the initial environment: constants, and None for entries without a value.
         parameters: the entries of the kernel's parameters.
-        parameter_names: their names in the kernel's source, "" where unknown.
         aliases: input -> the output that uses the same memory.
         grid: the sizes of the grid's axes, then those of the cluster's axes.
-        axis_names, axis_sizes: the names and sizes of the axes of the grid, of the cluster and of the threads.
+        axis_names: the names of the axes of the grid, of the cluster and of the threads.
         words: the names of the semaphores that all CTAs share, in the order of their addresses.
         device_ids: the ids of the mesh's devices, in order.
     """
@@ -72,14 +72,12 @@ class Program:
         self.template: Environment = []
         self.paths: list[RefPath] = []
         self.parameters: list[int] = []
-        self.parameter_names: list[str] = []
         self.input_is_ref: list[bool] = []
         self.out_avals: tuple[ArrayType, ...] = ()
         self.aliases: dict[int, int] = {}
         self.grid: tuple[int, ...] = ()
         self.cluster: dict[AxisName, int] = {}
         self.axis_names: tuple[AxisName, ...] = ()
-        self.axis_sizes: tuple[int, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # whether the framework runs a barrier over all devices before each launch
         self.words: list[str] = []
@@ -91,6 +89,27 @@ class Program:
     def forget_views(self) -> None:
         for path in self.paths:
             path.forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel, kept so that `run_sequence` can run it again.
+
+    Attributes:
+        program: the decoded kernel.
+        name: the kernel's name.
+        mesh_shape: the sizes of the mesh's axes.
+        devices: for each position of the mesh, row-major, the number of the device there.
+        inputs: for each position, the operands' values.
+        outputs: for each position, the results' values that the kept launch has computed.
+    """
+
+    program: Program
+    name: str
+    mesh_shape: dict[AxisName, int]
+    devices: tuple[int, ...]
+    inputs: list[list[np.ndarray]]
+    outputs: list[list[np.ndarray]]
 
 
 class Decoder:
@@ -228,8 +247,14 @@ class Decoder:
         if constants is None:
             constants = [self.constant(c, v.aval) for c, v in zip(closed_constants, jaxpr.constvars)]
         outer, self.scope = self.scope, {}
-        outer_used, self._used = self._used, {v for e in jaxpr.eqns for v in e.invars if not self._is_literal(v)}
-        self._used |= {v for v in jaxpr.outvars if not self._is_literal(v)}
+        outer_used, self._used = (
+            self._used,
+            {
+                v
+                for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))
+                if not isinstance(v, jex_core.Literal)
+            },
+        )
         self.scope.update(zip(jaxpr.constvars, constants))
         self.scope.update(zip(jaxpr.invars, arguments))
         for eqn in jaxpr.eqns:
@@ -237,10 +262,6 @@ class Decoder:
         results = [self.read(v) for v in jaxpr.outvars]
         self.scope, self._used = outer, outer_used
         return results
-
-    @staticmethod
-    def _is_literal(atom: Atom) -> bool:
-        return isinstance(atom, jex_core.Literal)
 
     def is_used(self, variable: Atom) -> bool:
         """Whether anything in the jaxpr that is being decoded reads `variable`."""

@@ -129,16 +129,6 @@ def _reduce(function: Compute) -> Compute:
     return lambda x, axes, **_: function(x, axis=tuple(axes))
 
 
-def _dot_general(
-    a: np.ndarray, b: np.ndarray, dimension_numbers: Sequence[Sequence[Sequence[int]]], **_: object
-) -> np.ndarray:
-    (ca, cb), (ba, bb) = dimension_numbers
-    if ba or bb or len(ca) != 1:
-        raise NotImplementedError
-    wide = np.float32 if a.dtype.kind not in "iub" else np.int32
-    return np.tensordot(a.astype(wide), b.astype(wide), axes=(ca, cb))
-
-
 def _no_params(function: Compute) -> Compute:
     return lambda *args, **_: function(*args)
 
@@ -179,7 +169,7 @@ _ARRAY: dict[str, Compute] = {
     "reduce_prod": _reduce(np.prod), "reduce_and": _reduce(np.all), "reduce_or": _reduce(np.any),
     "mosaic_gpu_reduce_sum": _reduce(np.sum), "mosaic_gpu_reduce_max": _reduce(np.max),
     "mosaic_gpu_reduce_min": _reduce(np.min), "mosaic_gpu_reduce_prod": _reduce(np.prod),
-    "dot_general": _dot_general, "mma": lambda acc, a, b: acc + a.astype(acc.dtype) @ b.astype(acc.dtype),
+    "mma": lambda acc, a, b: acc + a.astype(acc.dtype) @ b.astype(acc.dtype),
 }  # fmt: skip
 _ARRAY["broadcasted_iota"] = _ARRAY["iota"]
 
@@ -242,9 +232,6 @@ def implementation(eqn: Equation) -> tuple[Compute, bool]:
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return lambda *args: list(args), True
-    if name == "split":
-        sizes, axis = params["sizes"], params["axis"]
-        return lambda x: np.split(x, np.cumsum(sizes)[:-1], axis), True
     if name == "div" and np.dtype(in_dtypes[0]).kind not in "iub":
         function = _no_params(np.divide)
     slow = _through_jax(eqn)

@@ -65,6 +65,13 @@ class Jaxpr(Protocol):
     def constvars(self) -> Sequence[Atom]: ...
 
 
+def argument_names(jaxpr: Jaxpr) -> list[str]:
+    """The names of a function's arguments in the user's source, as far as jax knows them."""
+    names = list(getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ())
+    names += [""] * (len(jaxpr.invars) - len(names))
+    return [name or f"scratch {i}" for i, name in enumerate(names)]
+
+
 def open_jaxpr(jaxpr: JaxObject) -> Jaxpr:
     """Returns a jaxpr without its constants: of a `ClosedJaxpr` the jaxpr inside, else the jaxpr itself."""
     return getattr(jaxpr, "jaxpr", jaxpr)

@@ -148,18 +148,12 @@ def _program_id(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return [out]
 
 
-@handles("num_programs")
-def _num_programs(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return [d.new(d.program.axis_sizes[eqn.params["axis"]])]
-
-
 # ---- warps -----------------------------------------------------------------------------------------------------------
 
 
-@handles("mpmd_map", "core_map")
+@handles("mpmd_map")
 def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
-    meshes = eqn.params.get("meshes") or (eqn.params["mesh"],)
-    jaxprs = eqn.params.get("jaxprs") or (eqn.params["jaxpr"],)
+    meshes, jaxprs = eqn.params["meshes"], eqn.params["jaxprs"]
     if len(meshes) != 1 or type(meshes[0]).__name__ != "WarpMesh":
         kinds = [type(mesh).__name__ for mesh in meshes]
         raise NotImplementedError(f"inside a kernel only a map over warps is emulated, got a map over {kinds}")

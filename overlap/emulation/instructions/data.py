@@ -37,7 +37,7 @@ def _get(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return [out]
 
 
-def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *, add: bool, read: bool) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *, read: bool) -> list[int]:
     (path,) = d.paths(leaves, eqn.params["tree"])
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
@@ -49,11 +49,9 @@ def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *
         new = env[value]
         if view.buffer.space == "gmem" and view.buffer.device != thread.device and not path.is_remote:
             raise ProtocolError(f"{view} belongs to another device")
-        if add or read:
-            old = view.read()
+        if read:
             thread.access(view, _GENERIC_LOAD, write=False)
-            env[out] = _finish(old, plain)
-            new = old + new if add else new
+            env[out] = _finish(view.read(), plain)
         thread.access(view, _GENERIC_STORE, write=True)
         view.write(np.asarray(new))
 
@@ -63,52 +61,12 @@ def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *
 @handles("swap")
 def _swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     # `ref[...] = x` is a swap whose result nobody uses. Such a swap reads nothing.
-    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
+    return _store(d, eqn, ins[0], ins[1], ins[2:], read=d.is_used(eqn.outvars[0]))
 
 
 @handles("store")
 def _plain_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=False)[: len(eqn.outvars)]
-
-
-@handles("addupdate")
-def _addupdate(d: Decoder, eqn: Equation, ins: list[int]) -> None:
-    _store(d, eqn, ins[0], ins[1], ins[2:], add=True, read=True)
-
-
-@handles("masked_load")
-def _masked_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
-    path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
-
-    @d.instruction(eqn, "load", visible=True)
-    def run(thread: Thread) -> None:
-        env = thread.env
-        view = path.resolve(thread, env[ref])
-        thread.access(view, _GENERIC_LOAD, write=False)
-        value = view.read()
-        if mask is not None:
-            value = np.where(env[mask], value, 0 if other is None else env[other]).astype(aval.dtype)
-        env[out] = _finish(value.reshape(aval.shape), arithmetic.is_plain(aval))
-
-    return [out]
-
-
-@handles("masked_swap")
-def _masked_swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
-    path, out = d.path(transforms), d.new()
-
-    @d.instruction(eqn, "store", visible=True)
-    def run(thread: Thread) -> None:
-        env = thread.env
-        view = path.resolve(thread, env[ref])
-        old = view.read()
-        thread.access(view, _GENERIC_STORE, write=True)
-        view.write(np.asarray(env[value]) if mask is None else np.where(env[mask], env[value], old))
-        env[out] = old
-
-    return [out]
+    return _store(d, eqn, ins[0], ins[1], ins[2:], read=False)[: len(eqn.outvars)]
 
 
 @handles("mgpu_atomic_store")

@@ -7,10 +7,9 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from ..execution import parameters
 from ..execution.machine import Machine, Thread
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation, JaxObject, is_semaphore, open_jaxpr, space_of
+from ..foundations.equations import Equation, JaxObject, argument_names, is_semaphore, open_jaxpr, space_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, cluster_arrivals
 from ..state.memory import Allocation, Buffer, Cells, poison
@@ -141,7 +140,7 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     axes = axes if isinstance(axes, tuple) else (axes,)
     collective = bool(axes) and d.program.num_threads is not None
     avals = [v.aval for v in inner.invars]
-    names = parameters.of_scope(inner)
+    names = argument_names(inner)
     entries = [d.new() for _ in avals]
     visit_entry = d.new()
     key = d.here

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..execution.machine import Thread
+from ..execution.operations import Issued
 from ..execution.program import Decoder, handles
 from ..execution.transforms import LANES, bits_of
 from ..foundations.equations import Equation, JaxObject, space_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta
 from ..state.memory import View
-from ..state.races import Access
 
 _COLUMNS = 512
 _ALIGNMENT = 4  # An allocation begins at a multiple of this number of columns.
@@ -57,14 +57,11 @@ def occupy(cta: Cta, count: int) -> None:
 
 def _record(thread: Thread, view: View, what: str, *, write: bool) -> tuple[int, int]:
     """Checks an access that `thread` issues now and waits for later; returns its component and time."""
-    machine = thread.machine
     if thread.warp is not None:
         raise ProtocolError(f"a {what} by one warp: only whole warpgroups access tensor memory, outside of warp_map")
     component, time = thread.pool.take(thread.knowledge.seen)
-    if machine.detector is not None:
-        access = Access(thread, view, what, thread.instruction, component, time, write=write)
-        machine.detector.access(access, thread.knowledge)
-        view.buffer.async_uses[component] = access
+    op = Issued(thread, thread.instruction, thread.knowledge, component, time)
+    thread.machine.engine.record(op, view, what, write=write, asynchronous=False)
     return component, time
 
 

@@ -79,7 +79,6 @@ class Buffer(_Reachable):
         self.read_only = read_only
         self.written = written  # whether the buffer has defined contents from the start
         self.is_operand = False
-        self.parameter = ""  # what the kernel calls an operand or a result
         self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))
         # component -> its last asynchronous access, to find memory that is freed while a copy uses it
@@ -184,8 +183,7 @@ class View:
 
     def __str__(self) -> str:
         where = f" of device {self.buffer.device}" if self.buffer.space == "gmem" else ""
-        called = f", {self.buffer.parameter}" if self.buffer.parameter else ""
-        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space}{called})"
+        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space})"
 
 
 class Geometry:

@@ -13,7 +13,7 @@ import numpy as np
 from ..foundations.actors import Actor
 from ..foundations.clocks import Components
 from ..foundations.errors import EmulationError, RaceError
-from ..foundations.scheduler import SCHEDULERS, Scheduler
+from ..foundations.scheduler import SCHEDULERS
 from ..foundations.settings import Settings
 from . import report
 from .races import Access, RaceDetector
@@ -42,7 +42,7 @@ class Simulation:
         self.random = random.Random(f"{settings.seed}:{name}:{repetition}")
         self.components = Components()
         self.detector = RaceDetector(self._race) if settings.detect_races else None
-        self.scheduler: Scheduler = SCHEDULERS[settings.scheduler](self.random)
+        self.scheduler = SCHEDULERS[settings.scheduler](self.random)
         self.now = 0
         self.fences: dict[int | str, np.ndarray] = {}
         self.launches = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import dataclasses
 import itertools
 from typing import Protocol
 
@@ -43,6 +44,7 @@ class Waitable:
                 thread.wake()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Write:
     """A write to a word of memory: the value, and the knowledge that a reader of the value gains.
 
@@ -59,24 +61,16 @@ class Write:
         readers: for each component that has read the write, the time of its first read.
     """
 
-    __slots__ = ("by", "is_zeroing", "launch", "local", "readers", "serial", "system", "total", "value", "within")
-
-    def __init__(
-        self,
-        value: int,
-        total: int,
-        system: np.ndarray,
-        local: dict[int, np.ndarray],
-        by: tuple[int, int] | None,
-        serial: int | None = None,
-        within: int | None = None,
-        launch: int | None = None,
-    ):
-        self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
-        self.within, self.launch = within, launch
-        self.is_zeroing = False
-        self.serial = next_serial() if serial is None else serial
-        self.readers: dict[int, int] = {}
+    value: int
+    total: int
+    system: np.ndarray
+    local: dict[int, np.ndarray]
+    by: tuple[int, int] | None
+    serial: int = dataclasses.field(default_factory=lambda: next_serial())
+    within: int | None = None
+    launch: int | None = None
+    is_zeroing: bool = False
+    readers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def is_known(self, seen: np.ndarray) -> bool:
         """Whether a thread with the clock `seen` may read no older value: it knows of the write, or of a read of it."""
@@ -133,11 +127,10 @@ class Semaphore(Waitable):
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
             # The word has not been used since the last zeroing, so the log needs no second one.
-            last.by, last.serial = by, next_serial() if serial is None else serial
+            last.by, last.serial = by, serial or next_serial()
             return
         del self.log[: -_HISTORY if by is not None else None]
-        self.log.append(Write(0, 0, EMPTY, {}, by, serial))
-        self.log[-1].is_zeroing = True
+        self.log.append(Write(0, 0, EMPTY, {}, by, serial or next_serial(), is_zeroing=True))
         self.taken = 0  # what waits that decrement have subtracted
         self._first = len(self.log) - 1  # the index in the log of the first value that can end a wait
         self.wake()
@@ -219,7 +212,7 @@ class Semaphore(Waitable):
         adds = continues and value >= last.value
         total = last.total + value - last.value if adds else value + self.taken
         within = None if scope == "sys" else device
-        self.log.append(Write(value, total, system, parts, by, serial, within, self.launch))
+        self.log.append(Write(value, total, system, parts, by, serial or next_serial(), within, self.launch))
         if not adds:
             self._first = len(self.log) - 1
         if value != last.value:
