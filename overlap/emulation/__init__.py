@@ -7,16 +7,15 @@ at their first use. tests/emulation/test_emulator_layers.py says which modules a
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .cores import core_count
+from .cores import core_count, core_count_of_devices
 
 if TYPE_CHECKING:
     from .entry.context import emulate
     from .entry.lowering import enable
     from .entry.replay import run_sequence
-    from .entry.sequence import Launch
-    from .foundations.core_counts import core_count_of_devices
+    from .execution.program import Launch
     from .foundations.errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
     from .foundations.interrupt import stoppable
     from .state.runs import Event, Run
@@ -43,12 +42,11 @@ _HOMES = {
     "DeadlockError": "foundations.errors",
     "EmulationError": "foundations.errors",
     "Event": "state.runs",
-    "Launch": "entry.sequence",
+    "Launch": "execution.program",
     "ProtocolError": "foundations.errors",
     "RaceError": "foundations.errors",
     "Run": "state.runs",
     "StepLimitError": "foundations.errors",
-    "core_count_of_devices": "foundations.core_counts",
     "emulate": "entry.context",
     "enable": "entry.lowering",
     "run_sequence": "entry.replay",
@@ -57,7 +55,7 @@ _HOMES = {
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         if name not in _HOMES:
             raise AttributeError(f"module 'overlap.emulation' has no attribute {name!r}")
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..cores import DEFAULT_CORES
+from ..execution.program import Launch
 from ..foundations.settings import Completion, Scheduler, Settings
 from ..state.runs import Run
-from .sequence import Launch, World
+from .sequence import World
 
 _FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # the addresses from which that of a launch's first semaphore is drawn
 
@@ -58,21 +60,11 @@ def run_sequence(
                 "devices of a mesh whose other axes are not manual: expected a shard_map over all axes"
             )
     settings = Settings(
-        completion=completion,
-        scheduler=scheduler,
-        seed=seed,
-        detect_races=detect_races,
-        resident=resident,
-        step_limit=step_limit,
+        DEFAULT_CORES, completion, scheduler, seed, detect_races=detect_races, resident=resident, step_limit=step_limit
     )
     world = World(settings, Run(settings), ", ".join(launch.name for launch in launches), is_replay=True)
     chance = random.Random(seed)
-    machines = []
-    for each in launches:
-        flags_at = chance.choice(_FLAG_SHIFTS)
-        machines.append(
-            world.add(each.program, each.mesh_shape, each.devices, each.inputs, each.name, flags_at=flags_at)
-        )
+    machines = [world.add(launch, flags_at=chance.choice(_FLAG_SHIFTS)) for launch in launches]
     simulation = world.simulation
     simulation.run.begin(lambda: simulation.now)
     ended = world.execute()

@@ -13,7 +13,6 @@ launch has ended, its memory holds undefined values.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from ..execution import deadlock
 from ..execution.engines import Engine
 from ..execution.machine import Machine, Thread
-from ..execution.program import Program
+from ..execution.program import Launch
 from ..foundations.clocks import Knowledge
 from ..foundations.errors import DeadlockError, EmulationError, ProtocolError, StepLimitError, cannot_run
 from ..foundations.settings import Settings
@@ -29,32 +28,10 @@ from ..foundations.shadow import Shadow
 from ..state import report
 from ..state.devices import Device
 from ..state.memory import Buffer, poison
-from ..state.mesh import Mesh
 from ..state.runs import Run
 from ..state.simulation import Simulation
 
 _ALIGNMENT = 256  # the alignment in bytes of a launch's buffers in global memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One launch of one kernel, kept so that `run_sequence` can run it again.
-
-    Attributes:
-        program: the decoded kernel.
-        name: the kernel's name.
-        mesh_shape: the sizes of the mesh's axes.
-        devices: for each position of the mesh, row-major, the number of the device there.
-        inputs: for each position, the operands' values.
-        outputs: for each position, the results' values that the kept launch has computed.
-    """
-
-    program: Program
-    name: str
-    mesh_shape: dict[str, int]
-    devices: tuple[int, ...]
-    inputs: list[list[np.ndarray]]
-    outputs: list[list[np.ndarray]]
 
 
 class World:
@@ -71,46 +48,23 @@ class World:
     def _reuses_memory(self) -> bool:
         return len(self.machines) > 1
 
-    def add(
-        self,
-        program: Program,
-        mesh_shape: dict[str, int],
-        devices: tuple[int, ...],
-        inputs: list[list[np.ndarray]],
-        name: str,
-        *,
-        flags_at: int = 0,
-        is_real: bool = True,
-    ) -> Machine:
+    def add(self, launch: Launch, *, flags_at: int = 0, is_real: bool = True) -> Machine:
         """Appends a launch to the sequence.
 
         Args:
-            program: the decoded kernel.
-            mesh_shape: the size of each axis of the mesh.
-            devices: for each position of the mesh, row-major, the number of the device there.
-            inputs: for each position, the operands' values.
-            name: the kernel's name.
+            launch: the kernel, its mesh and its operands' values.
             flags_at: the address of the launch's first semaphore.
-            is_real: whether the launch gets the values in `inputs`; if not, its operands are undefined (NaN).
+            is_real: whether the launch gets the operands' values; if not, its operands are undefined (NaN).
         """
-        for index in devices:
+        for index in launch.devices:
             if index not in self._devices:
                 self._devices[index] = Device(index, self.simulation.components.new())
             self._devices[index].launches += 1
         machine = Machine(
-            self.simulation,
-            self._engine,
-            self._devices,
-            program,
-            Mesh(mesh_shape, devices),
-            inputs,
-            name,
-            flags_at=flags_at,
-            is_real=is_real,
-            on_end=self._end,
+            self.simulation, self._engine, self._devices, launch, flags_at=flags_at, is_real=is_real, on_end=self._end
         )
         self.machines.append(machine)
-        for index in devices:
+        for index in launch.devices:
             self._launches.setdefault(index, []).append(machine)
         return machine
 
@@ -214,11 +168,12 @@ class World:
                 if isinstance(picked, Device):
                     self._start_next(picked)
                     continue
+                assert isinstance(picked, Thread)
                 thread = picked
                 if picked.turn():
                     scheduler.ready(picked)
             if any(device.ended < device.launches for device in devices):
-                raise DeadlockError(deadlock.message(simulation.threads, self.machines))
+                raise DeadlockError(deadlock.message(self.machines))
             self._check_end()
         except EmulationError as error:
             simulation.fail(error, thread)
@@ -236,11 +191,12 @@ class World:
 
         The values of threads, and the views that a program caches, refer back to the launches.
         """
-        for thread in self.simulation.threads:
-            thread.env.clear()
         for machine in self.machines:
+            for thread in machine.threads:
+                thread.env.clear()
             machine.program.forget_views()
             machine.globals.clear()
+            machine.flag_arrays.clear()
             for cta in (cta for ctas in machine.ctas.values() for cta in ctas):
                 cta.scopes.clear()
                 cta.cluster = None

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..execution.counted_writes import counted_write
 from ..execution.machine import Thread
+from ..execution.operations import CountedWrite
 from ..execution.program import Decoder, handles
 from ..foundations.equations import Equation
-from ..state import clusters
 
 _RESPONSE_BYTES = 16
 _UNDEFINED = -(1 << 31)  # the index that a query returns if no cluster was cancelled
@@ -33,20 +32,16 @@ class _Request:
 
 
 @handles("try_cluster_cancel")
-def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     result, barrier, *leaves = ins
-    paths = []
-    for tree in (p["result_transforms_tree"], p["barrier_transforms_tree"]):
-        count = 0 if tree is None else tree.num_leaves
-        paths.append(d.path(() if tree is None else d.unflatten(tree, leaves[:count])))
-        leaves = leaves[count:]
-    result_path, barrier_path = paths
+    result_path, barrier_path = d.paths(leaves, p["result_transforms_tree"], p["barrier_transforms_tree"])
     thread_axis = d.program.axis_names[-1] if d.program.num_threads is not None else None
     axes = p["collective_axes"]
     cluster_axes = [axis for axis in axes if axis != thread_axis]
     d.program.cancels_clusters = True
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env, cta, engine = thread.env, thread.cta, thread.machine.engine
         where = barrier_path.resolve(thread, env[barrier])
@@ -57,34 +52,24 @@ def _try_cancel(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         if is_first and (cta.cluster is None or cta.cluster.along(cta, cluster_axes)[0] is cta):
             request = _Request(thread)
             for each in (cta,) if cta.cluster is None else cta.cluster.ctas:
-                own = each is cta
-                target = result_path.resolve(thread, env[result] if own else clusters.twin(env[result], each))
-                landing = where if own else barrier_path.resolve(thread, clusters.twin(env[barrier], each))
+                target = result_path.resolve_in(each, thread, env[result])
+                landing = barrier_path.resolve_in(each, thread, env[barrier])
+                answer = lambda target=target: request.answer().view(target.array.dtype)  # noqa: E731
                 # The answer may reach different CTAs at different times.
-                op = counted_write(
-                    engine,
-                    thread,
-                    target,
-                    landing,
-                    lambda target=target: request.answer().view(target.array.dtype),
-                    "cluster launch control, write",
-                    nbytes=_RESPONSE_BYTES,
-                )
+                op = CountedWrite(thread, target, landing, answer, _RESPONSE_BYTES)
+                engine.record(op, target, "cluster launch control, write", write=True)
                 engine.fly(op)
         thread.tick()
-
-    d.emit(run, eqn, visible=True)
-    return []
 
 
 @handles("query_cluster_cancel")
 def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     result, *leaves = ins
-    tree = eqn.params["transforms_tree"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    (path,) = d.paths(leaves, eqn.params["transforms_tree"])
     outs = [d.new() for _ in eqn.outvars]
     places: Sequence[int] = [d.program.axis_names.index(name) for name in eqn.params["grid_names"]]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[result])
         thread.access(view, "load", write=False)
@@ -94,5 +79,4 @@ def _query(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             thread.env[out] = coordinates[place] if coordinates else _UNDEFINED
         thread.env[outs[-1]] = cancelled == 1
 
-    d.emit(run, eqn, visible=True)
     return outs

@@ -8,18 +8,14 @@ scope: a thread that waits for the barrier learns what the sender has done befor
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ..execution.counted_writes import counted_write
-from ..execution.engines import REDUCTIONS
 from ..execution.machine import Thread
+from ..execution.operations import REDUCTIONS, CountedWrite
 from ..execution.program import Decoder, handles
 from ..foundations.environment import value_of
-from ..foundations.equations import Equation
+from ..foundations.equations import AxisName, Equation
 from ..foundations.errors import ProtocolError
-from ..state import clusters
 from ..state.clusters import Cta
 from .transfers import check_counts_copies
 
@@ -27,12 +23,10 @@ _WARPGROUP = 128  # CUDA threads
 
 
 @handles("async_store_smem")
-def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     value, ref, barrier, index, *leaves = ins
-    count = p["ref_transforms_treedef"].num_leaves
-    path = d.path(d.unflatten(p["ref_transforms_treedef"], leaves[:count]))
-    barrier_path = d.path(d.unflatten(p["barrier_transforms_treedef"], leaves[count:]))
+    path, barrier_path = d.paths(leaves, p["ref_transforms_treedef"], p["barrier_transforms_treedef"])
     place, axis, atomic = d.leaf(index), p["cluster_dim"], p["atomic"]
     aval = eqn.invars[0].aval
     dtype = np.dtype(aval.dtype)
@@ -58,30 +52,18 @@ def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         )
     what = "async store" if atomic is None else f"async store, atomic {atomic}"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env, engine = thread.env, thread.machine.engine
         cta = _destination(thread, axis, int(value_of(place, env)))
-
-        def twin_of(entry: int) -> Any:
-            return env[entry] if cta is thread.cta else clusters.twin(env[entry], cta)
-
-        target = path.resolve(thread, twin_of(ref))
-        counting = barrier_path.resolve(thread, twin_of(barrier))
+        target = path.resolve_in(cta, thread, env[ref])
+        counting = barrier_path.resolve_in(cta, thread, env[barrier])
         check_counts_copies(counting)
         new, record = np.array(env[value]), thread.machine.run
-        event = record.event(thread, "copy", "registers", target, thread.device)
-        op = counted_write(
-            engine,
-            thread,
-            target,
-            counting,
-            lambda: new if atomic is None else REDUCTIONS[atomic](target.read(), new),
-            what,
-            nbytes=nbytes,
-            atomic=atomic is not None,
-            asynchronous=False,
-            on_landing=lambda: record.event_end(event),
-        )
+        landing = lambda: new if atomic is None else REDUCTIONS[atomic](target.read(), new)  # noqa: E731
+        op = CountedWrite(thread, target, counting, landing, nbytes)
+        engine.record(op, target, what, write=True, atomic=atomic is not None, asynchronous=False)
+        op.event = record.event(thread, "copy", "registers", target, thread.device)
         record.count("copies", nbytes)
         if cta is not thread.cta:
             cta.note_use(thread, f"{what}, arrival on {counting.name}", thread.component, thread.time)
@@ -90,11 +72,8 @@ def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         thread.tick()
         engine.fly(op)
 
-    d.emit(run, eqn, visible=True)
-    return []
 
-
-def _destination(thread: Thread, axis: Any, index: int) -> Cta:
+def _destination(thread: Thread, axis: AxisName, index: int) -> Cta:
     """Returns the CTA with this index along a cluster axis, and with the indices of `thread` along the others."""
     cluster = thread.cta.cluster
     if cluster is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from ..state.sync import Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
 _MIDDLE = 1 << 31  # where an array's first byte lies in the array's range of numbers, so that offsets may be negative
-_arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_arrays: weakref.WeakValueDictionary[int, Cells | Buffer] = weakref.WeakValueDictionary()
 
 
 def address_of(array: Cells | Buffer, offset: int) -> int:
