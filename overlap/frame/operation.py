@@ -149,7 +149,7 @@ class LaunchPlan:
     ) -> OperandTypes:
         """Returns what the mainloop must know of the operands, which may be types.
 
-        `m`: the rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
+        `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
