@@ -149,13 +149,9 @@ class LaunchPlan:
     def types(
         self, operands: Operands, m: int, transport: Transport = "", out_dtype: DTypeLike | None = None
     ) -> OperandTypes:
-        """Returns the operands' types, for the mainloop.
+        """Returns what the mainloop must know of the operands, which may be types.
 
-        Args:
-          operands: arrays or their types.
-          m: the rows of the matrix that is cut into tiles.
-          transport: how data travels between devices.
-          out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
+        `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
@@ -220,10 +216,7 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Whether products are summed over devices (`reduced`), before bias, addend and activation.
-
-        Then `lhs` and `rhs` may be lists of equal length, and the products of their pairs are added.
-        """
+        """Whether products are summed over devices, before the rest. `lhs` and `rhs` may then be lists of pairs."""
         return self.spec.sums
 
     @property
