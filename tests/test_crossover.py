@@ -177,7 +177,7 @@ def test_each_measured_problem_is_chosen_well_by_the_others(monkeypatch):
         gains[row.problem.communicates].append(1 if crossover.verdict(row.problem, row.gpu).xla_runs else row.ratio)
     collectives, products = (sorted(gains[communicates]) for communicates in (True, False))
     assert statistics.geometric_mean(collectives) > 1.17 and statistics.geometric_mean(products) > 1.015
-    assert collectives[len(collectives) // 20] > 0.97 and products[len(products) // 20] > 0.93
+    assert collectives[len(collectives) // 20] > 0.97 and products[len(products) // 20] > 0.92
 
 
 @pytest.mark.parametrize(
