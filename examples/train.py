@@ -195,6 +195,7 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
       All steps, as in losses.jsonl, in the first process of a job; in the others an empty list.
 
     Raises:
+      WrongArguments: the folder holds checkpoints of another model.
       Stopped: a process received SIGINT, SIGTERM or SIGUSR1.
       Diverged: the loss or the gradient is not finite.
     """
@@ -214,8 +215,13 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
     folder = (options.out / "checkpoints").absolute()
     with ocp.CheckpointManager(folder, options=saving) as checkpoints, _signals() as received:
         done = checkpoints.latest_step() or 0
-        state = program.first()
+        state, file = program.first(), options.out / "model.json"
+        sizes = {name: getattr(options, name) for name in ("layers", "features", "heads", "hidden", "sequence")}
+        if not done and leads:
+            file.write_text(json.dumps(sizes))
         if done:
+            if (before := json.loads(file.read_text())) != sizes:
+                raise WrongArguments(f"train: {options.out} is of another model, {before}: choose another --out")
             state = checkpoints.restore(done, args=ocp.args.StandardRestore(program.abstract_state))
             say(f"{'all steps are done' if done >= options.steps else 'goes on'} after step {done}")
         count = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state["params"]))

@@ -163,12 +163,11 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd):
     np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Of tensorstore, after the refusal.
 def test_a_run_that_is_done_says_so_and_another_model_is_refused(text, whole_run, capfd):
     _, folder = whole_run
     train.train(told(folder, MESH), text)
     assert "all steps are done after step 12" in capfd.readouterr().err
-    with pytest.raises(ValueError, match="shape"):
+    with pytest.raises(WrongArguments, match="another model"):
         train.train(told(folder, f"{MESH} --features 64"), text)
 
 
