@@ -293,3 +293,14 @@ def test_writing_an_input():
 
     with pytest.raises(ProtocolError, match=r"input 0.*must not be written"):
         run(body, np.ones(2, np.float32), out_type=out((1,)))
+
+
+@pytest.mark.parametrize("name", ["add", "and", "or", "xor", "min", "max"])
+def test_atomic_operations(name):
+    def body(x, o):
+        o[...] = jnp.full((128,), 0b0110, jnp.int32)
+        getattr(plgpu, f"atomic_{name}")(o, x[...])
+
+    x = np.full(128, 0b0101, np.int32)
+    expected = {"add": 11, "and": 0b0100, "or": 0b0111, "xor": 0b0011, "min": 5, "max": 6}[name]
+    np.testing.assert_array_equal(run(body, x, out_type=out((128,), jnp.int32)), expected)

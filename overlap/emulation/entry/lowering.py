@@ -32,7 +32,6 @@ from ..foundations.errors import EmulationError, NotEmulatedError, cannot_run
 from ..instructions.decode import decode
 from ..state import runs
 from ..state.memory import poison
-from ..state.runs import Run
 from .sequence import World
 
 # How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
@@ -145,9 +144,7 @@ class _Launcher:
         if not meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S):
             with self._lock:
                 if meeting.missing and not meeting.done.is_set():
-                    error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}. Given up")
-                    self._end(meeting, *runs.current_run(), self._no_outputs(), [error])
-                    meeting.done.set()
+                    self._give_up(meeting)
             meeting.done.wait()  # All devices have come. The launch itself has another limit, `step_limit`.
 
     def _who_is_missing(self, meeting: _Meeting, seconds: float) -> str:
@@ -195,22 +192,22 @@ class _Launcher:
             error.__cause__ = bug
             errors = [error]
             outputs = self._no_outputs()
-        self._end(meeting, run, in_context, outputs, errors)
-
-    def _end(
-        self,
-        meeting: _Meeting,
-        run: Run,
-        in_context: bool,
-        outputs: list[list[np.ndarray]],
-        errors: Sequence[EmulationError],
-    ) -> None:
-        """Hands out the results. Errors belong to the `emulate` context, or without one to the callbacks."""
         meeting.outputs = outputs
         if in_context:
             run.errors += errors
         elif errors:
             meeting.error = errors[0]
+
+    def _give_up(self, meeting: _Meeting) -> None:
+        """Ends a launch that some devices have not reached, with an error."""
+        meeting.outputs = self._no_outputs()
+        error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}. Given up")
+        run, in_context = runs.current_run()
+        if in_context:
+            run.errors.append(error)
+        else:
+            meeting.error = error
+        meeting.done.set()
 
     @property
     def _must_stop(self) -> bool:

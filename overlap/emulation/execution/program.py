@@ -3,7 +3,7 @@
 Every variable gets an entry in the thread's environment. Calls are inlined; loops and branches become jumps. A thread
 is then a program counter and a list of values, and a scheduler can stop it between instructions. The handlers of the
 primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `multimem`, `tensor_memory`,
-`tcgen05`, `cluster_launch` and `cluster_stores`. They register themselves with `handles`, and `decode` imports them.
+`tcgen05` and `clusters`. They register themselves with `handles`, and `decode` imports them.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from ..execution.machine import Thread
 from ..execution.program import Decoder, Program
 from ..foundations.equations import JaxObject
 from . import (  # noqa: F401
-    cluster_launch,
-    cluster_stores,
+    clusters,
     control,
     data,
     inline,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from ..state.memory import Allocation, Buffer, Cells, poison
 from ..state.sync import MBarrier, Semaphore
 from . import tensor_memory
 
+SemaphoreAt = Callable[[int], Semaphore]  # gives the semaphore at a place of an array
+
 
 def _allocate(
     machine: Machine, cta: Cta, aval: JaxObject, name: str, key: Hashable, thread: Thread | None = None
@@ -27,9 +29,13 @@ def _allocate(
     dtype, device = aval.dtype, cta.device
     shape = tuple(aval.shape)
     if is_semaphore(aval):
-        return _semaphores(
-            machine, device, (key, cta.index, None if thread is None else str(thread)), shape, name, cta=cta.index
-        )
+
+        def at(peer: int) -> SemaphoreAt:
+            own = [Semaphore(f"{_label(name, index)} of CTA {cta.index}", peer) for index in np.ndindex(*shape)]
+            machine.private += own
+            return own.__getitem__
+
+        return _semaphores(machine, device, (key, cta.index, thread and str(thread)), shape, name, at)
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
     space = space_of(aval)
@@ -65,40 +71,15 @@ def _allocate_all(thread: Thread, avals: list[JaxObject], names: list[str], key:
 
 
 def _semaphores(
-    machine: Machine,
-    device: int,
-    key: Hashable,
-    shape: tuple[int, ...],
-    name: str,
-    *,
-    cta: int | None = None,
-    first: int | None = None,
+    machine: Machine, device: int, key: Hashable, shape: tuple[int, ...], name: str, at: Callable[[int], SemaphoreAt]
 ) -> Cells:
-    """Returns an array of semaphores on `device`. The first call with a `key` makes such an array on every device.
+    """Returns an array of semaphores on `device`, which can be reached from all devices.
 
-    Each array can be reached from all devices.
-
-    Args:
-        machine: the launch.
-        device: the device whose array is returned.
-        key: identifies the allocation.
-        shape: the shape of the array.
-        name: the name of the array, for messages.
-        cta: the CTA to which the semaphores belong, if `first` is None.
-        first: the place of the array's first semaphore among the semaphores that all CTAs of the launch share; None if
-            the array belongs to one CTA.
+    The first call with a `key` makes such an array on every device; `at(device)` returns what gives its semaphores.
     """
-    peers = machine.flag_arrays.get(key)
-    if peers is None:
-        peers = machine.flag_arrays[key] = {}
-        for peer in machine.mesh.devices:
-            if first is None:
-                own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
-                machine.private += own
-                at = own.__getitem__
-            else:
-                at = functools.partial(machine.word, peer, first)
-            peers[peer] = Cells(name, shape, at, peer, peers)
+    peers = machine.flag_arrays.setdefault(key, {})
+    for peer in machine.mesh.devices if not peers else ():
+        peers[peer] = Cells(name, shape, at(peer), peer, peers)
     return peers[device]
 
 
@@ -118,7 +99,8 @@ def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
         if is_semaphore(aval):
-            thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
+            at = lambda device: functools.partial(machine.word, device, first)  # noqa: E731
+            thread.env[out] = _semaphores(machine, thread.device, key, shape, name, at)
             return
         if key not in machine.globals:
             row = machine.globals[key] = {

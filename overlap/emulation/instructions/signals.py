@@ -136,7 +136,7 @@ def signal_device(thread: Thread, base: Allocation, path: RefPath, count: int, s
     if semaphore.device != thread.device:
         semaphore.expect_seen((thread, *event, thread.instruction))
     machine.run.count("signals")
-    machine.run.signal_event(thread, semaphore)
+    machine.run.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
 
 
 @handles("semaphore_signal")

@@ -18,7 +18,6 @@ from ..foundations.actors import Actor
 from ..foundations.equations import JaxObject
 from ..foundations.errors import EmulationError
 from ..foundations.settings import Settings
-from .sync import Semaphore
 
 
 @dataclasses.dataclass
@@ -110,10 +109,6 @@ class Run:
     def event_end(self, event: Event | None) -> None:
         if event is not None:
             event.end = self._now()
-
-    def signal_event(self, thread: Actor, semaphore: Semaphore) -> None:
-        if self.settings.record:
-            self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
 
     def wait_event(self, thread: Actor, name: str) -> None:
         if self.settings.record:
