@@ -116,7 +116,8 @@ def _jax_example(problem: Problem) -> list[Method]:
             return hopper_matmul_mgpu.matmul(lhs, rhs, None, config)
         return collective_matmul_mgpu.all_gather_lhs_matmul(lhs, rhs, AXIS, config=config, dtype=lhs.dtype)
 
-    m, n = hopper_matmul_mgpu.MatmulDimension.M, hopper_matmul_mgpu.MatmulDimension.N
+    dimension = hopper_matmul_mgpu.MatmulDimension
+    m, n = dimension["M"], dimension["N"]
     methods = []
     for split, minor in ((n, m), (m, n), (n, n)):
         config = hopper_matmul_mgpu.TuningConfig(
