@@ -122,7 +122,6 @@ LEFT_TO_XLA = {
     "rearranged": (lambda y: y.T.reshape(y.shape), "transpose"),
     "random": (lambda y: y * jax.random.normal(jax.random.key(0), y.shape), "random"),
     "effects": (lambda y: (jax.debug.callback(lambda: None), y)[1], "effect"),
-    "NumPy's functions": (lambda y: y * np.float32(np.asarray(y).max()), "fails on trial"),
     "a loop": (lambda y: lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, y), "scan"),
     "a branch": (lambda y: lax.cond(SCALAR > 1, lambda x: x, lambda x: 2 * x, y), "cond"),
     "what is not used": (lambda y: (y - y.max(), 2 * y)[1], "reduce_max"),

@@ -89,6 +89,10 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
         except activations.NotElementwise as why:
             call = dataclasses.replace(call, not_elementwise=str(why))
             applied, scalars, by_xla = None, (), activations.by_itself(activation, call.batch)
+            _, m, widths, _ = call.sizes
+            for shape in {operation.result_shape(m, n) for n in widths}:
+                types = [jax.ShapeDtypeStruct((*call.batch, *shape), accumulator(call.operands.lhs.dtype))] * arrays
+                jax.eval_shape(by_xla, *types)  # Raises here what the call would raise, for `explain`.
     operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
     return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
 
