@@ -16,7 +16,7 @@ from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.call import Prepare
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import accumulator
+from overlap.frame.operands import Leaf, accumulator
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels import launch
@@ -63,7 +63,7 @@ def explain(operation: Operation, prepare: Prepare, given: Arguments) -> Explana
     except NotImplementedError as cannot:
         if given.implementation == "fused":
             raise
-        return Explanation(operation.name, "xla", None, str(cannot), dispatch.target(given.mesh))
+        return dispatch.leave_to_xla(operation.name, given.implementation, dispatch.target(given.mesh), str(cannot))
     return explanations[0]
 
 
@@ -98,7 +98,7 @@ def _cut(
             scale = arrays[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
 
-    def bare_types() -> dict[str, Any]:
+    def bare_types() -> dict[str, Leaf]:
         """Types without a mesh. They suffice to check the whole call."""
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
 
@@ -112,7 +112,7 @@ def _cut(
         traced = dataclasses.replace(given, activation=applied)
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
-    def of_call(shards: dict[str, Any]) -> Arguments:
+    def of_call(shards: dict[str, Leaf]) -> Arguments:
         named = {name: x for name, x in shards.items() if "[" not in name}
         return dataclasses.replace(traced, **named, scalars=tuple(x for name, x in shards.items() if "[" in name))
 

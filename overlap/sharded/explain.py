@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice.choose import is_collecting
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.choice.session import session
 from overlap.collectives.backward import explained
@@ -102,4 +103,5 @@ def _of_backward_pass(
         jax.eval_shape(mapped, *(jax.ShapeDtypeStruct(leaves[index].shape, leaves[index].dtype) for index in places))
     if found or op is PUBLIC["matmul"].function:  # The products of `matmul` run its kernel, and communicate nothing.
         return tuple(found)
-    return (Explanation(op.__name__, "xla", None, "no kernel communicates in it", target, plan="backward pass"),)
+    reason = "no kernel communicates in it"
+    return (Explanation(op.__name__, "xla", None, reason, Cause.NOT_SERVED, target, plan="backward pass"),)

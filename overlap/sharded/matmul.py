@@ -129,10 +129,18 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
-    applied, scalars = None, ()
+    applied, scalars, out_dtype, implementation = None, (), whole.out_dtype, given.implementation
     if activation is not None:
-        count = len(rhs) if whole.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), count)
+        wide = accumulator(operands["lhs"].dtype)
+        try:
+            applied, scalars = activations.traced(activation, wide, len(rhs) if whole.combines else 1)
+        except activations.NotElementwise as why:
+            if implementation == "fused":
+                raise
+            # XLA computes the products in f32, and the activation is applied to the global results.
+            of_all = activations.on_all(activations.by_itself(activation), whole.combines)
+            whole = dataclasses.replace(whole, not_elementwise=str(why), by_xla=of_all)
+            out_dtype, implementation = wide, "xla"
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -148,10 +156,8 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
-    columns = columns[:1] if whole.combines else columns
-    product = Product(
-        plan, dimensions.transpose_rhs, whole.out_dtype, applied, given.config, given.implementation, keep_gathered
-    )
+    product = Product(plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered)
+    columns = columns[:1] if product.combines else columns
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
 
@@ -209,8 +215,9 @@ def _named(name: str, whole: Call) -> str:
 
 def explain(given: ShardedArguments) -> Explanation:
     """Checks a call of `sharded_matmul` and says what would run. Arrays may be types."""
-    checked, operands, _ = _prepare(given)
-    return _decided(checked, operands)[0]
+    checked, operands, whole = _prepare(given)
+    choice, *_ = _decided(checked, operands)
+    return dataclasses.replace(choice, reason=whole.not_elementwise) if whole.not_elementwise else choice
 
 
 def _decided(checked: _Call, operands: dict[str, Any]) -> tuple[Explanation, ...]:
@@ -390,4 +397,6 @@ def sharded_matmul(
         outs = checked.run(operands)
     else:
         outs = _run_eagerly(checked, _decided(checked, operands), operands)
+    if whole.not_elementwise and whole.by_xla is not None:
+        outs = tuple(x.astype(whole.out_dtype) for x in whole.by_xla(outs))
     return outs[0] if whole.container is None or whole.combines else whole.container(outs)
