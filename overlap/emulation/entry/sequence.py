@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..cores import DEFAULT_CORES
-from ..execution import deadlock
 from ..execution.engines import Engine
 from ..execution.machine import Machine, Thread
 from ..execution.program import Launch
@@ -32,9 +31,11 @@ from ..state.devices import Device
 from ..state.memory import Buffer, poison
 from ..state.runs import Run
 from ..state.simulation import Simulation
+from ..state.sync import Meeting
 
 _ALIGNMENT = 256  # the alignment in bytes of a launch's buffers in global memory
 _FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # the addresses from which that of a launch's first semaphore is drawn
+_MOST = 64  # threads that the message of a deadlock lists
 
 
 class World:
@@ -176,7 +177,7 @@ class World:
                 if picked.turn():
                     scheduler.ready(picked)
             if any(device.ended < device.launches for device in devices):
-                raise DeadlockError(deadlock.message(self.machines))
+                raise DeadlockError(_deadlock(self.machines))
             self._check_end()
         except EmulationError as error:
             simulation.fail(error, thread)
@@ -219,6 +220,43 @@ class World:
             machine.check_remote_uses()
         for access, wholly in detector.unwritten.values() if not simulation.errors else ():
             simulation.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access, wholly)))
+
+
+def _deadlock(machines: Sequence[Machine]) -> str:
+    """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started.
+
+    Threads that wait for semaphores and mbarriers come first: one of them is the cause. Threads that wait for other
+    threads of their CTA, such as a warpgroup for the warps of a `warp_map`, come after them.
+    """
+    waiting = sorted((t for m in machines for t in m.threads if not t.done), key=_waits_for_own_cta)
+    lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
+    for thread in waiting[:_MOST]:
+        why = thread.blocked[1]() if thread.blocked else "is not blocked"
+        source = thread.machine.program.instructions[thread.pc].source
+        lines.append(f"  {thread.in_launch}: {why} (at {source}, since step {thread.blocked_at})")
+    if len(waiting) > _MOST:
+        lines.append(f"  ... and {len(waiting) - _MOST} more")
+    for machine in machines:
+        missing = [device for device in machine.mesh.devices if device not in machine.arrived]
+        if machine.program.has_barrier and machine.arrived and missing:
+            lines.append(
+                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} "
+                f"({machine.name}) for devices {missing}"
+            )
+        for device, queue in machine.queued.items():
+            if not queue:
+                continue
+            names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
+            fit = machine.resident
+            of = f" of launch {machine.number} ({machine.name})" if len(machines) > 1 else ""
+            lines.append(
+                f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
+            )
+    return "\n".join(lines)
+
+
+def _waits_for_own_cta(thread: Thread) -> bool:
+    return thread.blocked is not None and isinstance(thread.blocked[0], Meeting)
 
 
 def run_sequence(

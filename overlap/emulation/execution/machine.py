@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 import numpy as np
 
 from ..foundations.clocks import EMPTY, ComponentPool, Knowledge, covers
-from ..foundations.environment import Environment
-from ..foundations.equations import AxisName
+from ..foundations.equations import AxisName, Environment
 from ..foundations.errors import ProtocolError, RaceError
 from ..foundations.source_lines import Instruction
 from ..state import report

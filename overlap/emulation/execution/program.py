@@ -16,8 +16,19 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..foundations import arithmetic
-from ..foundations.environment import Entry, Environment, Scalar, value_of
-from ..foundations.equations import ArrayType, Atom, AxisName, Equation, JaxObject, Transform, open_jaxpr
+from ..foundations.equations import (
+    ArrayType,
+    Atom,
+    AxisName,
+    Entry,
+    Environment,
+    Equation,
+    JaxObject,
+    Scalar,
+    Transform,
+    open_jaxpr,
+    value_of,
+)
 from ..foundations.errors import NotEmulatedError
 from ..foundations.source_lines import Instruction
 from .references import RefPath

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
-from ..foundations.environment import Environment, Scalar, value_of
-from ..foundations.equations import AxisName, JaxObject, Transform
+from ..foundations.equations import AxisName, Environment, JaxObject, Scalar, Transform, value_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, twin
 from ..state.memory import Allocation, Buffer, Cells, Geometry, View

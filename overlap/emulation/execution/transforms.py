@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from ..foundations.environment import Entry, Environment, value_of
-from ..foundations.equations import Transform
+from ..foundations.equations import Entry, Environment, Transform, value_of
 from ..foundations.errors import ProtocolError
 
 LANES = 128  # of tensor memory

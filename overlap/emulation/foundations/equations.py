@@ -1,4 +1,11 @@
-"""What the emulator reads of jax's equations. jax publishes the classes, but not the types of their parts."""
+"""What the emulator reads of jax's equations, and how their decoded parameters refer to the values of a thread.
+
+jax publishes the classes of equations, but not the types of their parts.
+
+A thread's *environment* is a list with one entry for each variable of the decoded kernel. While the kernel is decoded,
+an `int` stands for an entry: its index in the list. In decoded parameters, an `Entry` stands for a value that is known
+only when the thread runs.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +20,8 @@ JaxObject = Any
 # A step of jax's way from a reference to a part of it. The classes are private: the emulator knows their names.
 Transform = Any
 AxisName = Hashable
+# The values of a thread: numbers, arrays, and the buffers and barriers that references stand for.
+Environment = list[Any]
 
 
 class ArrayType(Protocol):
@@ -85,3 +94,21 @@ def space_of(aval: JaxObject) -> str:
 def is_semaphore(aval: ArrayType) -> bool:
     """Whether a reference's type is an array of semaphores, whose dtype is one of jax's own."""
     return "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
+
+
+class Entry:
+    """The index of an entry of a thread's environment, in decoded parameters."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int):
+        self.index = index
+
+
+# A decoded parameter that is a scalar: a constant, or the entry of a value.
+Scalar = int | Entry
+
+
+def value_of(x: Scalar, env: Environment) -> int:
+    """Returns the value of a decoded parameter: the value in `env` if it is an `Entry`, else the constant itself."""
+    return env[x.index] if type(x) is Entry else x  # pyright: ignore[reportReturnType]

@@ -12,8 +12,7 @@ import numpy as np
 from ..execution.machine import Thread
 from ..execution.operations import REDUCTIONS, CountedWrite
 from ..execution.program import Decoder, handles
-from ..foundations.environment import value_of
-from ..foundations.equations import AxisName, Equation
+from ..foundations.equations import AxisName, Equation, value_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta
 from .transfers import check_counts_copies

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
-from ..foundations.environment import Scalar, value_of
-from ..foundations.equations import Equation, JaxObject
+from ..foundations.equations import Equation, JaxObject, Scalar, value_of
 from ..foundations.errors import ProtocolError
 from ..state.memory import Allocation
 from ..state.sync import MBarrier

@@ -14,8 +14,7 @@ from ..execution import tensor_core
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
-from ..foundations.environment import value_of
-from ..foundations.equations import AxisName, Equation
+from ..foundations.equations import AxisName, Equation, value_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..foundations.environment import Environment, Scalar, value_of
-from ..foundations.equations import AxisName, JaxObject
+from ..foundations.equations import AxisName, Environment, JaxObject, Scalar, value_of
 from ..foundations.errors import ProtocolError
 
 
