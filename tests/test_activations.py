@@ -18,6 +18,7 @@ from overlap.kernels.target import Target
 from overlap.single_gpu import matmul
 from tests import activation_cases, assembly
 from tests.assembly import Case
+from tests.explained import answer
 from tests.product_cases import normal
 
 SMALL = overlap.Config(tile_n=128, stages=2)
@@ -162,7 +163,7 @@ def test_what_the_kernel_lacks_is_left_to_xla(name, monkeypatch):
     exact = ONLY_BY_XLA[name](LHS.astype(jnp.float32) @ RHS.astype(jnp.float32))
     close(product(ONLY_BY_XLA[name], None), exact, 1e-3)
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    choice = overlap.explain(overlap.matmul, LHS, RHS, activation=ONLY_BY_XLA[name])
+    choice = answer(overlap.matmul, LHS, RHS, activation=ONLY_BY_XLA[name])
     assert choice.implementation == "xla" and "`activation`" in choice.reason
 
 

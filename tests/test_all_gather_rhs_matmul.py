@@ -18,6 +18,7 @@ from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.target import Target
 from tests import assembly, oracle
 from tests.assembly import Case
+from tests.explained import answer
 from tests.oracle import make_mesh, on_mesh
 from tests.product_cases import normal, oracle_of
 from tests.rhs_cases import ALONG, ROWS, SMALL, assert_exact, call, fused, gathered, mapped, product, weights
@@ -264,7 +265,7 @@ def test_shapes_and_an_axis_of_one_device():
 
 
 def test_explain(monkeypatch):
-    explain = lambda *args, **kwargs: overlap.explain(  # noqa: E731
+    explain = lambda *args, **kwargs: answer(  # noqa: E731
         overlap.all_gather_rhs_matmul, *args, "x", mesh=make_mesh(x=2), **kwargs
     )
     assert explain(*GOOD_N, **ALONG_N).implementation == "xla"

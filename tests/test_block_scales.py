@@ -19,6 +19,7 @@ from overlap.emulation import emulate
 from overlap.kernels.target import emulating
 from tests import oracle
 from tests.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product
+from tests.explained import answer
 
 # --- By XLA --------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ def test_by_xla(left, right, batch):
     types = jax.tree.map(jax.typeof, (product.lhs, product.rhs, product.scales))
     lhs, rhs, scales = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     with emulating("blackwell"):
-        explained = overlap.explain(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
+        explained = answer(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
     assert explained.implementation == "fused" and explained.config.tile_n <= 128
 
 

@@ -8,6 +8,7 @@ import overlap
 from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
 from overlap.kernels.target import Target
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.scatter_cases import BF16, EVERYWHERE, F16, F32, SMALL, Layer, struct, trace
 
@@ -169,7 +170,7 @@ def test_shapes_and_dtypes():
 
 
 def explain(*args, **keywords):
-    return overlap.explain(overlap.matmul_reduce_scatter, *args, "x", mesh=make_mesh(x=2), **keywords)
+    return answer(overlap.matmul_reduce_scatter, *args, "x", mesh=make_mesh(x=2), **keywords)
 
 
 def test_explain(monkeypatch):
@@ -204,7 +205,7 @@ def test_explain(monkeypatch):
 
 def test_explain_of_sums_for_all(monkeypatch):
     def explain(*args, **keywords):
-        return overlap.explain(overlap.matmul_all_reduce, *args, "x", mesh=make_mesh(x=4), **keywords)
+        return answer(overlap.matmul_all_reduce, *args, "x", mesh=make_mesh(x=4), **keywords)
 
     assert explain(*GOOD).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)

@@ -15,6 +15,7 @@ from overlap.emulation import EmulationError, emulate
 from overlap.kernels.config import tile_k
 from overlap.kernels.stream_k import StreamK
 from tests import assembly, oracle, several_sides_cases
+from tests.explained import answer
 from tests.handshake_cases import change_own_chunks
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of
@@ -174,7 +175,7 @@ WRONG_CALLS = [  # lhs, rhs, keywords, type, what the message must contain
 @pytest.mark.parametrize(("lhs", "rhs", "keywords", "error", "fragments"), WRONG_CALLS)
 def test_wrong_calls(lhs, rhs, keywords, error, fragments):
     with pytest.raises(error) as caught:
-        overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=oracle.make_mesh(x=2), **keywords)
+        answer(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=oracle.make_mesh(x=2), **keywords)
     for fragment in fragments:
         assert fragment in str(caught.value)
     with pytest.raises(error):
@@ -186,10 +187,10 @@ def test_wrong_calls(lhs, rhs, keywords, error, fragments):
 def test_explain_takes_all_forms():
     mesh, lhs = oracle.make_mesh(x=2), struct(3, 128, 64, dtype=E4M3)
     rhs = [struct(256, 64, dtype=E4M3), struct(136, 64, dtype=E4M3)]
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
+    choice = answer(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
                              lhs_scale=0.5, rhs_scale=[1.0, np.ones(136)], return_gathered=True, **FUSED)  # fmt: skip
     assert choice.implementation == "fused"
-    by_xla = overlap.explain(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
+    by_xla = answer(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
     assert by_xla.implementation == "xla"
 
 

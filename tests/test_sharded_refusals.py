@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from tests.explained import answer
 from tests.sharded_cases import (
     AUTO,
     COLUMNS,
@@ -105,7 +106,7 @@ def test_refused(name):
     changed, message = REFUSED[name]
     given = {"lhs": X, "rhs": W} | GOOD | changed
     with pytest.raises(ValueError, match=message) as error:
-        overlap.explain(overlap.sharded_matmul, given.pop("lhs"), given.pop("rhs"), **given)
+        answer(overlap.sharded_matmul, given.pop("lhs"), given.pop("rhs"), **given)
     assert re.search(r": [^:]+$", str(error.value)), "a way out"
 
 

@@ -18,6 +18,7 @@ import overlap
 from overlap import emulation
 from overlap.collectives.gather import all_gather_lhs_matmul
 from overlap.collectives.reduce import matmul_reduce_scatter
+from tests.explained import answer
 from tests.oracle import make_mesh
 
 KEYWORDS = {
@@ -78,7 +79,7 @@ def test_another_value_is_refused_by_name(op, name, wrong):
     inside = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
     for refused in (
         lambda: jax.eval_shape(call if op is overlap.matmul else inside),
-        lambda: overlap.explain(op, lhs, rhs, *axis, mesh=mesh, **KEYWORDS[op], **{name: wrong}),
+        lambda: answer(op, lhs, rhs, *axis, mesh=mesh, **KEYWORDS[op], **{name: wrong}),
     ):
         with pytest.raises(ValueError) as caught:
             refused()

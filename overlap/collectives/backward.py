@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Explanation
 from overlap.frame import call
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import LaunchPlan, Operation
@@ -22,18 +19,6 @@ from overlap.kernels.layouts import OperandLayouts
 
 # Makes the operation that computes the cotangent of the left operand of another.
 Transpose = Callable[[Any], Operation]
-_explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[list[Explanation]]:
-    """Collects what `backward` decides inside the block."""
-    found: list[Explanation] = []
-    token = _explained.set(found)
-    try:
-        yield found
-    finally:
-        _explained.reset(token)
 
 
 def backward(
@@ -58,7 +43,7 @@ def backward(
       dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
       layouts: which of the operands lie transposed in memory.
       plan: of the forward pass.
-      purpose: what is computed, for `explained`.
+      purpose: what is computed, for `overlap.explain`.
       passenger: see `Operands`.
 
     Returns:
@@ -81,9 +66,6 @@ def backward(
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
     try:
-        if (found := _explained.get()) is not None:
-            choice = call.decide(operation, transposed, None, implementation)
-            found.append(dataclasses.replace(choice, plan=purpose))
-        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
+        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False, purpose=purpose)
     except NotImplementedError:
         return None

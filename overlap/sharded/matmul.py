@@ -12,9 +12,10 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.dispatch import Implementation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
+from overlap.frame.explain import recorded
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
 from overlap.frame.signatures import AnyArray, AnyMesh, Arguments
@@ -48,8 +49,8 @@ class _Call:
     dimensions: Dimensions
     columns: tuple[tuple[int, ...], ...]
 
-    def run(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """Computes the results. If `decisions` is a list, the decision about each operation is added to the list."""
+    def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Computes the results."""
         specs = dict(self.specs)
         # The caller's own scopes stay around this scope.
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
@@ -59,7 +60,7 @@ class _Call:
             def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
                 self._require_all_manual()
                 merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
-                outs = self.product.compute(merged, decisions)
+                outs = self.product.compute(merged)
                 return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
 
             return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
@@ -207,19 +208,6 @@ def _named(name: str, whole: Call) -> str:
     return name.split("[")[0] if whole.container is None else name
 
 
-def explain(given: ShardedArguments) -> Explanation:
-    """Checks a call of `sharded_matmul` and says what would run. Arrays may be types."""
-    checked, operands, _ = _prepare(given)
-    return _decided(checked, operands)[0]
-
-
-def _decided(checked: _Call, operands: dict[str, Any]) -> tuple[Explanation, ...]:
-    """Returns the decision about each operation that the call would run. Nothing is computed."""
-    decisions: list[Explanation] = []
-    jax.eval_shape(lambda operands: checked.run(operands, decisions), operands)
-    return tuple(dataclasses.replace(choice, plan=str(checked.product.plan)) for choice in decisions)
-
-
 # --- The public function. Its result is an array, a list or a tuple, as `rhs` is --------------------------------------
 
 
@@ -355,7 +343,7 @@ def sharded_matmul(
     Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
     gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
-    `overlap.explain` takes this function.
+
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -389,5 +377,7 @@ def sharded_matmul(
     if any(isinstance(x, Tracer) for x in operands.values()):
         outs = checked.run(operands)
     else:
-        outs = _run_eagerly(checked, _decided(checked, operands), operands)
+        with recorded() as decisions:
+            jax.eval_shape(checked.run, operands)
+        outs = _run_eagerly(checked, tuple(decisions), operands)
     return outs[0] if whole.container is None or whole.combines else whole.container(outs)

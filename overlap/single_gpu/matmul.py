@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
-from overlap.choice.dispatch import Implementation
+from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import by_xla, call, explicit, sharded
+from overlap.frame.explain import record
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
@@ -63,11 +64,13 @@ class Matmul(Operation):
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
         problem = MATMUL.problem(operands, layouts, dtype)
-        config, _ = choose.choose_config(problem, plan.target)
+        config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
+        why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
+        record(Explanation(self.name, "fused", config, why, plan.target, source, plan="backward pass", shapes=shapes))
         (out,), _ = call.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
