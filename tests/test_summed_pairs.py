@@ -281,7 +281,12 @@ def test_equal_calls_are_one_row_and_jitted_ones_are_traced_again():
     twice = jax.jit(lambda x: overlap.matmul(overlap.matmul(x, x), x))
     for _ in range(2):
         answers = overlap.explain(twice, x)
-        assert len(answers) == 2 and str(answers).splitlines()[1].startswith("2      matmul  512x512x512 bfloat16  xla")
+        assert len(answers) == 2 and str(answers).splitlines()[1].split()[:4] == [
+            "2",
+            "matmul",
+            "512x512x512",
+            "bfloat16",
+        ]
     assert str(overlap.explain(jnp.tanh, x)) == "no call of an operation of this library"
 
 

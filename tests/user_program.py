@@ -34,7 +34,7 @@ def right_calls(x: jax.Array, w: jax.Array, sides: Several, loaded: np.ndarray[A
 
 
 def asks_beforehand(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> None:
-    assert_type(overlap.explain(overlap.matmul, x, w).implementation, Literal["fused", "xla"])
+    assert_type(overlap.explain(overlap.matmul, x, w)[0].implementation, Literal["fused", "xla"])
     with overlap.autotune(overlap.matmul, x, w, budget_s=1) as tuning:
         assert_type(tuning.outcomes[0].complete, bool)
 

@@ -100,9 +100,12 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     arguments.mesh(mesh)
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = {
-        index: leaf if mesh is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        index: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+        if mesh is not None or isinstance(leaf, np.ndarray)
+        else leaf
         for index, leaf in enumerate(leaves)
-        if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+        or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV")
     }
 
     def run(arrays: dict[int, jax.Array]) -> tuple[()]:
