@@ -97,7 +97,7 @@ def all_gather_rhs_methods(
                 lhs,
                 rhs,
                 AXIS,
-                gather_dimension=0 if problem.gathered == "k" else 1,
+                dimension=0 if problem.gathered == "k" else 1,
                 config=_config(variant.config),
                 implementation="fused",
                 transpose_lhs=problem.transpose_lhs,
@@ -133,7 +133,7 @@ def summed_methods(
             if problem.replicates:
                 return overlap.matmul_all_reduce(lhs, rhs, AXIS, **more)
             dimension = 0 if problem.scattered == "m" else 1
-            return overlap.matmul_reduce_scatter(lhs, rhs, AXIS, scatter_dimension=dimension, **more)
+            return overlap.matmul_reduce_scatter(lhs, rhs, AXIS, dimension=dimension, **more)
 
         return Method(variant.name, call)
 

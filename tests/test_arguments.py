@@ -100,7 +100,7 @@ OPERATIONS = {
     overlap.all_gather_rhs_matmul: (
         OPERANDS | {
             "axis_name": AXIS, "mesh": COMMON["mesh"],
-            "gather_dimension": ([1, np.int64(1)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+            "dimension": ([1, np.int64(1)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
         },
         COMMON,
     ),
@@ -109,7 +109,7 @@ OPERATIONS = {
         COMMON | {
             "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
             "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
-            "scatter_dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+            "dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
             "transport": ([None, "push", "ring"], [*NAMES, "pull"]),
         },
     ),

@@ -44,10 +44,10 @@ def mesh(devices):
 
 COLLECTIVES = [  # The operation, its keywords, specs of both operands (k is the second dimension), the result's spec.
     (overlap.all_gather_lhs_matmul, {}, P("x", None), P("x", None), P(None, "x")),
-    (overlap.all_gather_rhs_matmul, dict(gather_dimension=0), P("x", None), P("x", None), P("x", None)),
-    (overlap.all_gather_rhs_matmul, dict(gather_dimension=1), P("x", None), P(None, "x"), P("x", None)),
-    (overlap.matmul_reduce_scatter, dict(scatter_dimension=0), P(None, "x"), P(None, "x"), P("x", None)),
-    (overlap.matmul_reduce_scatter, dict(scatter_dimension=1), P(None, "x"), P(None, "x"), P(None, "x")),
+    (overlap.all_gather_rhs_matmul, dict(dimension=0), P("x", None), P("x", None), P("x", None)),
+    (overlap.all_gather_rhs_matmul, dict(dimension=1), P("x", None), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(dimension=0), P(None, "x"), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(dimension=1), P(None, "x"), P(None, "x"), P(None, "x")),
     (overlap.matmul_all_reduce, {}, P(None, "x"), P(None, "x"), P()),
 ]
 

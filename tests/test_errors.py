@@ -95,7 +95,7 @@ def test_configs_that_do_not_fit(fields, fragments):
 OPERATIONS = {
     overlap.matmul: ((), {}),
     overlap.all_gather_lhs_matmul: (("x",), {}),
-    overlap.all_gather_rhs_matmul: (("x",), {"gather_dimension": 1}),
+    overlap.all_gather_rhs_matmul: (("x",), {"dimension": 1}),
     overlap.matmul_reduce_scatter: (("x",), {}),
     overlap.matmul_all_reduce: (("x",), {}),
     overlap.sharded_matmul: ((), {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}),

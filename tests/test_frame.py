@@ -140,7 +140,7 @@ def test_operands_that_are_the_same_everywhere(dimension):
         keywords = {"implementation": implementation, "config": SMALL if implementation == "fused" else None}
         if dimension is None:
             return overlap.all_gather_lhs_matmul(lhs, rhs, "x", **keywords)
-        return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=dimension, **keywords)
+        return overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=dimension, **keywords)
 
     def both(implementation):
         def value_and_grads(lhs, rhs):
@@ -176,7 +176,7 @@ def test_several_right_sides_are_chosen_for_as_one_of_their_total_width(m, h200)
 def test_leading_dimensions_are_chosen_for_as_more_rows(h200):
     def config(lhs):
         given = overlap.all_gather_rhs_matmul, lhs, struct(4096, 2048), "x"
-        return answer(*given, gather_dimension=1, mesh=mesh(), implementation="fused").config
+        return answer(*given, dimension=1, mesh=mesh(), implementation="fused").config
 
     assert config(struct(16, 128, 4096)) == config(struct(2048, 4096)) != config(struct(128, 4096))
 

@@ -168,7 +168,7 @@ def test_a_kernel_without_peers_does_not_care(two_hosts):
 
 
 @pytest.mark.parametrize(
-    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"gather_dimension": 1})]
+    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"dimension": 1})]
 )
 def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplog):
     mesh = layout("x", data=2, x=4).mesh()

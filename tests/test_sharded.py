@@ -232,7 +232,7 @@ def test_one_device_needs_no_shard_map(h200):
 OPS = {
     "matmul": (fused, P("x")),
     "pull": (functools.partial(overlap.all_gather_lhs_matmul, axis_name="x"), P(None, "x")),
-    "weights": (functools.partial(overlap.all_gather_rhs_matmul, axis_name="x", gather_dimension=1), P("x")),
+    "weights": (functools.partial(overlap.all_gather_rhs_matmul, axis_name="x", dimension=1), P("x")),
 }
 
 

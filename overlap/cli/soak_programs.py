@@ -96,7 +96,7 @@ def _gather_weights(dimension: int) -> Compute:
         # The rows of `whole` are k of the gathered weights (`dimension` 0), or n (`dimension` 1).
         side, everything = (shard, whole) if dimension == 0 else (shard.T, whole.T)
         lhs = jnp.resize(weights, (96, everything.shape[0]))
-        out = overlap.all_gather_rhs_matmul(lhs, side, axis, gather_dimension=dimension, implementation="fused")
+        out = overlap.all_gather_rhs_matmul(lhs, side, axis, dimension=dimension, implementation="fused")
         return [(out, _exact(lhs, everything, out.dtype))]
 
     return compute
@@ -113,7 +113,7 @@ def _reduce_scatter(dimension: int, block: int, **options: Any) -> Compute:
         part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1 - dimension)
         lhs, rhs = (part, shard) if dimension == 0 else (shard, part)
         out = overlap.matmul_reduce_scatter(
-            lhs, rhs, axis, scatter_dimension=dimension, transpose_lhs=dimension == 1, implementation="fused", **options
+            lhs, rhs, axis, dimension=dimension, transpose_lhs=dimension == 1, implementation="fused", **options
         )
         exact = _exact(other, whole, out.dtype) if dimension == 0 else _exact(whole.T, other, out.dtype)
         return [(out, lax.dynamic_slice_in_dim(exact, me * block, block, axis=dimension))]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -18,7 +18,7 @@ from overlap.frame import arguments, call, sharded
 from overlap.frame.explain import recorded
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
-from overlap.frame.signatures import AnyArray, AnyMesh, Arguments
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, PerRhs, Sides
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
@@ -208,87 +208,30 @@ def _named(name: str, whole: Call) -> str:
     return name.split("[")[0] if whole.container is None else name
 
 
-# --- The public function. Its result is an array, a list or a tuple, as `rhs` is --------------------------------------
-
-
-@overload
 def sharded_matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | None = None,
-    bias: AnyArray | None = None,
-    addend: AnyArray | None = None,
-) -> jax.Array: ...
-@overload
-def sharded_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side],
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None,
-    bias: Sequence[AnyArray | None] | None = None,
-    addend: Sequence[AnyArray | None] | None = None,
-) -> list[jax.Array]: ...
-@overload
-def sharded_matmul(
-    lhs: AnyArray,
-    rhs: tuple[AnyArray, ...],
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None,
-    bias: Sequence[AnyArray | None] | None = None,
-    addend: Sequence[AnyArray | None] | None = None,
-) -> tuple[jax.Array, ...]: ...
-def sharded_matmul(
-    lhs: AnyArray,
-    rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
+    rhs: Sides,
     *,
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     rhs_sharding: Sharding | list[Sharding] | None = None,
     mesh: AnyMesh | None = None,
-    bias: AnyArray | Sequence[AnyArray | None] | None = None,
-    addend: AnyArray | Sequence[AnyArray | None] | None = None,
+    bias: PerRhs | None = None,
+    addend: PerRhs | None = None,
     activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
     implementation: Implementation | None = None,
     config: Config | None = None,
-) -> jax.Array | list[jax.Array] | tuple[jax.Array, ...]:
+) -> Sides:
     """Computes activation(lhs @ rhs + bias + addend) of global arrays. Communication overlaps with the computation.
 
     This function is for code under plain `jax.jit`, and calls `jax.shard_map` itself. The places of each mesh axis
     in the shardings say which operation of this library runs (docs/sharded.md has the table and examples):
 
         rows of lhs, n of rhs, n of the result    all_gather_lhs_matmul
-        k of lhs and rhs, rows of the result      matmul_reduce_scatter (n of the result: scatter_dimension=1)
+        k of lhs and rhs, rows of the result      matmul_reduce_scatter (n of the result: dimension=1)
         k of lhs and rhs, not in the result       matmul_all_reduce
         n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above, XLA gathers the
                                                   weights before it
@@ -315,20 +258,17 @@ def sharded_matmul(
         that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
         operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result; or of as
-        many arrays as there are right operands, which makes one result of them (of their values in the dtype of the
-        result, where no kernel does it).
-      preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
-        is in float32; products that are summed over devices are sent in this dtype.
-      transpose_rhs: whether `rhs` lies transposed in memory.
+      activation: applied to each result; or of as many arrays as there are right operands, which makes one result of
+        them (of their values in the dtype of the result, where no kernel does it).
+      preferred_element_type: see `overlap.matmul`. Products that are summed over devices are sent in this dtype.
       keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
         where the fused kernel gathers it. On D devices this takes D times the memory of the shard, and saves one
         gather. By default the backward pass gathers them again. Where XLA gathers `lhs`, it is kept in any case, unless
         `jax.checkpoint` says otherwise.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla", or None to choose: the fused kernel
-        where it can serve the call on a GPU and XLA was not measured to be faster. If the weights are gathered beside
-        another communication, XLA gathers them in any case.
-      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
+      implementation: see `overlap.matmul`. Weights that are gathered beside another communication, XLA gathers in any
+        case.
+
+    Keywords not listed here: see `overlap.matmul`.
 
     Returns:
       Global [..., m, n], sharded as `out_sharding` says; a list or tuple of such arrays if `rhs` is one. Deterministic.
@@ -380,4 +320,5 @@ def sharded_matmul(
         with recorded() as decisions:
             jax.eval_shape(checked.run, operands)
         outs = _run_eagerly(checked, tuple(decisions), operands)
-    return outs[0] if whole.container is None or whole.combines else whole.container(outs)
+    result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)
+    return result

@@ -151,8 +151,7 @@ class Product:
             preferred_element_type=self.out_dtype,
             config=self.config,
             implementation=self.implementation,
-            gather_dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else None,
-            scatter_dimension=1 if spec is SCATTER_N else 0,
+            dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else int(spec is SCATTER_N),
             return_gathered=spec is GATHER_LHS and self.keep_gathered,
         )
 
