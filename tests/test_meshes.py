@@ -266,7 +266,7 @@ def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
     case = layout("x", PERMUTED, x=4)
     text = lowered(case, case.mesh().abstract_mesh, sharded=True)
     assert ids_for_xla(text) == [0, 1, 2, 3]
-    # The beacon's key cannot name the devices, so jax's own barrier runs before the kernel.
+    # The ready flag's key cannot name the devices, so jax's own barrier runs before the kernel.
     assert "skip_device_barrier = false" in text
 
 

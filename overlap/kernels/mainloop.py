@@ -106,8 +106,8 @@ class Mainloop(Protocol):
         """Raises ValueError if the configuration contradicts itself, or needs more than the device has."""
         ...
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
-        """Returns the changes of jax (mends) that a kernel with this mainloop needs."""
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
+        """Returns the changes of jax (patches) that a kernel with this mainloop needs."""
         ...
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Any:

@@ -309,7 +309,7 @@ class Blackwell:
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
         limits.check_config(sizes, config, target)
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         return () if types.layouts.k_major else (_compat.SQUARE_TILES,)
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:

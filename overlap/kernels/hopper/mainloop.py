@@ -256,7 +256,7 @@ class Hopper:
     def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
         limits.check_config(sizes, config, target)
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         has_square_tiles = not types.layouts.k_major
         return (
             *([_compat.SQUARE_TILES] if has_square_tiles else []),
