@@ -147,7 +147,7 @@ def begin(
         jax.config.update("jax_num_cpu_devices", _DRY_DEVICES)
     else:
         command.need_gpus()
-    code = command.code_facts(arguments.commit, dry_run=arguments.dry_run)
+    code = environment.code_facts(arguments.commit, dry_run=arguments.dry_run)
     overlap.initialize()
     count = arguments.devices or jax.device_count()
     if count > jax.device_count():
@@ -163,8 +163,7 @@ def begin(
             raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
     if rest := [tokens for tokens in arguments.tokens if tokens % count]:
         raise WrongArguments(f"{name}: `--tokens` must be multiples of the {count} devices, got {rest[0]}")
-    layout = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
-    return Run(name, arguments, environment.describe(layout, count, code), jax.devices()[:count])
+    return Run(name, arguments, environment.describe(count, code), jax.devices()[:count])
 
 
 # --- Loops of layers --------------------------------------------------------------------------------------------------

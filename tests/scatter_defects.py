@@ -77,10 +77,7 @@ def announce_another_tile(patch):
 
 def store_both_halves_in_one_place(patch):
     store = exchange.store_boxes
-    patch.setattr(
-        exchange, "store_boxes", lambda boxes, views, buffers, warpgroup, first: store(
-            boxes, views, buffers, 0 * warpgroup, first)
-    )  # fmt: skip
+    patch.setattr(exchange, "store_boxes", lambda boxes, views, first: store(boxes, views, 0 * first))
 
 
 def drop_the_communicators_proxy_fence(patch):

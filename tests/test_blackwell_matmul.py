@@ -15,8 +15,6 @@ from overlap.choice.dispatch import logger
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates, heuristic
 from overlap.emulation import emulate
-from overlap.kernels import limits
-from overlap.kernels.limits import Sizes
 from overlap.kernels.target import current_target, emulating
 from tests.blackwell_cases import B200, ONE, PAIR, product
 from tests.explained import answer
@@ -141,7 +139,7 @@ def test_the_model_finds_configurations_of_blackwell():
 def test_wrong_configurations(fields, words):
     config = overlap.Config(**({"tile_m": 128, "tile_n": 128, "stages": 2} | fields))
     with pytest.raises(ValueError, match=words):
-        limits.check(Sizes(4096, 4096, 4096, BF16, BF16), config, B200)
+        Problem("matmul", 4096, 4096, 4096, "bfloat16", "bfloat16").check(config, B200)
 
 
 def test_a_ring_is_chosen_without_pairs():
@@ -158,7 +156,7 @@ def test_a_ring_is_chosen_without_pairs():
 
 def test_pairs_cannot_pass_tiles_on():
     with pytest.raises(ValueError, match="`cluster` must be 1 by the transport 'ring' on Blackwell"):
-        limits.check(Sizes(4096, 4096, 4096, BF16, BF16, transport="ring"), PAIR, B200)
+        Problem("all_gather_lhs_matmul", 4096, 4096, 4096, "bfloat16", "bfloat16", 2).check(PAIR, B200, "ring")
 
 
 def test_a_cpu_stands_for_either():

@@ -16,10 +16,10 @@ from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import target
 from overlap.kernels.blackwell import limits, scales
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.limits import Sizes
+from overlap.kernels.limits import RESERVED_BYTES
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import emulating
-from overlap.kernels.tma.limits import RESERVED_BYTES
 from overlap.tuning import operations
 from tests import assembly
 from tests.block_scale_cases import E4M3, E5M2, Product, config
@@ -156,7 +156,7 @@ def test_wrong_configurations_and_devices():
     product = Product(14, 128, 256, 128)
     with emulating("blackwell"), pytest.raises(ValueError, match=r"`tile_n` must be at most 128 .* got 256"):
         product("fused", config=config(tile_n=256))
-    sizes = Sizes(128, 256, 128, E4M3, jnp.bfloat16, OperandLayouts(False, True), block_scaled=True)
+    sizes = OperandTypes(128, E4M3, E4M3, jnp.bfloat16, OperandLayouts(False, True), block_scaled=True)
     with pytest.raises(
         ValueError, match=r"needs 520 columns of tensor memory, and there are 512: reduce `stages` .33."
     ):
@@ -176,7 +176,7 @@ def test_xla_runs_what_the_kernel_cannot(monkeypatch):
 
     assert "the tensor cores of Hopper take no block scales" in reason(H200, product)
     assert "needs the rows of rhs to be multiples of 16 bytes, got n=120" in reason(B200, unaligned)
-    assert reason(B200, product) == crossover.NOTHING_MEASURED
+    assert reason(B200, product) == crossover.NOTHING_MEASURED.reason
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap.cli import demo, doctor, ending, main, trace_files
+from overlap.cli import demo, devices, doctor, ending, main, trace_files
 from overlap.kernels.target import emulating
 from overlap.tuning import trace
 from overlap.tuning.programs import draw_operands, mesh_of
@@ -67,7 +67,7 @@ def test_an_argument_that_makes_no_sense_is_refused_by_name(capsys, line, said):
 def test_demo_on_more_devices_than_there_are(monkeypatch, capsys):
     assert main(["demo", "--emulate", "--devices", "99"]) == 2
     assert capsys.readouterr().err == "demo: --devices must be at most 8 where they are emulated, got 99\n"
-    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
+    monkeypatch.setattr(devices, "why_not_gpus", lambda: None)
     assert main(["demo", "--devices", "99"]) == 2
     assert capsys.readouterr().err == "demo: --devices must be at most 8 on this machine, got 99\n"
 
@@ -82,7 +82,7 @@ def test_demo_as_on_gpus(factor, monkeypatch, capsys):
         return {"fused": lambda lhs, rhs: xla(lhs, rhs) * factor, "xla": xla}
 
     monkeypatch.setattr(demo, "_methods", by_xla)
-    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
+    monkeypatch.setattr(devices, "why_not_gpus", lambda: None)
     monkeypatch.setattr(demo, "_ON_GPUS", (32, 8, 16))
     monkeypatch.setattr(demo, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(trace, "record", lambda *_, emulated: trace.Trace([], not emulated))

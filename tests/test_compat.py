@@ -23,7 +23,7 @@ from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels.config import Config
 from overlap.kernels.hopper.mainloop import Hopper
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_semaphores
 from overlap.primitives.clique import IN_CLIQUES

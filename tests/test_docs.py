@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 _FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Variables that only this project's own programs set for each other, or that only its tests read.
-_INTERNAL = {"OVERLAP_DEMO_TITLE", "OVERLAP_COMMIT", "OVERLAP_RANDOM_CASES", "OVERLAP_JOINED"}
+_INTERNAL = {"OVERLAP_RANDOM_CASES", "OVERLAP_JOINED"}
 
 
 def blocks(page: str, language: str) -> list[str]:

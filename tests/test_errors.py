@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.kernels.target import SMEM_BYTES, Target
 from tests.explained import answer
 

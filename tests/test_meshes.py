@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import _compat
 from overlap.choice import dispatch
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, clique

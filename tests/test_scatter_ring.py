@@ -77,18 +77,19 @@ def test_meshes(case):
 
 def test_gradients_go_the_same_way(monkeypatch):
     """The ring also gathers the cotangent of lhs, and sums the cotangent of a gather by ring."""
-    used, hook_in, of = [], RingTransport.hook_in, ReduceScatterSchedule.of
+    used, hook_in, schedule_of = [], RingTransport.hook_in, blocks_kernel._schedule
 
     def gathered_by_ring(self, *args):
         used.append("gather")
         return hook_in(self, *args)
 
-    def summed_by(*args, uses_ring):
-        used.append("sum" if uses_ring else "pushed sum")
-        return of(*args, uses_ring=uses_ring)
+    def summed_by(*args):
+        schedule, *rest = schedule_of(*args)
+        used.append("sum" if schedule.uses_ring else "pushed sum")
+        return schedule, *rest
 
     monkeypatch.setattr(RingTransport, "hook_in", gathered_by_ring)
-    monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)
+    monkeypatch.setattr(blocks_kernel, "_schedule", summed_by)
     mesh, operands = make_mesh(x=3), (normal(0, 3 * 16, 3 * 64), normal(1, 3 * 64, 3 * 64))
     rows, columns, summed = P("x", None), P(None, "x"), overlap.matmul_reduce_scatter
     ways = [  # The operation, the same with XLA, the specs, the kernels that run.

@@ -1,5 +1,6 @@
 """`all_gather_lhs_matmul`: several right operands, the gathered operand, leading dimensions, scales; emulated."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -266,7 +267,9 @@ SCHEDULES = list(itertools.product([1, 3], [1, 2, 3], [1, 2], [(200, 8), (64,), 
 def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster, widths):
     for m_shard, along, order in itertools.product((200, 1, 256), ("m", "n"), ("m", "n")):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, order_width=2)
-        schedule = AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config, keeps_own=True)
+        schedule = dataclasses.replace(
+            AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config), keeps_own=True
+        )
         rows, columns = config.cluster_tile
         found, raised = [], {}
         for index in range(schedule.pulled_chunks):

@@ -73,7 +73,6 @@ REFUSED = {
     "rows": ({"lhs": jax.ShapeDtypeStruct((B, 6, K), jnp.float32)}, r"`lhs`.*equal parts, got 6 in.* 1.*pad it to 8"),
     "columns": ({"rhs": jax.ShapeDtypeStruct((K, 30), jnp.float32)}, r"`rhs`.*got 30 in dimension 1.*4 devices.*to 32"),
     "bias": ({"bias": whole(3, K)}, rf"`bias` must have shape \({N},\).*of the result.*: reshape it$"),
-    "activation": ({"activation": jnp.cumsum}, r"`activation` must be elementwise"),
     "a function": ({"activation": 3}, r"`activation` must be a function"),
     "implementation": ({"implementation": "pallas"}, r"`implementation` must be None or one of"),
     "config": ({"config": 3}, r"`config` must be None or an overlap.Config"),

@@ -252,7 +252,7 @@ H100S = AbstractMesh(
 def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementation, monkeypatch):
     def verdict(problem, gpu):
         ratio = gain if problem.op == "matmul_reduce_scatter" else 1.2
-        return ratio < 1, f"{problem} {ratio}"
+        return crossover.Verdict(ratio < 1, f"{problem} {ratio}", crossover.Cause.MEASURED)
 
     monkeypatch.setattr(crossover, "verdict", verdict)
     x, q, k = struct(4096, 8192), struct(8192, 4096), struct(8192, 512)

@@ -3,27 +3,23 @@
 A public operation has a function `prepare`, which turns its arguments into an `Operation` and a checked `Call`. `run`
 does the rest. `explain` stops after the decision between the fused kernel and XLA (`overlap.explain` traces `run`).
 
-The fused kernel lies behind a primitive of jax, which has its own rules for derivatives (`derivative.py`) and for
-`jax.vmap` (`batch.py`).
+The fused kernel lies behind a primitive of jax (`primitive.py`), which has its own rules for derivatives
+(`derivative.py`) and for `jax.vmap` (`batch.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from overlap import _settings
+from overlap import _settings, emulation
 from overlap.choice import dispatch
-from overlap.choice.session import explaining
 from overlap.frame import arguments, sharded
-from overlap.frame.batch import batched
-from overlap.frame.derivative import derivative
 from overlap.frame.explain import record
-from overlap.frame.operands import Operands, Results, sizes
+from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.primitive import Primitive
+from overlap.frame.primitive import fused
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -101,34 +97,12 @@ def run_prepared(
     """
     choice = decide(operation, call, config, implementation)
     record(dataclasses.replace(choice, plan=purpose))
-    plan = LaunchPlan(
-        operation,
-        call.layouts,
-        call.out_dtype,
-        choice.target,
-        choice.config,
-        call.activation,
-        must_fuse=by_user and implementation == "fused",
-    )
+    how = call.layouts, call.out_dtype
     if choice.config is None:
-        return call.restore(plan.by_xla(call.operands, call.by_xla))
+        return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
+    if choice.target.platform == "cpu":
+        emulation.enable()
+    must_fuse = by_user and implementation == "fused"
+    plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
-
-
-def fused(operands: Operands, plan: LaunchPlan) -> Results:
-    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
-    return _primitive(operands, plan)
-
-
-def _launch(operands: Operands, plan: LaunchPlan) -> Results:
-    if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
-        return plan.by_xla(operands, plan.kernel_activation(operands))
-    return plan.operation.launch(operands, plan)
-
-
-_primitive = Primitive(
-    run=_launch,
-    batched=functools.partial(batched, fused=fused),
-    derivative=functools.partial(derivative, fused=fused),
-)

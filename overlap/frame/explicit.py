@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 from overlap.choice import dispatch
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.call import Prepare
 from overlap.frame.explain import settled
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import accumulator
+from overlap.frame.operands import Leaf, accumulator
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels import launch
@@ -39,7 +40,7 @@ def run(operation: Operation, prepare: Prepare, given: Arguments) -> Any:
                 if dispatch.target().platform != "cpu":
                     launch.leave_to_xla(operation.name, str(cannot), must_fuse=False)
                 given = dataclasses.replace(given, implementation="xla")
-            with settled(Explanation(operation.name, "xla", None, str(cannot), dispatch.target())):
+            with settled(Explanation(operation.name, "xla", None, str(cannot), Cause.NOT_SERVED, dispatch.target())):
                 return call.run(prepare, given)
     return call.run(prepare, given)
 
@@ -75,7 +76,7 @@ def _cut(
             scale = arrays[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
 
-    def bare_types() -> dict[str, Any]:
+    def bare_types() -> dict[str, Leaf]:
         """Types without a mesh. They suffice to check the whole call."""
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
 
@@ -89,7 +90,7 @@ def _cut(
         traced = dataclasses.replace(given, activation=applied)
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
-    def of_call(shards: dict[str, Any]) -> Arguments:
+    def of_call(shards: dict[str, Leaf]) -> Arguments:
         named = {name: x for name, x in shards.items() if "[" not in name}
         return dataclasses.replace(traced, **named, scalars=tuple(x for name, x in shards.items() if "[" in name))
 

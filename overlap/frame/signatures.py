@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,11 @@ AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# An argument as the caller gave it, not checked yet.
+type Given = Any
+# One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
+# has put in the array's place, such as a bool, a dtype or a tangent.
+type Leaf = Any
 # An argument with an entry for each right operand, if these are a list.
 PerRhs = AnyArray | Sequence[AnyArray | None]
 # One right operand or several, and the results for them. Arrays of NumPy are taken too, but are no type of a result.

@@ -26,6 +26,7 @@ from jax.interpreters import batching, mlir
 
 from overlap import _compat
 from overlap.kernels.varying import alike
+from overlap.primitives.types import Tree
 
 _logger = logging.getLogger("overlap")
 _said: set[tuple[str, str]] = set()
@@ -34,11 +35,11 @@ _kernel_p.multiple_results = True
 
 
 def sealed(
-    kernel: Callable[..., Any],
+    kernel: Callable[..., Tree],
     name: str,
-    otherwise: Callable[..., Any] | None = None,
+    otherwise: Callable[..., Tree] | None = None,
     patches: tuple[_compat.Patch, ...] = (),
-) -> Callable[..., Any]:
+) -> Callable[..., Tree]:
     """Returns a function that computes the same as `kernel`, as one operation of jax.
 
     Args:
@@ -49,7 +50,7 @@ def sealed(
       patches: the changes of jax that the kernel needs on a GPU.
     """
 
-    def run(*operands: jax.Array) -> Any:
+    def run(*operands: jax.Array) -> Tree:
         plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         # Inside `jax.disable_jit()`, jax would unroll the loops of the kernel.
         with jax.disable_jit(False):

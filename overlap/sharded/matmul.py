@@ -130,10 +130,18 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
-    applied, scalars = None, ()
+    applied, scalars, out_dtype, implementation = None, (), whole.out_dtype, given.implementation
     if activation is not None:
-        count = len(rhs) if whole.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), count)
+        wide = accumulator(operands["lhs"].dtype)
+        try:
+            applied, scalars = activations.traced(activation, wide, len(rhs) if whole.combines else 1)
+        except activations.NotElementwise as why:
+            if implementation == "fused":
+                raise
+            # XLA computes the products in f32, and the activation is applied to the global results.
+            of_all = activations.on_all(activations.by_itself(activation), whole.combines)
+            whole = dataclasses.replace(whole, not_elementwise=str(why), by_xla=of_all)
+            out_dtype, implementation = wide, "xla"
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -149,10 +157,8 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
-    columns = columns[:1] if whole.combines else columns
-    product = Product(
-        plan, dimensions.transpose_rhs, whole.out_dtype, applied, given.config, given.implementation, keep_gathered
-    )
+    product = Product(plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered)
+    columns = columns[:1] if product.combines else columns
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
 
@@ -320,5 +326,7 @@ def sharded_matmul(
         with recorded() as decisions:
             jax.eval_shape(checked.run, operands)
         outs = _run_eagerly(checked, tuple(decisions), operands)
+    if whole.not_elementwise and whole.by_xla is not None:
+        outs = tuple(x.astype(whole.out_dtype) for x in whole.by_xla(outs))
     result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)
     return result

@@ -19,7 +19,7 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.gather.operation import TRANSPORTS, AllGatherLhs
 from overlap.collectives.transposes import transposed
 from overlap.frame import activation as activations

@@ -21,7 +21,7 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.gather import rhs_kernel
 from overlap.collectives.gather.operation import AllGather
 from overlap.frame import arguments, call

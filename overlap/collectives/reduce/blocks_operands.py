@@ -45,7 +45,6 @@ def in_blocks(
         columns are scattered and every device needs the whole result. Rows and columns are padded to whole tiles.
     """
     config, layouts = plan.config, plan.layouts
-    assert config is not None
     (m, _), (_, n) = layouts.m_k(operands.lhs.shape), layouts.k_n(operands.rhs_list[0].shape)
     m_blocks, n_blocks = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
     lefts, rights = [], []

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
-from overlap.collectives.reduce.operation import XLA, Summed
+from overlap.collectives.collective import XLA, peer_group_of
+from overlap.collectives.reduce.operation import Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results
 from overlap.frame.operation import Call, LaunchPlan
-from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
@@ -42,8 +41,7 @@ class MatmulAllReduce(Summed):
     spec = ALL_REDUCE
     takes_more_rows = True
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        self.problem(call.operands, call.layouts, call.out_dtype).check_blocks(config)
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():

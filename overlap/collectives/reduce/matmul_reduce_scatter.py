@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import communicator
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.reduce.operation import MatmulReduceScatter
 from overlap.collectives.transposes import transposed
 from overlap.frame import arguments, call

@@ -10,13 +10,13 @@ from .machine import Machine, Thread
 _MOST = 64  # threads that the message lists
 
 
-def message(threads: Sequence[Thread], machines: Sequence[Machine]) -> str:
+def message(machines: Sequence[Machine]) -> str:
     """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started.
 
     Threads that wait for semaphores and mbarriers come first: one of them is the cause. Threads that wait for other
     threads of their CTA, such as a warpgroup for the warps of a `warp_map`, come after them.
     """
-    waiting = sorted((t for t in threads if not t.done), key=_waits_for_own_cta)
+    waiting = sorted((t for m in machines for t in m.threads if not t.done), key=_waits_for_own_cta)
     lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
     for thread in waiting[:_MOST]:
         why = thread.blocked[1]() if thread.blocked else "is not blocked"

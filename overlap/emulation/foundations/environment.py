@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# The values of a thread: numbers, arrays, and the buffers and barriers that references stand for.
+Environment = list[Any]
+
 
 class Entry:
     """The index of an entry of a thread's environment, in decoded parameters."""
@@ -19,6 +22,10 @@ class Entry:
         self.index = index
 
 
-def value_of(x: Any, env: list[Any]) -> Any:
+# A decoded parameter that is a scalar: a constant, or the entry of a value.
+Scalar = int | Entry
+
+
+def value_of(x: Scalar, env: Environment) -> int:
     """Returns the value of a decoded parameter: the value in `env` if it is an `Entry`, else the constant itself."""
-    return env[x.index] if type(x) is Entry else x
+    return env[x.index] if type(x) is Entry else x  # pyright: ignore[reportReturnType]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from jax.extend import core as jex_core
+
+# An object of jax whose class is private or has no types: a mesh, a pytree of references, an equation's parameter.
+JaxObject = Any
+# A step of jax's way from a reference to a part of it. The classes are private: the emulator knows their names.
+Transform = Any
+AxisName = Hashable
 
 
 class ArrayType(Protocol):
@@ -14,7 +21,7 @@ class ArrayType(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def dtype(self) -> np.dtype[Any]: ...
+    def dtype(self) -> np.dtype: ...
     @property
     def ndim(self) -> int: ...
     @property
@@ -32,14 +39,49 @@ class Equation(Protocol):
     """An equation of a jaxpr: an application of a primitive."""
 
     @property
-    def primitive(self) -> Any: ...
+    def primitive(self) -> jex_core.Primitive: ...
     @property
-    def params(self) -> Mapping[str, Any]: ...
+    def params(self) -> Mapping[str, JaxObject]: ...
     @property
     def invars(self) -> Sequence[Atom]: ...
     @property
     def outvars(self) -> Sequence[Atom]: ...
     @property
-    def effects(self) -> Iterable[Any]: ...
+    def effects(self) -> object: ...
     @property
-    def source_info(self) -> Any: ...
+    def source_info(self) -> JaxObject: ...
+
+
+class Jaxpr(Protocol):
+    """A function as a list of equations."""
+
+    @property
+    def eqns(self) -> Sequence[Equation]: ...
+    @property
+    def invars(self) -> Sequence[Atom]: ...
+    @property
+    def outvars(self) -> Sequence[Atom]: ...
+    @property
+    def constvars(self) -> Sequence[Atom]: ...
+
+
+def argument_names(jaxpr: Jaxpr) -> list[str]:
+    """The names of a function's arguments in the user's source, as far as jax knows them."""
+    names = list(getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ())
+    names += [""] * (len(jaxpr.invars) - len(names))
+    return [name or f"scratch {i}" for i, name in enumerate(names)]
+
+
+def open_jaxpr(jaxpr: JaxObject) -> Jaxpr:
+    """Returns a jaxpr without its constants: of a `ClosedJaxpr` the jaxpr inside, else the jaxpr itself."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def space_of(aval: JaxObject) -> str:
+    """The memory space of a reference's type, such as ``"smem"``."""
+    return str(getattr(aval.memory_space, "value", aval.memory_space))
+
+
+def is_semaphore(aval: ArrayType) -> bool:
+    """Whether a reference's type is an array of semaphores, whose dtype is one of jax's own."""
+    return "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
