@@ -12,7 +12,7 @@ from overlap.collectives import communicator
 from overlap.collectives.reduce import blocks_kernel
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.kernels.tma import drawn, exchange, staging
-from overlap.primitives import PeerGroup, atomics, board, waits
+from overlap.primitives import PeerGroup, atomics, stalls, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 
@@ -213,7 +213,7 @@ def wait_for_terms_with_fences(patch, *fences):
     look_until = waits.look_until
 
     def look(*args, role, **kwargs):
-        look_until(*args, role=role, **kwargs | ({"fences": fences} if role == board.TERMS else {}))
+        look_until(*args, role=role, **kwargs | ({"fences": fences} if role == stalls.TERMS else {}))
 
     patch.setattr(waits, "look_until", look)
 

@@ -21,6 +21,7 @@ from overlap.kernels.target import Target
 from overlap.single_gpu import matmul
 from tests import activation_cases, assembly
 from tests.assembly import Case
+from tests.explained import answer
 from tests.product_cases import normal
 
 SMALL = overlap.Config(tile_n=128, stages=2)
@@ -151,7 +152,7 @@ def test_what_is_not_proven_to_be_elementwise_is_left_to_xla(name, monkeypatch):
         of_exact = jax.grad(lambda x: jnp.sum(activation(x.astype(jnp.float32) @ RHS.astype(jnp.float32)) ** 2))(LHS)
         close(gradients, of_exact, 1e-2)
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    choice = overlap.explain(overlap.matmul, LHS, RHS, activation=activation)
+    choice = answer(overlap.matmul, LHS, RHS, activation=activation)
     assert choice.implementation == "xla" and "`activation`" in choice.reason and fragment in choice.reason
 
 
@@ -168,7 +169,7 @@ def test_a_mean_is_that_of_the_global_result(axis_type):
         if axis_type == AxisType.Auto:
             keywords |= dict(lhs_sharding=P("x", None), rhs_sharding=P(None, "x"))
         close(overlap.sharded_matmul(lhs, rhs, **keywords), exact)
-        assert "reduce_sum" in overlap.explain(overlap.sharded_matmul, lhs, rhs, **keywords).reason
+        assert "reduce_sum" in answer(overlap.sharded_matmul, lhs, rhs, **keywords).reason
         with pytest.raises(NotImplementedError, match="`activation`"):
             overlap.sharded_matmul(lhs, rhs, implementation="fused", **keywords)
         if axis_type == AxisType.Explicit:

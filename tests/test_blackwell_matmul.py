@@ -17,6 +17,7 @@ from overlap.choice.space import candidates, heuristic
 from overlap.emulation import emulate
 from overlap.kernels.target import current_target, emulating
 from tests.blackwell_cases import B200, ONE, PAIR, product
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import integers
 
@@ -107,7 +108,7 @@ def test_xla_is_chosen_where_nothing_was_measured(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "current_target", lambda mesh=None: B200)
     struct = jax.ShapeDtypeStruct((4096, 4096), BF16)
     with caplog.at_level("WARNING", logger=logger.name):
-        choice = overlap.explain(overlap.matmul, struct, struct)
+        choice = answer(overlap.matmul, struct, struct)
     assert choice.implementation == "xla"
     assert "not measured on this GPU yet" in choice.reason
     assert 'implementation="fused"' in choice.reason
@@ -147,7 +148,7 @@ def test_a_ring_is_chosen_without_pairs():
     with emulating("blackwell"):
         given = overlap.all_gather_lhs_matmul, lhs, rhs, "x"
         by = {
-            transport: overlap.explain(*given, mesh=make_mesh(x=2), transport=transport, implementation="fused").config
+            transport: answer(*given, mesh=make_mesh(x=2), transport=transport, implementation="fused").config
             for transport in ("pull", "ring")
         }
     assert (by["pull"].cluster, by["ring"].cluster) == (2, 1)

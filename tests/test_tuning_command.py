@@ -27,6 +27,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 from overlap.tuning import progress
 from overlap.tuning.stop import stopped_by_ctrl_c
+from tests.explained import answer
 from tests.tuning_cases import no_tables
 
 __all__ = ["no_tables"]
@@ -78,13 +79,13 @@ def test_calls_are_found_wherever_they_are():
 def test_the_products_of_a_gradient_are_found_where_xla_would_run_by_default():
     """After tuning the fused kernel may run, and then its backward products do, too."""
     x, w = jnp.ones((128, 192), jnp.bfloat16), jnp.ones((192, 256), jnp.bfloat16)
-    assert overlap.explain(overlap.matmul, x, w).implementation == "xla"
+    assert answer(overlap.matmul, x, w).implementation == "xla"
     loss = lambda x, w: overlap.matmul(x, w).astype(jnp.float32).sum()  # noqa: E731
     found = autotune.problems_of(jax.grad(loss, (0, 1)), x, w)
     assert {(p.m, p.n, p.k, p.layout) for p in found} == {
         (128, 256, 192, "nn"), (128, 192, 256, "nt"), (192, 256, 128, "tn")
     }  # fmt: skip
-    assert overlap.explain(overlap.matmul, x, w).implementation == "xla"
+    assert answer(overlap.matmul, x, w).implementation == "xla"
 
 
 def test_collecting_neither_changes_explanations_nor_warns_nor_fails_where_calls_run(caplog):
@@ -93,7 +94,7 @@ def test_collecting_neither_changes_explanations_nor_warns_nor_fails_where_calls
     seen = []
 
     def asks(x, w):
-        seen.append(overlap.explain(overlap.matmul, x, w).implementation)
+        seen.append(answer(overlap.matmul, x, w).implementation)
         return overlap.matmul(x, w)
 
     def compiles(x, w):
@@ -152,11 +153,11 @@ def test_the_operations_ask_and_are_tuned(tmp_path, caplog):
     caplog.set_level(logging.INFO, "overlap")
     x, w = operands()
     fn = lambda x, w: overlap.matmul(x, w, implementation="fused")  # noqa: E731
-    assert overlap.explain(overlap.matmul, x, w, implementation="fused").source == "heuristic"
-    given = overlap.explain(overlap.matmul, x, w, implementation="fused", config=Config(stages=3, tile_n=128))
+    assert answer(overlap.matmul, x, w, implementation="fused").source == "heuristic"
+    given = answer(overlap.matmul, x, w, implementation="fused", config=Config(stages=3, tile_n=128))
     assert given.source == "given"
     with overlap.autotune(jax.jit(fn), x, w, max_configs=2, path=tmp_path / "t.json") as result:
-        explained = overlap.explain(overlap.matmul, x, w, implementation="fused")
+        explained = answer(overlap.matmul, x, w, implementation="fused")
         assert (explained.config, explained.source) == (result.configs[SMALL], "tuned")
     said = [record for record in caplog.records if record.message.startswith("autotune: ")]
     assert [record.levelname for record in said] == ["WARNING", "INFO"]

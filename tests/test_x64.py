@@ -34,7 +34,7 @@ def gather_lhs(config=None, several=False, **keywords):
 
 def gather_rhs(dimension, config=None):
     config = config and overlap.Config(tile_n=128, **config)
-    return lambda a, b: overlap.all_gather_rhs_matmul(a, b, "x", gather_dimension=dimension, config=config, **FUSED)
+    return lambda a, b: overlap.all_gather_rhs_matmul(a, b, "x", dimension=dimension, config=config, **FUSED)
 
 
 def loss(a, b):

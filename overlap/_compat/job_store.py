@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import private
+from overlap._compat.patch import private
 
 
 def job_store() -> Any:

@@ -28,10 +28,11 @@ _MISSED = (Cause.NOT_SERVED, Cause.NOT_BY_DEFAULT, Cause.NOT_MEASURED)
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns: which implementation a call would run, and why.
+    """What `explain` says of one call: which implementation it would run, and why.
 
     Attributes:
       op: the operation's name.
+      shapes: the sizes m x n x k of a device's operands, and their dtype.
       implementation: "fused" or "xla".
       config: the fused kernel's configuration, None for "xla".
       reason: one sentence.
@@ -46,8 +47,7 @@ class Explanation:
         core while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
-      plan: for `sharded_matmul`, what it runs along which mesh axes; in `backward`, what is computed; else empty.
-      backward: the collective operations of the backward pass, if they were asked for. XLA computes its other products.
+      plan: for a product of global arrays, what runs along which mesh axes; in a backward pass, what is computed.
     """
 
     op: str
@@ -62,16 +62,20 @@ class Explanation:
     ctas_at_once: int = 0
     scratch_bytes: int = 0
     plan: str = ""
-    backward: tuple[Explanation, ...] = ()
+    shapes: str = ""
 
-    def __str__(self) -> str:
-        config = f" with {self.config} ({self.source})" if self.config else ""
+    @property
+    def why(self) -> str:
+        """The reason, and what a fused kernel needs."""
         transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
         needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
         scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
+        return f"{self.reason}{transport}{needs}{scratch}"
+
+    def __str__(self) -> str:
+        config = f" with {self.config} ({self.source})" if self.config else ""
         plan = f"{self.plan}: " if self.plan else ""
-        text = f"{plan}{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
-        return "\n".join((text, *map(str, self.backward)))
+        return f"{plan}{self.op}: {self.implementation}{config}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _parser() -> Parser:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and its packages",
-        description="Checks what the library needs, and says how to mend what is missing or wrong. It also works "
+        description="Checks what the library needs, and says how to repair what is missing or wrong. It also works "
         "without jax, with a broken jax, and on an old Python.",
         epilog="Exit status: 0 if no line says PROBLEM; 1 if one does; 2 if the arguments are wrong. A line that says "
         "note is not a problem.",

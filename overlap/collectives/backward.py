@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from overlap.choice.dispatch import Explanation
 from overlap.frame import call
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import LaunchPlan, Operation
@@ -20,18 +17,6 @@ from overlap.kernels.config import FLOAT16
 
 # Makes the operation that computes the cotangent of the left operand of another.
 Transpose = Callable[[Any], Operation]
-_explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[list[Explanation]]:
-    """Collects what `backward` decides inside the block."""
-    found: list[Explanation] = []
-    token = _explained.set(found)
-    try:
-        yield found
-    finally:
-        _explained.reset(token)
 
 
 def backward(
@@ -47,7 +32,7 @@ def backward(
       given: its operands, a list of the left ones and one of the right ones, and the dtype of its result: float32, if
         `preferred_element_type` is neither float16 nor bfloat16.
       plan: of the forward pass.
-      purpose: what is computed, for `explained`.
+      purpose: what is computed, for `overlap.explain`.
       passenger: see `Operands`.
 
     Returns:
@@ -65,9 +50,6 @@ def backward(
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
     try:
-        if (found := _explained.get()) is not None:
-            choice = call.decide(operation, transposed, None, implementation)
-            found.append(dataclasses.replace(choice, plan=purpose))
-        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
+        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False, purpose=purpose)
     except NotImplementedError:
         return None

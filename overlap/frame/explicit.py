@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from overlap.choice import dispatch
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.call import Prepare
+from overlap.frame.explain import settled
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Leaf, accumulator
 from overlap.frame.operation import Operation
@@ -33,38 +34,15 @@ def run(operation: Operation, prepare: Prepare, given: Arguments) -> Any:
         try:
             return _cut(operation, mesh, given)(functools.partial(call.run, prepare))
         except NotImplementedError as cannot:
+            if given.implementation == "fused":
+                raise
             if given.implementation is None:
                 if dispatch.target().platform != "cpu":
                     launch.leave_to_xla(operation.name, str(cannot), must_fuse=False)
                 given = dataclasses.replace(given, implementation="xla")
-            if given.implementation != "xla":
-                raise
+            with settled(Explanation(operation.name, "xla", None, str(cannot), Cause.NOT_SERVED, dispatch.target())):
+                return call.run(prepare, given)
     return call.run(prepare, given)
-
-
-def explain(operation: Operation, prepare: Prepare, given: Arguments) -> Explanation:
-    """Checks a call and says what would run. Raises the same errors as `run`."""
-    call.check_choice(given)
-    mesh = sharded.mesh_of(*jax.tree.leaves(given.arrays))
-    if mesh is None:
-        return call.explain(prepare, given)
-    explanations: list[Explanation] = []
-
-    def of_shard(shard: Arguments) -> jax.Array:
-        explanations.append(call.explain(prepare, shard))
-        checked = normalize(operation, shard)
-        _, m, (n,), _ = checked.sizes
-        return jnp.zeros((*checked.batch, m, n))
-
-    try:
-        jax.eval_shape(
-            lambda arrays: _cut(operation, mesh, dataclasses.replace(given, **arrays))(of_shard), given.arrays
-        )
-    except NotImplementedError as cannot:
-        if given.implementation == "fused":
-            raise
-        return dispatch.leave_to_xla(operation.name, given.implementation, dispatch.target(given.mesh), str(cannot))
-    return explanations[0]
 
 
 def _cut(

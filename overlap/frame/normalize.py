@@ -189,7 +189,7 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
         raise ValueError(
             "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
             f"k={lhs_k} in lhs {tuple(lhs.shape)} and k={shards * rhs_k} from {shards} shards "
-            f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`gather_dimension`), or is one of "
+            f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`dimension`), or is one of "
             "them transposed?"
         )
     if operation.reduces and max(lhs_k, rhs_k) == operation.summed_over * min(lhs_k, rhs_k):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from overlap.choice.session import explaining
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
 from overlap.frame.operands import Leaf, Operands, Results, Structure
@@ -49,7 +50,10 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
     """
 
     def of_leaves(*leaves: jax.Array) -> Results:
-        return plan.operation.launch(jax.tree.unflatten(structure, leaves), plan)
+        operands = jax.tree.unflatten(structure, leaves)
+        if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
+            return plan.operation.by_xla(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands))
+        return plan.operation.launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ type Given = Any
 type Leaf = Any
 # An argument with an entry for each right operand, if these are a list.
 PerRhs = AnyArray | Sequence[AnyArray | None]
+# One right operand or several, and the results for them. Arrays of NumPy are taken too, but are no type of a result.
+Sides = TypeVar("Sides", jax.Array, list[jax.Array], tuple[jax.Array, ...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +56,7 @@ class Arguments:
     config: Config | None = None
     implementation: Implementation | None = None
     transport: str | None = None
-    gather_dimension: int | None = None
-    scatter_dimension: int = 0
+    dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
     mesh: AnyMesh | None = None

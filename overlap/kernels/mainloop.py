@@ -122,8 +122,8 @@ class Mainloop(Protocol):
         """Whether a thread of a kernel with this number of tiles may need more registers than it has."""
         ...
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
-        """Returns the changes of jax (mends) that a kernel with this mainloop needs."""
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
+        """Returns the changes of jax (patches) that a kernel with this mainloop needs."""
         ...
 
     def buffer_types(self, config: Config, types: OperandTypes) -> ScratchType:

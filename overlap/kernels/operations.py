@@ -119,13 +119,11 @@ GATHER_RHS_N = OperationSpec(
     "collectives.gather.all_gather_rhs_matmul",
     gathers="n",
     transports=("pull",),
-    keyword=("gather_dimension", 1),
+    keyword=("dimension", 1),
     layouts=("nn", "tn"),
     epilogue=(),
 )
-GATHER_RHS_K = dataclasses.replace(
-    GATHER_RHS_N, name="all_gather_rhs_matmul_k", gathers="k", keyword=("gather_dimension", 0)
-)
+GATHER_RHS_K = dataclasses.replace(GATHER_RHS_N, name="all_gather_rhs_matmul_k", gathers="k", keyword=("dimension", 0))
 SCATTER_M = OperationSpec(
     "matmul_reduce_scatter",
     "matmul_reduce_scatter",
@@ -133,11 +131,9 @@ SCATTER_M = OperationSpec(
     sums=True,
     scatters="m",
     transports=("push", "ring"),
-    keyword=("scatter_dimension", 0),
+    keyword=("dimension", 0),
 )
-SCATTER_N = dataclasses.replace(
-    SCATTER_M, name="matmul_reduce_scatter_n", scatters="n", keyword=("scatter_dimension", 1)
-)
+SCATTER_N = dataclasses.replace(SCATTER_M, name="matmul_reduce_scatter_n", scatters="n", keyword=("dimension", 1))
 ALL_REDUCE = OperationSpec(
     "matmul_all_reduce",
     "matmul_all_reduce",

@@ -144,9 +144,9 @@ class ProductKernel:
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
         # A kernel with flags communicates, and may loop over numbers that it draws from a counter.
-        mends = self.mainloop.mends(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
+        patches = self.mainloop.patches(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
         kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
-        results = sealed(kernel, self.name, mends=mends)(*leaves)
+        results = sealed(kernel, self.name, patches=patches)(*leaves)
         if recording is not None:
             recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])

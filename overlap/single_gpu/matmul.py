@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
-from overlap.choice.dispatch import Implementation
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import by_xla, explicit, primitive, sharded
+from overlap.frame.explain import record
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
@@ -64,11 +66,14 @@ class Matmul(Operation):
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
         problem = MATMUL.problem(operands, layouts, dtype)
-        config, _ = choose.choose_config(problem, plan.target)
+        config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
+        why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
+        chosen = Explanation(self.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
+        record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
         (out,), _ = primitive.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
@@ -147,12 +152,20 @@ def matmul(
         are multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
         Block scales have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
-        Accumulation is in float32.
+        Accumulation is in float32. The kernels that gather write float16 and bfloat16.
       transpose_lhs: whether `lhs` is stored transposed. The kernel reads it as it lies, without a copy.
       transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
-      config: tile sizes of the kernel; by default from a table of measurements, else by a model. It is for this
+      config: tile sizes of the kernel; by default from a table of measurements, else by a model, which treats several
+        right operands as one of their total width. It is for this
         product; see below for the backward pass and `jax.vmap`.
-      implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
+      implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose: the kernel where it
+        can serve the call on a GPU and XLA was not measured, or is not predicted, to be faster. The choice is logged
+        once, by the logger "overlap".
+
+    The collectives have the same keywords, in which m, n and k are the sizes of a device's parts, and:
+      axis_name: the mesh axis to communicate along, or a tuple of axes. The devices of a tuple of axes are counted
+        row-major in its order, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
 
     Returns:
       [..., m, n]. Deterministic.

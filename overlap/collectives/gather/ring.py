@@ -55,8 +55,8 @@ from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
-    board,
     semaphore_signal_peer,
+    stalls,
     tma_store,
     wait_stores_landed,
     wait_stores_read,
@@ -129,7 +129,7 @@ class RingTransport:
 
         def wait(tile: Tile) -> None:
             handshake.wait_for(
-                board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
+                stalls.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
             )
 
         return dataclasses.replace(

@@ -83,7 +83,7 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer, tma_store
+from overlap.primitives import Handshake, PeerGroup, semaphore_signal, semaphore_signal_peer, stalls, tma_store
 from overlap.primitives.atomics import add
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
@@ -286,7 +286,7 @@ class _Body(SumBody):
         @pl.loop(0, schedule.terms)
         def _term(term: Index) -> None:
             step = schedule.step_of_term(tile.step, term)
-            handshake.wait_for(board.TERMS, self._flag(_ARRIVED, step, tile), 1, schedule.sender(self.me, step))
+            handshake.wait_for(stalls.TERMS, self._flag(_ARRIVED, step, tile), 1, schedule.sender(self.me, step))
 
     def _communicate(self) -> None:
         schedule, group, (stored, sent, arrived, *handshake) = self.schedule, self.group, self.refs.flags

@@ -110,7 +110,7 @@ def padded(vectors: jax.Array, unit: int) -> jax.Array:
 def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
     """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
+    return sealed(make, "overlap_landing_place", patches=(IN_CLIQUES,))()
 
 
 def lands_in_an_operand() -> bool:

@@ -54,7 +54,7 @@ from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks,
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, semaphore_signal, semaphore_signal_peer, stalls
 from overlap.primitives.types import GmemRef, Index
 
 
@@ -212,7 +212,7 @@ class _Body(SumBody):
         @pl.loop(1, self.group.size)
         def _peer(distance: Index) -> None:
             peer = self.group.peer(distance)
-            handshake.wait_for(board.TERMS, flags.at[peer, index], 1, peer)
+            handshake.wait_for(stalls.TERMS, flags.at[peer, index], 1, peer)
 
         wait_for_block(flags.at[self.me, index], 1)
 

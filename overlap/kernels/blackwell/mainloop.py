@@ -311,7 +311,7 @@ class Blackwell:
     def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
         return False  # Sums lie in tensor memory.
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         return () if types.layouts.k_major else (_compat.SQUARE_TILES,)
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:

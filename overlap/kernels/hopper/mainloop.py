@@ -258,7 +258,7 @@ class Hopper:
     def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
         return limits.crowds_registers(types, tiles, config, target)
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         has_square_tiles = not types.layouts.k_major
         return (
             *([_compat.SQUARE_TILES] if has_square_tiles else []),
