@@ -145,6 +145,7 @@ def test_a_topology_of_several_hosts_is_refused():
     program = """
 import jax, numpy as np, overlap
 from tests.assembly_targets import topology
+from tests.explained import answer
 operands = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
 for hosts, devices in ((1, 8), (2, 4)):
     mesh = jax.sharding.Mesh(np.array(topology("h200", devices, hosts)).reshape(2, 4), ("data", "x"))

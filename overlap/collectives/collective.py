@@ -8,6 +8,7 @@ import jax
 
 from overlap.choice.problem import Problem
 from overlap.frame import sharded
+from overlap.frame.explain import explained_mesh
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import AnyMesh, AxisName
 from overlap.kernels.config import Config
@@ -77,26 +78,26 @@ class Collective(Operation):
                 problem.check(config, target, transport)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        self._require_peers(target, mesh)
+        self._require_peers(target)
         if mesh is None:
             sharded.require_no_partitioner_axes()
             for name, x in (*(("lhs", x) for x in call.operands.lefts), *rights):
                 sharded.require_whole({name: x})
 
-    def _require_peers(self, target: Target, mesh: AnyMesh | None) -> None:
+    def _require_peers(self, target: Target) -> None:
         """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
         if self.group.size == 1 or target.platform != "gpu":
             return
         windows.require_shared_memory()
         # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
-        if isinstance(mesh, jax.sharding.Mesh):
+        if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
             clique = Clique.of(mesh, frozenset(name for name, _ in self.group.axes))
             assert clique is not None
             clique.require_known_ids()
 
     def untried(self, mesh: AnyMesh | None) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""
-        if self.group.size > 1 and several_hosts(mesh):
+        if self.group.size > 1 and several_hosts(explained_mesh() or mesh):
             return (
                 "the GPUs are on several hosts, where the fused kernels have not run yet: "
                 'implementation="fused" runs them, along axes that lie within a host'

@@ -19,6 +19,12 @@ from overlap.frame import arguments
 from overlap.frame.signatures import AnyMesh
 
 _found: ContextVar[list[Explanation] | None] = ContextVar("found", default=None)
+_mesh: ContextVar[AnyMesh | None] = ContextVar("mesh", default=None)
+
+
+def explained_mesh() -> AnyMesh | None:
+    """Returns the mesh that `explain` was given. It may have devices, which a mesh inside `jax.shard_map` has not."""
+    return _mesh.get()
 
 
 class Explanations(tuple[Explanation, ...]):
@@ -115,8 +121,12 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
 
     if mesh is not None:
         run = jax.shard_map(run, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    token = _mesh.set(mesh)
     # While `overlap.autotune` collects problems, calls choose the kernel; this is about the usual choice. A new value
     # of `explaining` has jitted functions traced again.
-    with session(None) if is_collecting() else contextlib.nullcontext(), explaining(object()), recorded() as found:
-        jax.eval_shape(run, arrays)
+    try:
+        with session(None) if is_collecting() else contextlib.nullcontext(), explaining(object()), recorded() as found:
+            jax.eval_shape(run, arrays)
+    finally:
+        _mesh.reset(token)
     return Explanations(found)

@@ -157,7 +157,10 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
-    product = Product(plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered)
+    product = Product(
+        plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered,
+        whole.not_elementwise,
+    )  # fmt: skip
     columns = columns[:1] if product.combines else columns
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole

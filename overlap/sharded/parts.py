@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.collectives.operations import PUBLIC
 from overlap.frame import by_xla, call
@@ -60,6 +61,7 @@ class Product:
       config: `config` as the caller gave it.
       implementation: `implementation` as the caller gave it.
       keep_gathered: whether gathered operands are kept for the backward pass.
+      why_xla: why only XLA can run, whatever the sizes; empty if a kernel may.
     """
 
     plan: ShardingPlan
@@ -69,6 +71,7 @@ class Product:
     config: Config | None
     implementation: Implementation | None
     keep_gathered: bool
+    why_xla: str = ""
 
     def compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the result for each right operand from a device's parts of the operands. Call it inside `shard_map`.
@@ -209,6 +212,8 @@ class Product:
     def _decide(self, given: Arguments, epilogue: _Epilogue) -> Explanation:
         given = given if self._is_behind(epilogue) else epilogue.of(given)
         choice = call.explain(PUBLIC[self.plan.operation].prepare, given)
+        if self.why_xla:
+            choice = dataclasses.replace(choice, reason=self.why_xla, cause=Cause.NOT_SERVED)
         return dataclasses.replace(choice, plan=str(self.plan))
 
     def _run(self, given: Arguments, choice: Explanation) -> Any:
