@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,10 +99,9 @@ class Run:
             row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
         form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
-        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3f}"
-        shown = [
-            form.format_map(row | {"roof_over_this": row["roof_over_this"] or math.nan}).split("|") for row in rows
-        ]
+        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|"
+        roofs = [f"{row['roof_over_this']:.3f}" if row["roof_over_this"] else "–" for row in rows]
+        shown = [(form.format_map(row) + roof).split("|") for row, roof in zip(rows, roofs, strict=True)]
         headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
         report.print_table(f"{self.name} {shape} {case}", headings, shown)
         if self.arguments.out is not None:

@@ -32,7 +32,7 @@ def test_demo_runs_emulated_and_draws(repository, tmp_path):
     out = tmp_path / "picture.png"
     process = run_overlap(repository, "demo", "--out", out)
     assert process.returncode == 0, process.stderr
-    errors = [(name, float(error)) for name, error in re.findall(r"(fused|xla)\s.*?(\d\.\d+e-\d\d)", process.stdout)]
+    errors = [(name, float(error)) for name, error in re.findall(r"(fused|xla): .*?(\d\.\d+e-\d\d)", process.stdout)]
     assert [name for name, _ in errors] == ["fused", "xla"] * 2, process.stdout
     for (_, fused), (_, xla) in zip(errors[::2], errors[1::2], strict=True):
         assert 0 < fused <= 2 * xla < 0.01
@@ -91,7 +91,7 @@ def test_demo_as_on_gpus(factor, monkeypatch, capsys):
     said = capsys.readouterr().out
     if factor == 1.0:
         assert (status, pictures) == (0, ["x.png"])
-        assert len(re.findall(r"xla .* 1\.00 ", said)) == len(re.findall(r"roof .* 1\.000 ", said)) == 2
+        assert len(re.findall(r"xla: .* 1\.00 ", said)) == len(re.findall(r"cuBLAS alone .* 1\.000 ", said)) == 2
     else:
         assert (status, pictures) == (1, []) and "FAILED" in said
 
