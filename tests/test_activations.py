@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from scipy import special
 
@@ -22,6 +22,7 @@ from overlap.single_gpu import matmul
 from tests import activation_cases, assembly
 from tests.assembly import Case
 from tests.explained import answer
+from tests.oracle import make_mesh
 from tests.product_cases import normal
 
 SMALL = overlap.Config(tile_n=128, stages=2)
@@ -174,6 +175,35 @@ def test_a_mean_is_that_of_the_global_result(axis_type):
             overlap.sharded_matmul(lhs, rhs, implementation="fused", **keywords)
         if axis_type == AxisType.Explicit:
             close(product(less_mean, None, lhs, RHS), exact)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, lambda y: y * 2 + jnp.float32(0.5)])
+def test_explain_of_a_users_shard_map(activation):
+    """While calls are explained no kernel is traced, and the activation's program is for kernels only."""
+    mesh, specs = make_mesh(x=2), (P("x"), P(None, "x"))
+    call = functools.partial(
+        overlap.all_gather_lhs_matmul, axis_name="x", activation=activation, implementation="fused"
+    )
+    layer = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    operands = LHS, RHS[:, :128]
+    assert answer(layer, *operands).implementation == "fused"
+    loss = lambda lhs, rhs: layer(lhs, rhs).astype(jnp.float32).sum()  # noqa: E731
+    assert {choice.implementation for choice in overlap.explain(jax.grad(loss), *operands)} == {"fused"}
+
+
+def test_explain_of_a_mapped_call_that_xla_runs():
+    call = functools.partial(
+        overlap.all_gather_lhs_matmul, axis_name="x", config=overlap.Config(tile_m=64, tile_n=128, stages=2)
+    )
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    layer = jax.shard_map(
+        jax.vmap(call, (None, 0)),
+        mesh=AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device),
+        in_specs=(P("x"), P(None, None, "x")),
+        out_specs=P(None, None, "x"),
+    )
+    choice = answer(layer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (3, 64, 256))))
+    assert choice.implementation == "xla" and "jax.vmap" in choice.reason
 
 
 WRONG = {

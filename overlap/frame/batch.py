@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from overlap.choice.choose import is_collecting
 from overlap.frame import arguments, by_xla
+from overlap.frame.explain import record_as_batched
 from overlap.frame.operands import Leaf, Operands, Results, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import launch
@@ -38,6 +39,7 @@ def batched(
     if cannot := symbolic or plan.operation.why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
+        record_as_batched(plan.operation.name, cannot)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
     batch, m, *_ = sizes(one, plan.layouts)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from overlap.choice.choose import is_collecting
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.choice.session import explaining, session
 from overlap.choice.space import differences
@@ -60,6 +61,15 @@ def record(choice: Explanation) -> None:
     """Adds a decision, if decisions are collected."""
     if (found := _found.get()) is not None:
         found.append(choice)
+
+
+def record_as_batched(op: str, reason: str) -> None:
+    """Corrects the last decision: `jax.vmap` maps over the call in a way that the kernel cannot, so XLA runs."""
+    found = _found.get()
+    if found and (last := found[-1]).op == op and last.implementation == "fused":
+        found[-1] = Explanation(
+            op, "xla", None, reason, Cause.NOT_SERVED, last.target, plan=last.plan, shapes=last.shapes
+        )
 
 
 @contextlib.contextmanager

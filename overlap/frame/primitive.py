@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from overlap.choice.session import explaining
+from overlap.frame.activation import BoundActivation
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
 from overlap.frame.operands import Leaf, Operands, Results, Structure
@@ -52,10 +53,23 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
     def of_leaves(*leaves: jax.Array) -> Results:
         operands = jax.tree.unflatten(structure, leaves)
         if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
-            return plan.operation.by_xla(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands))
+            return plan.operation.by_xla(operands, plan.layouts, plan.out_dtype, _stand_in(plan, operands))
         return plan.operation.launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
+
+
+def _stand_in(plan: LaunchPlan, operands: Operands) -> BoundActivation:
+    """Returns a function with the types of the plan's activation. The activation's program is for kernels only."""
+    if plan.activation is None:
+        return None
+
+    def of_all(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        captured = sum((scalar.astype(jnp.float32) for scalar in operands.scalars), jnp.zeros(()))
+        results = [sum(values[1:], values[0])] if plan.operation.combines else values
+        return tuple(x + captured for x in results)
+
+    return of_all
 
 
 @dataclasses.dataclass(frozen=True)
