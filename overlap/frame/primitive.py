@@ -65,7 +65,7 @@ def _stand_in(plan: LaunchPlan, operands: Operands) -> BoundActivation:
         return None
 
     def of_all(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        captured = sum((scalar.astype(jnp.float32) for scalar in operands.scalars), jnp.zeros(()))
+        captured = sum((scalar.astype(jnp.float32) for scalar in operands.scalars), jnp.float32(0))
         results = [sum(values[1:], values[0])] if plan.operation.combines else values
         return tuple(x + captured for x in results)
 
