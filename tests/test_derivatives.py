@@ -26,6 +26,25 @@ def close(actual, expected, limit):
         assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b), np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
+# --- What is kept between the passes ------------------------------------------------------------------------------------
+
+
+def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
+    lhs, rhs = jax.ShapeDtypeStruct((128, 64), BF16), [jax.ShapeDtypeStruct((64, 128), BF16)] * 2
+
+    def residuals(**keywords):
+        def call(lhs, rhs):
+            results, backward = jax.vjp(lambda x: overlap.all_gather_lhs_matmul(x, rhs, "x", **keywords), lhs)
+            assert isinstance(results, list)
+            return [x for x in jax.tree.leaves(backward) if x.shape == (2 * lhs.shape[0], lhs.shape[1])]
+
+        mapped = jax.shard_map(call, mesh=make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False)
+        return len(jax.eval_shape(mapped, lhs, rhs))
+
+    fused = {"implementation": "fused", "config": overlap.Config(tile_n=64, stages=2)}
+    assert (residuals(**fused), residuals(**fused, keep_gathered=True)) == (0, 1)
+
+
 # --- The ends of the dtypes' ranges -----------------------------------------------------------------------------------
 
 RANGES = {  # The arguments of `matmul`, and the factor on the sum of its result.

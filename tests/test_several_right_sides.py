@@ -394,19 +394,3 @@ def test_no_spills(dtype, shape, given):
     (report,) = assembly.assemble_case(case)
     assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks
     assert report.architecture == "sm_90a"
-
-
-def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
-    lhs, rhs = X, [W, W]
-
-    def residuals(**keywords):
-        def call(lhs, rhs):
-            results, backward = jax.vjp(lambda x: overlap.all_gather_lhs_matmul(x, rhs, "x", **keywords), lhs)
-            assert isinstance(results, list)
-            return [x for x in jax.tree.leaves(backward) if x.shape == (2 * lhs.shape[0], lhs.shape[1])]
-
-        mapped = jax.shard_map(call, mesh=oracle.make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False)
-        return len(jax.eval_shape(mapped, lhs, rhs))
-
-    fused = {"implementation": "fused", "config": overlap.Config(tile_n=64, stages=2)}
-    assert (residuals(**fused), residuals(**fused, keep_gathered=True)) == (0, 1)

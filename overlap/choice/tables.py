@@ -227,9 +227,8 @@ def _locked(folder: pathlib.Path) -> Iterator[None]:
     """Opens a context that one process and thread at a time is in, for tables of one folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(
-            OSError
-        ):  # Some file systems have no locks. Then two tunings at once may lose results.
+        # Some file systems have no locks. Then two tunings at once may lose results.
+        with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

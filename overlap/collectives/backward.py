@@ -50,6 +50,6 @@ def backward(
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
     try:
-        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False, purpose=purpose)
+        return call.run_prepared(operation, transposed, implementation=implementation, purpose=purpose)
     except NotImplementedError:
         return None

@@ -39,7 +39,7 @@ def batched(
     if cannot := symbolic or plan.operation.why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
-        record_as_batched(plan.operation.name, cannot)
+        record_as_batched(plan.operation.name, plan.config, cannot)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
     batch, m, *_ = sizes(one, plan.layouts)

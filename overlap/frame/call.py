@@ -87,13 +87,12 @@ def run_prepared(
     *,
     config: Config | None = None,
     implementation: str | None = None,
-    by_user: bool = True,
     purpose: str = "",
 ) -> Any:
     """Runs an operation on a call that has been checked.
 
-    A call of a backward pass is not `by_user`. If `jax.vmap` maps over it and the kernel cannot do that, XLA runs, even
-    with `implementation="fused"`. `purpose` says what it computes, for `overlap.explain`.
+    `purpose` says what a call of a backward pass computes, and is empty for a call of the user. If `jax.vmap` maps over
+    a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, config, implementation)
     record(dataclasses.replace(choice, plan=purpose))
@@ -102,7 +101,7 @@ def run_prepared(
         return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
     if choice.target.platform == "cpu":
         emulation.enable()
-    must_fuse = by_user and implementation == "fused"
+    must_fuse = not purpose and implementation == "fused"
     plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))

@@ -18,6 +18,7 @@ from overlap.choice.session import explaining, session
 from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels.config import Config
 
 _found: ContextVar[list[Explanation] | None] = ContextVar("found", default=None)
 _mesh: ContextVar[AnyMesh | None] = ContextVar("mesh", default=None)
@@ -63,13 +64,19 @@ def record(choice: Explanation) -> None:
         found.append(choice)
 
 
-def record_as_batched(op: str, reason: str) -> None:
-    """Corrects the last decision: `jax.vmap` maps over the call in a way that the kernel cannot, so XLA runs."""
-    found = _found.get()
-    if found and (last := found[-1]).op == op and last.implementation == "fused":
-        found[-1] = Explanation(
-            op, "xla", None, reason, Cause.NOT_SERVED, last.target, plan=last.plan, shapes=last.shapes
-        )
+def record_as_batched(op: str, config: Config, reason: str) -> None:
+    """Corrects a decision for the kernel: `jax.vmap` maps over the call in a way that the kernel cannot, so XLA runs.
+
+    The call is the last one of this operation with this configuration. It is not always the last call: where a jitted
+    function is mapped, all calls in it are decided first.
+    """
+    found = _found.get() or []
+    for index, choice in reversed([*enumerate(found)]):
+        if (choice.op, choice.implementation, choice.config) == (op, "fused", config):
+            found[index] = Explanation(
+                op, "xla", None, reason, Cause.NOT_SERVED, choice.target, plan=choice.plan, shapes=choice.shapes
+            )
+            return
 
 
 @contextlib.contextmanager
@@ -115,14 +122,7 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     arguments.function("fn", fn)
     arguments.mesh(mesh)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {
-        index: jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
-        if mesh is not None or isinstance(leaf, np.ndarray)
-        else leaf
-        for index, leaf in enumerate(leaves)
-        if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-        or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV")
-    }
+    arrays = {index: _type(leaf, mesh) for index, leaf in enumerate(leaves) if _is_array(leaf)}
 
     def run(arrays: dict[int, jax.Array]) -> tuple[()]:
         args, kwargs = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(leaves)])
@@ -140,3 +140,18 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     finally:
         _mesh.reset(token)
     return Explanations(found)
+
+
+def _is_array(leaf: object) -> bool:
+    """Whether an argument is traced. Names of axes, NumPy arrays of texts and other values are passed as they are."""
+    is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"  # V: the dtypes of ml_dtypes, as bfloat16
+    return is_numbers or isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def _type(
+    leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, mesh: AnyMesh | None
+) -> jax.Array | jax.ShapeDtypeStruct:
+    """Returns the type of an array. With `mesh` its own sharding does not count: it stands for a device's part."""
+    if mesh is None and not isinstance(leaf, np.ndarray):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
