@@ -26,7 +26,7 @@ def close(actual, expected, limit):
         assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b), np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-# --- What is kept between the passes ------------------------------------------------------------------------------------
+# --- What is kept between the passes ----------------------------------------------------------------------------------
 
 
 def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
