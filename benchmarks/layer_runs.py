@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from benchmarks import command, environment, known_models, report
+from overlap.cli import console
 from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.tuning.timing import elapsed_s
 
@@ -98,12 +99,19 @@ class Run:
             row = {"method": method, "status": "ok", "roof_over_this": report.ratio(times.get("roof", ()), us)}
             row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
-        form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
-        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|"
-        roofs = [f"{row['roof_over_this']:.3f}" if row["roof_over_this"] else "–" for row in rows]
-        shown = [(form.format_map(row) + roof).split("|") for row, roof in zip(rows, roofs, strict=True)]
+        shown = [
+            (
+                row["method"],
+                f"{row['loop_us']:.0f}",
+                f"{row['loop_us_p10']:.0f} to {row['loop_us_p90']:.0f}",
+                f"{row['xla_over_this']:.3f}",
+                f"{row['xla_over_this_p10']:.3f} to {row['xla_over_this_p90']:.3f}",
+                report.number(row["roof_over_this"], ".3f"),
+            )
+            for row in rows
+        ]
         headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
-        report.print_table(f"{self.name} {shape} {case}", headings, shown)
+        console.show(console.console(), f"{self.name} {shape} {case}", headings, shown, texts=1)
         if self.arguments.out is not None:
             print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
 

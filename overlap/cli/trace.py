@@ -100,16 +100,16 @@ def _kind(mesh: jax.sharding.Mesh) -> str:
 # Columns of the table: heading, the roles that do this work (on Hopper, on Blackwell), and the work.
 _COLUMNS = (
     ("multiply", ("compute", "multiplier"), Work.MULTIPLY),
-    ("wait for operands", ("compute", "multiplier"), Work.AWAIT_OPERANDS),
+    ("wait for loads", ("compute", "multiplier"), Work.AWAIT_OPERANDS),
     ("store", ("compute", "epilogue"), Work.STORE),
-    ("producer waits for rows", ("producer",), Work.AWAIT_ROWS),
-    ("copies between GPUs", ("communicator",), Work.COPY),
+    ("wait for rows", ("producer",), Work.AWAIT_ROWS),
+    ("copy", ("communicator",), Work.COPY),
 )
 
 
 def _table(timeline: Timeline) -> tuple[list[str], list[list[str]]]:
     """The headings and rows of a table: when each device began and ended, and what its roles spent their time on."""
-    headings = ["device", f"begins, {timeline.unit}", f"ends, {timeline.unit}", *(name for name, _, _ in _COLUMNS)]
+    headings = ["device", f"begins {timeline.unit}", f"ends {timeline.unit}", *(name for name, _, _ in _COLUMNS)]
     digits, rows = 0 if timeline.unit == "steps" else 1, []
     for device in range(timeline.devices):
         of_device = [span for span in timeline.spans if span.device == device]
