@@ -65,15 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _config(fields: dict[str, Any] | None) -> Config | None:
     """A configuration with these fields; None if none are given."""
-    if fields is None:
-        return None
-    known = vars(Config())
-    for name, value in fields.items():
-        if name not in known:
-            raise ValueError(f"--config: overlap.Config has no field {name!r}; it has {', '.join(known)}")
-        if type(value) is not type(known[name]):
-            raise ValueError(f"--config: {name} must be of the type of {known[name]!r}, got {value!r}")
-    return Config(**fields)
+    try:
+        return None if fields is None else Config(**fields)
+    except TypeError:
+        raise ValueError(f"--config: overlap.Config has the fields {', '.join(vars(Config()))}") from None
 
 
 def _record(
