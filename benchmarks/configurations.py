@@ -32,7 +32,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from benchmarks import command
 from overlap import _cuda
@@ -40,11 +43,9 @@ from overlap.choice.problem import Problem
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments, finite_number, new_file, whole_number
 from overlap.kernels.config import Config
-
-if TYPE_CHECKING:
-    import jax
-
-    from overlap.tuning.timing import Loop
+from overlap.tuning.operations import call_operation, gathered_first, product, shapes
+from overlap.tuning.programs import calls_per_iteration, loop_program, mesh_of
+from overlap.tuning.timing import Loop, iterations_for
 
 PROBLEM_FIELDS = ("op", "m", "n", "k", "dtype", "out_dtype", "layout")
 XLA = "xla"
@@ -89,9 +90,6 @@ def changed(config: Config) -> dict[str, Any]:
 
 @functools.cache
 def _random_numbers(count: int, dtype: str) -> jax.Array:
-    import jax
-    import jax.numpy as jnp
-
     @functools.partial(jax.jit, static_argnums=1)
     def draw(key: jax.Array, count: int) -> jax.Array:
         return jax.random.normal(key, (count,), jnp.bfloat16).astype(dtype)
@@ -129,10 +127,6 @@ class _Worker:
     """
 
     def __init__(self, pool_elements: int, samples: int, launch_ms: float) -> None:
-        import jax
-
-        from overlap.tuning.programs import mesh_of
-
         self.pool_elements, self.samples, self.launch_ms = pool_elements, samples, launch_ms
         self.mesh = mesh_of(jax.devices()[:1])
 
@@ -141,18 +135,11 @@ class _Worker:
 
         To draw operands for each shape would need a program for each shape, which takes long to compile.
         """
-        from overlap.tuning.operations import shapes
-
         pool = _random_numbers(self.pool_elements, problem.dtype)
         (lm, lk), (rk, rn) = shapes(problem)
         return pool[: lm * lk].reshape(lm, lk), pool[-rk * rn :].reshape(rk, rn)
 
     def _program(self, problem: Problem, config: Config | None, iterations: int) -> Any:
-        import jax
-
-        from overlap.tuning.operations import call_operation, gathered_first, shapes
-        from overlap.tuning.programs import loop_program
-
         implementation = XLA if config is None else "fused"
         operands = [jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes(problem)]
         changed, fixed = gathered_first(problem, *operands)
@@ -162,8 +149,6 @@ class _Worker:
 
     def compile(self, task: Task) -> _Compiled:
         """Compiles all configurations of a task."""
-        from overlap.tuning.timing import iterations_for
-
         iterations = iterations_for(task.problem, 1000 * self.launch_ms, 2, _MOST_ITERATIONS)
         compiled = _Compiled(task, iterations, {}, {})
         for config in task.configs:
@@ -176,10 +161,6 @@ class _Worker:
 
     def prepare(self, compiled: _Compiled) -> tuple[Loop, jax.Array, Any]:
         """Makes the arguments of `measure`: a loop, the right result, and a program that compares a result with it."""
-        import jax.numpy as jnp
-
-        from overlap.tuning.timing import Loop
-
         problem = compiled.task.problem
         operands, out = self._operands(problem), jnp.zeros((problem.m, problem.n), problem.out_dtype)
         loop = Loop(problem, None, compiled.iterations, operands, out)
@@ -208,10 +189,6 @@ class _Worker:
         return [self._row(problem, name, result, samples.get(name)) for name, result in status.items()]
 
     def _expected(self, problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        import jax
-
-        from overlap.tuning.operations import product
-
         @functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False})
         def expected(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             in_f32 = dataclasses.replace(problem, out_dtype="float32")
@@ -220,8 +197,6 @@ class _Worker:
         return expected(lhs, rhs)
 
     def _row(self, problem: Problem, name: str, status: str, times: list[float] | None) -> dict[str, Any]:
-        from overlap.tuning.programs import calls_per_iteration
-
         row = {field: getattr(problem, field) for field in PROBLEM_FIELDS}
         calls = calls_per_iteration(problem, self.mesh)
         row |= {"config": name, "launch_ms": self.launch_ms, "calls": calls, "status": status}
@@ -233,9 +208,6 @@ class _Worker:
 
 @functools.cache
 def _difference_program() -> Any:
-    import jax
-    import jax.numpy as jnp
-
     def difference(out: jax.Array, expected: jax.Array) -> jax.Array:
         # Leave out the first row of the result: the loop has changed an element of an operand, and so this row.
         out, expected = out[1:].astype(jnp.float32), expected[1:].astype(jnp.float32)

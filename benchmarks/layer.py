@@ -14,8 +14,7 @@ gradients, by these methods:
     xla         plain matrix products and sharding constraints, for XLA's partitioner with its default flags
     xla hiding, xla windowed   the same with more flags, see `RIVALS` in `benchmarks.layer_runs`
 
-`benchmarks.layer_runs` says how they are timed. The backward pass starts from a cotangent that is computed from the
-layer's result, as in training: else XLA would leave out the last product.
+`benchmarks.layer_runs` says how they are timed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -117,7 +116,7 @@ class Case:
             make = lambda: nnx.split(Layer(self.sizes, self.mesh, implementation))  # noqa: E731
             return nnx.jit(make)()
 
-    def apply(self, method: str) -> Callable[[Any, jax.Array], jax.Array]:
+    def apply(self, method: str) -> layer_runs.Layer:
         """Returns the layer as a function (weights, x) -> out. The weights are a tree of arrays."""
         if method in layer_runs.RIVALS:
             return functools.partial(plain, self.mesh, self.sizes)
@@ -132,20 +131,8 @@ class Case:
 
     def program(self, method: str, turns: int) -> Any:
         """Returns a jitted loop of `turns` turns, as a function (x, weights) -> (x, weights)."""
-        layer = self.apply(method)
-
-        def turn(_: Any, state: Any) -> Any:
-            x, weights = state
-            if not self.backward:
-                return layer_runs.normalized(layer(weights, x), x.dtype), weights
-            y, pull = jax.vjp(layer, weights, x)
-            d_weights, d_x = pull(layer_runs.normalized(y, y.dtype))
-            # The weights use all gradients, so XLA computes all of them.
-            moved = jax.tree.map(lambda w, d: w + (1e-6 * d).astype(w.dtype), weights, d_weights)
-            return layer_runs.normalized(d_x, x.dtype), moved
-
-        run = lambda x, weights: lax.fori_loop(0, turns, turn, (x, weights))  # noqa: E731
-        return jax.jit(run, compiler_options=layer_runs.flags_of(method, self.mesh))
+        flags = layer_runs.flags_of(method, self.mesh)
+        return layer_runs.loop(self.apply(method), self.backward, turns, flags)
 
     def operands(self) -> tuple[jax.Array, Any]:
         """Returns normally distributed tokens, and the weights."""

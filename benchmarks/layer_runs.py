@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from benchmarks import command, environment, known_models, report
+from overlap.cli import console
 from overlap.cli.arguments import WrongArguments, whole_number
 from overlap.tuning.timing import elapsed_s
 
@@ -39,6 +40,7 @@ RIVALS: dict[str, dict[str, int | bool]] = {
     },
 }
 CONTROL = "xla again"
+type Layer = Callable[[Any, jax.Array], jax.Array]  # (weights, x) -> out, of global arrays
 PASSES = ("forward", "forward and backward")
 MODELS = {
     "llama-70b": known_models.MODELS["Llama 3 70B"],
@@ -98,12 +100,19 @@ class Run:
             row = {"method": method, "status": "ok", "roof_over_this": report.ratio(times.get("roof", ()), us)}
             row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
-        form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
-        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|"
-        roofs = [f"{row['roof_over_this']:.3f}" if row["roof_over_this"] else "–" for row in rows]
-        shown = [(form.format_map(row) + roof).split("|") for row, roof in zip(rows, roofs, strict=True)]
+        shown = [
+            (
+                row["method"],
+                f"{row['loop_us']:.0f}",
+                f"{row['loop_us_p10']:.0f} to {row['loop_us_p90']:.0f}",
+                f"{row['xla_over_this']:.3f}",
+                f"{row['xla_over_this_p10']:.3f} to {row['xla_over_this_p90']:.3f}",
+                report.number(row["roof_over_this"], ".3f"),
+            )
+            for row in rows
+        ]
         headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
-        report.print_table(f"{self.name} {shape} {case}", headings, shown)
+        console.show(console.console(), f"{self.name} {shape} {case}", headings, shown, texts=1)
         if self.arguments.out is not None:
             print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
 
@@ -126,10 +135,8 @@ def begin(
     parser = command.tool_parser(name, doc)
     choices = {"models": tuple(MODELS), **choices}
     for option, known in choices.items():
-        default = ",".join(each for each in known if each not in ("tiny", "xla windowed"))
-        parser.add_argument(
-            f"--{option}", type=lambda text: text.split(","), default=default, help=f"some of {', '.join(known)}"
-        )
+        default = [each for each in known if each not in ("tiny", "xla windowed")]
+        parser.add_argument(f"--{option}", nargs="+", choices=known, default=default, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=numbers, default=tokens, help="of all devices, separated by commas")
     parser.add_argument("--devices", type=whole_number(1), help="how many devices (default: all)")
     parser.add_argument("--rounds", type=whole_number(1), default=21, help="how often everything is timed (21)")
@@ -150,12 +157,8 @@ def begin(
     count = arguments.devices or jax.device_count()
     if count > jax.device_count():
         raise WrongArguments(f"{name}: `--devices` must be at most {jax.device_count()} here, got {count}")
-    for option, known in choices.items():
-        given = getattr(arguments, option)
-        if unknown := [each for each in given if each not in known]:
-            raise WrongArguments(f"{name}: `--{option}` must be of {', '.join(known)}, got {', '.join(unknown)}")
-        if "xla" in known and "xla" not in given:
-            raise WrongArguments(f"{name}: `--{option}` must contain xla, with which the others are compared")
+    if "xla" not in arguments.methods:
+        raise WrongArguments(f"{name}: `--methods` must contain xla, with which the others are compared")
     for model in arguments.models:
         if (heads := MODELS[model].kv_heads) % count:
             raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
@@ -174,6 +177,27 @@ def normalized(values: jax.Array, dtype: DTypeLike) -> jax.Array:
     """
     wide = values.astype(jnp.float32)
     return (wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-12)).astype(dtype)
+
+
+def loop(layer: Layer, backward: bool, turns: int, flags: dict[str, int | bool] | None) -> Any:
+    """Returns a jitted loop of `turns` turns of a layer, as a function (x, weights) -> (x, weights).
+
+    With `backward`, a turn also computes all gradients. They start from a cotangent that is computed from the layer's
+    result, as in training: else XLA would leave out the last product.
+    """
+
+    def turn(_: Any, state: Any) -> Any:
+        x, weights = state
+        if not backward:
+            return normalized(layer(weights, x), x.dtype), weights
+        y, pull = jax.vjp(layer, weights, x)
+        d_weights, d_x = pull(normalized(y, y.dtype))
+        # The weights use all gradients, so XLA computes all of them.
+        moved = jax.tree.map(lambda w, d: w + (1e-6 * d).astype(w.dtype), weights, d_weights)
+        return normalized(d_x, x.dtype), moved
+
+    run = lambda x, weights: lax.fori_loop(0, turns, turn, (x, weights))  # noqa: E731
+    return jax.jit(run, compiler_options=flags)
 
 
 def flags_of(method: str, mesh: Mesh) -> dict[str, int | bool] | None:

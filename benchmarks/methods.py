@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import overlap
 from benchmarks.harness import Method
 from overlap.choice.problem import Problem
+from overlap.cli.arguments import config_fields
 from overlap.kernels import blackwell_ladder, ladder
 from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, call_operation, product, unfused
@@ -27,21 +29,13 @@ class Variant:
     name: str
     fields: dict[str, Any]
 
-    @classmethod
-    def parse(cls, text: str) -> Variant:
-        """Reads `NAME:FIELD=VALUE,...`. Integers, True, False and None are read as such, all other values as text."""
-        name, _, fields = text.partition(":")
-        if name != "fused":
-            raise ValueError(f"a variant must begin with `fused`, got {text!r}: write fused:tile_n=128,stages=3")
-        pairs = [field.partition("=") for field in fields.split(",") if field]
-        if any(not separator for _, separator, _ in pairs):
-            raise ValueError(f"a variant's fields must be FIELD=VALUE, got {text!r}")
-        return cls(text, {key.strip(): _value(value.strip()) for key, _, value in pairs})
 
-
-def _value(text: str) -> int | str | bool | None:
-    words = {"True": True, "False": False, "None": None}
-    return int(text) if text.lstrip("-").isdigit() else words.get(text, text)
+def variant(text: str) -> Variant:
+    """A type of argparse that reads `fused:FIELD=VALUE,...`."""
+    name, _, fields = text.partition(":")
+    if name != "fused":
+        raise argparse.ArgumentTypeError(f"must begin with `fused`, got {text!r}: write fused:tile_n=128,stages=3")
+    return Variant(text, config_fields(fields) if fields else {})
 
 
 def make(

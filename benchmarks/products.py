@@ -39,7 +39,7 @@ from jax.sharding import Mesh
 import overlap
 from benchmarks import command, environment, report
 from benchmarks.harness import Method, Result, Session, Settings, agreed, one_line
-from benchmarks.methods import Variant, make
+from benchmarks.methods import make, variant
 from benchmarks.problems import LAYOUTS, SUITES, TableProblem, parse
 from overlap.cli import devices as devices_of_cli
 from overlap.cli.arguments import DTYPES, WrongArguments, finite_number, whole_number
@@ -90,7 +90,14 @@ def parser(table: str) -> argparse.ArgumentParser:
     add("--suite", choices=SUITES, help="shapes and layouts by a name, see benchmarks/problems.py")
     add("--layouts", help=f"some of {','.join(layouts_of(table))}, for shapes that name no layout")
     add("--methods", default=_METHODS.get(table, "fused,xla,roof"), help="separated by commas")
-    add("--variants", nargs="*", default=[], metavar="fused:FIELD=VALUE,...", help="configurations of fused")
+    add(
+        "--variants",
+        nargs="*",
+        type=variant,
+        default=[],
+        metavar="fused:FIELD=VALUE,...",
+        help="configurations of fused",
+    )
     add("--rounds", type=whole_number(1), default=7, help="how often each method is timed")
     add("--budget-s", type=finite_number("seconds", at_least=0), help="start no problem that would end after this")
     add("--timeout-s", type=whole_number(1, 10**6), default=180,
@@ -153,10 +160,6 @@ def main(table: str, argv: Sequence[str] | None = None) -> int:
     arguments = parser(table).parse_args(argv)
     devices: int | None = 1 if single(table) else arguments.devices
     problems(arguments, table, devices or 1)
-    try:
-        variants = [Variant.parse(text) for text in arguments.variants]
-    except ValueError as error:
-        raise WrongArguments(f"`--variants`: {error}") from None
     if not arguments.dry_run:
         command.need_gpus()
     elif (devices or 0) > (most := devices_of_cli.MOST_EMULATED):
@@ -169,7 +172,7 @@ def main(table: str, argv: Sequence[str] | None = None) -> int:
     todo, names = problems(arguments, table, count), arguments.methods.split(",")
 
     def methods_of(problem: TableProblem) -> list[Method]:
-        return make(problem.library, names, variants, arguments.architecture)
+        return make(problem.library, names, arguments.variants, arguments.architecture)
 
     try:
         methods_of(todo[0])

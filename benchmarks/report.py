@@ -102,30 +102,30 @@ def add(folder: pathlib.Path, rows: Sequence[Mapping[str, Any]], facts: Mapping[
     return current.add(folder, [{name: cell(value) for name, value in row.items()} | of_run for row in rows])
 
 
-_SHOWN = (
-    ("loop_us", "loop µs", ".1f"), ("loop_us_p10", "p10", ".1f"), ("loop_us_p90", "p90", ".1f"),
-    ("wall_us", "wall µs", ".1f"), ("tflops_per_device", "TFLOP/s", ".0f"),
-    ("percent_of_peak", "% peak", ".1f"), ("received_gb_per_s_per_device", "NVLink GB/s", ".0f"),
-    ("xla_over_this", "xla/this", ".3f"), ("roof_over_this", "roof/this", ".3f"),
-    ("xla_over_this_wall", "wall xla/this", ".3f"), ("error", "error", ".2e"), ("first_call_s", "first call s", ".2f"),
-)  # fmt: skip
-
-
 def show(table: Table) -> None:
-    """Prints one problem's table; below it why a method has no times."""
-    rows, columns = table.rows(), ["method", *(heading for _, heading, _ in _SHOWN)]
+    """Prints one problem's table, with the columns that 80 characters hold; below it why a method has no times."""
+    rows = table.rows()
     loop = "" if table.loop_overhead_us is None else f", loop overhead {table.loop_overhead_us:.1f} µs"
     title = f"{table.problem.op}, {table.problem.devices} devices, (m, n, k) per shard {table.problem}{loop}"
-    texts = [["–" if row[name] is None else f"{row[name]:{form}}" for name, _, form in _SHOWN] for row in rows]
-    print_table(title, columns, [[row["method"], *text] for row, text in zip(rows, texts, strict=True)])
+    headings = ("method", "loop µs", "p10 to p90", "TFLOP/s", "xla/this", "roof/this")
+    texts = [
+        (
+            row["method"],
+            number(row["loop_us"], ".1f"),
+            f"{number(row['loop_us_p10'], '.1f')} to {number(row['loop_us_p90'], '.1f')}",
+            number(row["tflops_per_device"], ".0f"),
+            number(row["xla_over_this"], ".3f"),
+            number(row["roof_over_this"], ".3f"),
+        )
+        for row in rows
+    ]
+    console.show(console.console(), title, headings, texts, texts=1)
     for row in rows:
         for name in ("status", "loop_copies"):
             if row[name] not in (None, "", "ok"):
                 print(f"  {row['method']}, {name}: {row[name]}", flush=True)
 
 
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, wide enough for every column, also in a file."""
-    to = console.console()
-    to.width = max(to.width, 180)
-    console.show(to, title, headings, rows, texts=1)
+def number(value: float | None, form: str) -> str:
+    """A number in a table; "–" where there is none."""
+    return "–" if value is None else f"{value:{form}}"

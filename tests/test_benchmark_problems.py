@@ -259,7 +259,7 @@ def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh, capsys) -> None:
 
 
 def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
-    variant = methods.Variant.parse("fused:stages=99")
+    variant = methods.variant("fused:stages=99")
     (result,) = measure(PROBLEM, mesh, *methods.make(PROBLEM.library, ["fused"], [variant]))
     assert result.status.startswith("ERROR ValueError")
 

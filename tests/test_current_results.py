@@ -100,7 +100,7 @@ def test_names_say_operation_device_count_and_layout(operation: str, devices: st
     ("table", "methods"), [("matmul", {"fused", "xla"}), ("block", {"chosen", "xla", "xla again"})]
 )
 def test_the_harness_adds_to_the_current_table(table: str, methods: set[str], tmp_path: pathlib.Path) -> None:
-    options = ["--methods", "fused,xla" if table == "matmul" else "chosen,xla"]
+    options = ["--methods", *(["fused,xla"] if table == "matmul" else ["chosen", "xla"])]
     line = [sys.executable, "-m", "benchmarks", table, "--dry-run", *options, "--out", str(tmp_path)]
     done = subprocess.run(line, cwd=performance.ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -129,7 +129,7 @@ def _read(path: pathlib.Path) -> str:
 
 @pytest.mark.parametrize(
     ("mode", "said"),
-    [("absent", r"rank 1 of 2 has not come to overlap.initialize\(\) within 2 s \(rank 0 came\)"),
+    [("absent", r"1 of 2 processes did not come to overlap.initialize\(\) within 2 s: rank 1\."),
      ("exit", "process 1 exits with status 3: ending the job")],
 )  # fmt: skip
 def test_a_rank_that_leaves_ends_the_step(slurm, mode, said):

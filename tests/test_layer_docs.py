@@ -1,4 +1,4 @@
-"""Checks docs/layers.md: its code and its examples in bare JAX and equinox run, and its memory figures are right."""
+"""Checks docs/layers.md: its code and its example in bare JAX run, and its memory figures are right."""
 
 from __future__ import annotations
 
@@ -77,31 +77,21 @@ def test_what_the_backward_pass_keeps() -> None:
     assert kept["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
 
 
-def load(name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    if name == "block_equinox":
-        pytest.importorskip("equinox", reason="equinox is not installed (extra `dev`)")
+@pytest.fixture
+def example(repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(repository / "examples")
-    return importlib.import_module(name)
+    return importlib.import_module("block_bare_jax")
 
 
-EXAMPLES = pytest.mark.parametrize("name", ["block_bare_jax", "block_equinox"])
-
-
-@EXAMPLES
-def test_example_is_short_and_says_what_does_not_fit(
-    name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert len((repository / "examples" / f"{name}.py").read_text().splitlines()) <= 80
-    example = load(name, repository, monkeypatch)
+def test_the_example_is_short_and_says_what_does_not_fit(example: Any, repository: pathlib.Path) -> None:
+    assert len((repository / "examples" / "block_bare_jax.py").read_text().splitlines()) <= 80
     for sizes in ((1, 8), (3, 1), (4, 4)):  # Sharded by heads, by batch, by devices.
         with pytest.raises(ValueError, match=r"must divide BATCH=4, tensor=. must divide KV_HEADS=4, on at most 8 dev"):
             example.main(*sizes)
 
 
 @pytest.mark.slow
-@EXAMPLES
-def test_example(name: str, repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = load(name, repository, monkeypatch)
+def test_the_example(example: Any) -> None:
     (loss, grads), (expected, expected_grads) = example.main(2, 2), example.main(1, 1)
     np.testing.assert_allclose(loss, expected, rtol=1e-2)
     leaves, expected_leaves = jax.tree.leaves(grads), jax.tree.leaves(expected_grads)

@@ -21,7 +21,7 @@ import pytest
 
 import overlap
 from overlap import _requirements
-from overlap.cli import checks, doctor, main
+from overlap.cli import doctor, main
 
 pytestmark = pytest.mark.one_jax
 # What a package on PYTHONPATH does when imported, and the expected message.
@@ -70,13 +70,15 @@ def test_doctor_answers_and_the_other_commands_say_why_not(repository, tmp_path,
         assert not asked.stderr
     else:  # The checks of jax, which import it in a child process anyway.
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(repository))))
-        monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("jax", "emulator")})
+        monkeypatch.setattr(
+            doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("Python", "jax", "GPUs", "settings", "emulator")}
+        )
         status, text = main(["doctor", "--json"]), capsys.readouterr().out
     found = json.loads(text)
     assert status == 1
     facts = {fact["subject"]: fact for fact in found["facts"]}
     assert "jax" in found["problems"] and said in facts["jax"]["found"] and facts["jax"]["advice"]
-    assert facts["emulator"]["found"] == "not tried: see Python and jax" and not found["can_run"]
+    assert facts["emulator"]["found"] == "not tried: see jax" and not found["can_run"]
     if kind in ("jax crashes", "jax missing", "a folder"):
         return
     others = run([sys.executable, "-c", COMMANDS], repository, tmp_path)
@@ -111,7 +113,7 @@ def test_what_doctor_imports_has_no_newer_syntax_and_no_jax(repository, tmp_path
     code = "import sys; from overlap.cli import doctor\nprint(*sys.modules)\n"
     code += "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'overlap'), sep=chr(10))"
     modules, *files = run([sys.executable, "-c", code], repository).stdout.splitlines()
-    assert not {"jax", "jaxlib", "numpy", "rich"} & set(modules.split()) and len(files) > 7
+    assert not {"jax", "jaxlib", "numpy", "rich"} & set(modules.split()) and len(files) > 6
     files.append(str(repository / "overlap/__main__.py"))
     newer = tmp_path / "newer.py"
     newer.write_text('a = {"b": 1}\nprint(f"{a["b"]}")\n')
@@ -175,7 +177,7 @@ def test_a_jax_newer_than_the_range_is_a_problem_for_doctor_alone(monkeypatch):
     assert "too new" in (_requirements.why_not_jax("0.13.0") or "")
     monkeypatch.setattr(jax, "__version__", "0.11.1")
     assert "jax 0.11.1 is too old" in (why_not() or "")
-    assert checks.version_of("no-such-package") is None
+    assert doctor.version_of("no-such-package") is None
 
 
 def test_the_first_use_of_a_name_does_not_have_the_function_around_it_traced_again():

@@ -14,6 +14,7 @@ import time
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rich.progress import Progress
@@ -90,7 +91,7 @@ def _run_all(
         elapsed = 1 - (end - time.monotonic()) / (60 * arguments.minutes)
         launches = f"{steps * done.total():,} launches"
         progress.update(task, completed=min(elapsed, 1.0), description=launches)
-        if failed or is_last or _in_any_process(elapsed >= 1, kinds[0][1]):
+        if failed or is_last or _in_any_process(elapsed >= 1):
             return done, failed
 
 
@@ -115,14 +116,9 @@ def _start(drawn: _Drawn, steps: int, seed: int, operands: dict[Mesh, tuple[jax.
     return soak_programs.program(case, mesh, axis, steps)(late_us, of_steps, *operands[mesh])
 
 
-def _in_any_process(own: bool, mesh: Mesh) -> bool:
+def _in_any_process(own: bool) -> bool:
     """Whether `own` is true in any process. With this answer, all processes stop after the same program."""
-    if jax.process_count() == 1:
-        return own
-    every = tuple(mesh.axis_names)
-    sharding = jax.NamedSharding(mesh, P(every))
-    flags = jax.make_array_from_callback((mesh.size,), sharding, lambda index: np.full(1, own, np.int32))
-    return bool(jax.device_get(jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, P()))(flags)))
+    return own if jax.process_count() == 1 else bool(np.any(multihost_utils.process_allgather(np.int32(own))))
 
 
 def _print(done: collections.Counter[str], failed: list[_Failure], arguments: argparse.Namespace, steps: int) -> None:

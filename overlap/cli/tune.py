@@ -117,39 +117,16 @@ def _why_none(problem: Problem, target: Target) -> str:
 def _print(outcomes: Sequence[search.Outcome], target: Target, file: pathlib.Path | None, problems: int) -> None:
     """Prints the outcomes so far, of `problems` problems, and where they are written."""
     out = console()
-    show(out, f"{target.kind}, jax {jax.__version__}", _HEADINGS, [_row(outcome) for outcome in outcomes], texts=3)
+    out.print(f"{target.kind}, jax {jax.__version__}", style="italic")
+    for outcome in outcomes:
+        out.print(str(outcome))
+        for trial in outcome.trials:
+            if trial.status != "ok":
+                out.print(f"    {trial.name}: {trial.status}")
     if target.platform == "cpu":
         out.print("Emulated: the results were checked; the times say nothing about a GPU's.")
     else:
         out.print("Per call, in a loop on the device; medians of interleaved rounds. TFLOP/s per device.")
-    for outcome in outcomes:
-        for trial in outcome.trials:
-            if trial.status != "ok":
-                out.print(f"{outcome.problem.shape} {trial.name}: {trial.status}")
     if len(outcomes) < problems:
         out.print(f"Interrupted: {problems - len(outcomes)} problems were not begun.")
     out.print("Nothing was written: name a file with --out." if file is None else f"The results are in {file}")
-
-
-_HEADINGS = ("problem", "configuration", "note", "µs", "TFLOP/s", "XLA, µs", "XLA / this", "heuristic / this", "tried")
-
-
-def _row(outcome: search.Outcome) -> list[str]:
-    """The cells of an outcome, "–" where there is no value."""
-    entry = outcome.result
-    wrong = sum(trial.status != "ok" for trial in outcome.trials)
-    notes = [outcome.note, f"{wrong} failed" if wrong else "", "" if outcome.complete else "partial"]
-    note = "; ".join(filter(None, notes))
-    if entry is None:
-        return [str(outcome.problem), "–", note, *["–"] * (len(_HEADINGS) - 3)]
-    xla, guess = entry.others.get("xla"), entry.others.get("heuristic")
-    return [
-        str(outcome.problem),
-        space.differences(entry.config),
-        note,
-        f"{entry.us:.1f}",
-        f"{outcome.problem.flops_per_device / entry.us / 1e6:.1f}",
-        *(("–", "–") if xla is None else (f"{xla:.1f}", f"{xla / entry.us:.3f}")),
-        "–" if guess is None else f"{guess / entry.us:.3f}",
-        str(entry.tried),
-    ]

@@ -87,15 +87,11 @@ def job_of(place: Place, cards: Sequence[Card]) -> Job:
 def check_versions(cards: Sequence[Card]) -> None:
     """Raises RuntimeError, on all processes, unless all of them run the same versions of jax and overlap."""
     for package in ("jax", "overlap"):
-        ranks: dict[str, list[Card]] = {}
+        hosts: dict[str, set[str]] = {}
         for card in cards:
-            ranks.setdefault(getattr(card, package), []).append(card)
-        if len(ranks) > 1:
-            hosts = {version: ", ".join(sorted({card.host for card in having})) for version, having in ranks.items()}
-            parts = [
-                f"{version} on {of_ranks([card.rank for card in having])} ({hosts[version]})"
-                for version, having in ranks.items()
-            ]
+            hosts.setdefault(getattr(card, package), set()).add(card.host)
+        if len(hosts) > 1:
+            parts = [f"{version} on {', '.join(sorted(having))}" for version, having in hosts.items()]
             raise RuntimeError(
                 f"the processes of this job run different versions of {package}: {'; '.join(parts)}. Start all of them "
                 "with the same Python environment."
@@ -108,21 +104,8 @@ def missing(came: Collection[int], size: int, timeout_s: float) -> str:
     `came`: the ranks that have come; `size`: the number of ranks.
     """
     absent = [rank for rank in range(size) if rank not in came]
-    one = len(absent) == 1
+    named = ", ".join(map(str, absent[:8])) + (" and others" if len(absent) > 8 else "")
     return (
-        f"{of_ranks(absent)} of {size} {'has' if one else 'have'} not come to overlap.initialize() within "
-        f"{timeout_s:g} s ({of_ranks(sorted(came))} came). Look at {'its' if one else 'their'} output: ended early, "
-        "stuck before the call, or still starting? `timeout_s` sets the limit."
+        f"{len(absent)} of {size} processes did not come to overlap.initialize() within {timeout_s:g} s: rank {named}. "
+        "Look at its output: ended early, stuck before the call, or still starting? `timeout_s` sets the limit."
     )
-
-
-def of_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, for messages: "rank 3", or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(texts)}"

@@ -226,7 +226,7 @@ async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: flo
     """Tries the ports until process 0 answers, and waits for its final message."""
     until = time.monotonic() + timeout_s
     call = _line("come", [_key(place), dataclasses.asdict(card)])
-    answers: dict[int, str] = {}
+    answers: dict[int, str] = {}  # By port, why there is no agreement.
     while time.monotonic() < until:
         for port in tried:
             answer = await _knock(str(place.host), port, call)
@@ -234,10 +234,7 @@ async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: flo
                 return answer
             answers[port] = answer
         await asyncio.sleep(_KNOCK_EVERY_S)
-    reasons: dict[str, list[str]] = {}
-    for port, answer in answers.items():
-        reasons.setdefault(answer, []).append(str(port))
-    found = "; ".join(f"{answer}: port{'s' * (len(at) > 1)} {', '.join(at)}" for answer, at in reasons.items())
+    found = "; ".join(f"port {port}: {answer}" for port, answer in answers.items())
     raise RuntimeError(
         f"rank 0 of {place.size} has not come to overlap.initialize() within {timeout_s:g} s: it does not answer rank "
         f"{place.rank} on {place.host} ({found}). Look at its output: ended early, stuck before the call, still "
@@ -251,7 +248,7 @@ async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
         async with asyncio.timeout(_PATIENCE_S):
             reader, writer = await asyncio.open_connection(host, port, limit=_ALL_CARDS_BYTES)
     except OSError as error:
-        return _in_words(error)
+        return type(error).__name__
     try:
         writer.write(call)
         answer = await _read(reader, _PATIENCE_S)
@@ -272,14 +269,6 @@ async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
             return Agreement(coordinator, tuple(Card(**card) for card in everyone), None)
         return "another job's"
     except OSError as error:
-        return _in_words(error)
+        return type(error).__name__
     finally:
         writer.close()
-
-
-def _in_words(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    if isinstance(error, ConnectionRefusedError):  # asyncio's text would repeat the address.
-        return "connection refused"
-    return error.strerror or str(error)

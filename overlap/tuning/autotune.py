@@ -18,7 +18,6 @@ from overlap.choice.choose import Session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
 from overlap.choice.session import session
-from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.kernels.target import Target
 from overlap.tuning.progress import Progress, shown
@@ -65,15 +64,7 @@ class Tuning:
         self._contexts.pop().__exit__(kind, value, trace)
 
     def __str__(self) -> str:
-        lines = []
-        for outcome in self.outcomes:
-            entry = outcome.result
-            if entry is None:
-                lines.append(f"{outcome.problem}: {outcome.note}")
-                continue
-            xla = f", XLA {entry.others['xla']:.1f} µs" if "xla" in entry.others else ""
-            lines.append(f"{outcome.problem}: {differences(entry.config)}, {entry.us:.1f} µs{xla}")
-        return "\n".join(lines)
+        return "\n".join(map(str, self.outcomes))
 
 
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
@@ -130,7 +121,7 @@ def autotune(
       **kwargs: keyword arguments of `fn`.
 
     Returns:
-      A `Tuning`. Printing it gives a line for each problem. Inside `with`, calls use its results, and no
+      A `Tuning`. Printing it gives three lines for each problem. Inside `with`, calls use its results, and no
       table for these problems.
 
     Raises:

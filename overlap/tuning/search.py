@@ -91,6 +91,18 @@ class Outcome:
     note: str = ""
     result: Entry | None = None
 
+    def __str__(self) -> str:
+        if self.result is None:
+            return f"{self.problem}: {self.note}"
+        us, others = self.result.us, self.result.others
+        parts = [f"{us:.1f} µs", f"{self.problem.flops_per_device / us / 1e6:.0f} TFLOP/s"]
+        parts += [f"XLA {others['xla']:.1f} µs ({others['xla'] / us:.3f} ×)"] if "xla" in others else []
+        parts += [f"model's choice {others['heuristic'] / us:.3f} ×"] if "heuristic" in others else []
+        failed = sum(trial.status != "ok" for trial in self.trials)
+        parts += [f"{failed} of {self.result.tried} failed" if failed else f"{self.result.tried} tried"]
+        parts += list(filter(None, [self.note, "" if self.complete else "partial"]))
+        return f"{self.problem}:\n    {space.differences(self.result.config)}\n    {', '.join(parts)}"
+
     @property
     def ranked(self) -> list[Trial]:
         """The configurations with a right result, best first: by how often they survived, then by time."""
