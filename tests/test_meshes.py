@@ -157,8 +157,14 @@ def test_me_counts_as_all_gather_does(axes):
 
 
 def test_a_tuple_of_one_axis_is_that_axis():
-    mesh = layout("x", x=2).mesh()
-    assert peer_group_of("op", ("x",), mesh) == peer_group_of("op", ["x"], mesh) == peer_group_of("op", "x", mesh)
+    groups = []
+
+    def body():
+        groups.extend(peer_group_of("op", axis) for axis in (("x",), ["x"], "x"))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(body, mesh=layout("x", x=2).mesh(), in_specs=(), out_specs=P()))
+    assert groups == [PeerGroup("x", (("x", 2),))] * 3
 
 
 # ---- Injected defects: the tests above would detect them -------------------------------------------------------------

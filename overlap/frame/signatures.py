@@ -38,8 +38,7 @@ class Arguments:
     """The arguments of a public function as the caller gave them, before any check.
 
     The functions have the same keywords. A keyword that a function lacks keeps its default here. `scalars` are those
-    that `activation` captures, if it has been traced already (`activation.Activation`). `mesh` is that of
-    `overlap.explain`.
+    that `activation` captures, if it has been traced already (`activation.Activation`).
     """
 
     lhs: AnyArray | Sequence[AnyArray]
@@ -59,7 +58,6 @@ class Arguments:
     dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
-    mesh: AnyMesh | None = None
 
     @property
     def epilogue(self) -> dict[str, object]:

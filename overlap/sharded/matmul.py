@@ -102,6 +102,7 @@ class ShardedArguments(Arguments):
     out_sharding: Sharding | None = None
     lhs_sharding: Sharding | None = None
     rhs_sharding: Sharding | list[Sharding] | None = None
+    mesh: AnyMesh | None = None
     keep_gathered: bool = False
 
 

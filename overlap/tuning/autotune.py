@@ -17,7 +17,7 @@ from overlap.choice import dispatch, tables
 from overlap.choice.choose import Session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
-from overlap.choice.session import session
+from overlap.choice.session import explaining, session
 from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.kernels.target import Target
@@ -79,12 +79,12 @@ class Tuning:
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
     """The problems of all calls in `fn(*args, **kwargs)` that give no `config` and that the fused kernel can run.
 
-    `fn` is traced, not run. Jitted functions inside it are traced again. The kernel is traced wherever it can run, so
-    that the products of gradients are found, too.
+    `fn` is traced, not run. Jitted functions inside it are traced again. Calls choose the kernel wherever it can run,
+    so that the products of gradients are found, too; no kernel is traced.
     """
     collecting = Session(collects=True)
     try:
-        with session(collecting):
+        with session(collecting), explaining(object()):
             jax.eval_shape(fn, *args, **kwargs)
     except Exception:
         # `fn` may run or compile calls itself, which only the usual choice allows (on a CPU it is XLA).

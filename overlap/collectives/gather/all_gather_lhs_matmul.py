@@ -36,7 +36,7 @@ GatherTransport = Literal["pull", "ring"]
 
 def prepare(given: Arguments) -> tuple[AllGatherLhs, Call]:
     """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
     chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
     combines = activations.takes_all(given.activation, given.rhs)

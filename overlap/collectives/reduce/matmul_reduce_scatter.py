@@ -38,7 +38,7 @@ TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
 
 def prepare(given: Arguments) -> tuple[MatmulReduceScatter, Call]:
     """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
     dimension = arguments.index(
         "dimension", given.dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )
