@@ -15,7 +15,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.operations import Transport
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
-from overlap.primitives.clique import Clique, several_hosts
+from overlap.primitives.host_mesh import HostMesh, several_hosts
 from overlap.primitives.peers import outside_shard_map
 
 XLA = 'use implementation="xla"'
@@ -89,9 +89,9 @@ class Collective(Operation):
         windows.require_shared_memory()
         # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
         if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
-            clique = Clique.of(mesh, frozenset(name for name, _ in self.group.axes))
-            assert clique is not None
-            clique.require_known_ids()
+            host_mesh = HostMesh.of(mesh, frozenset(name for name, _ in self.group.axes))
+            assert host_mesh is not None
+            host_mesh.require_known_ids()
 
     def untried(self) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.kernels.config import Config
+from overlap.primitives.types import AnyMesh as AnyMesh
 
 # Narrower than `jax.typing.ArrayLike`, which includes Python numbers: an operand has at least one dimension.
 AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
-AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # An argument as the caller gave it, not checked yet.
 type Given = Any
 # One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree

@@ -188,7 +188,7 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
     largest = max(problems, key=lambda problem: problem.flops_per_device * problem.devices)
     return (
         f"on a CPU the kernels run emulated, so this checks results, and its times say nothing about a GPU's; up to "
-        f"{settings.max_configs} configurations of {len(problems)} problem(s), the largest {largest}: above some 1000 "
+        f"{settings.max_configs} configurations of {len(problems)} problem(s), the largest {largest}: above about 1000 "
         "in each dimension expect minutes per configuration (`max_configs` and `budget_s` limit it)"
     )
 

@@ -6,7 +6,7 @@ is in `rhs_kernel.py`.
 
 Constraints: f16 or bf16. The rows of all matrices are multiples of 16 bytes; if the weights are sharded along k, so are
 the rows of the part of lhs that one shard multiplies. The devices can address each other
-(`overlap/primitives/clique.py`).
+(`overlap/primitives/host_mesh.py`).
 
 Source: Zhao et al., "PyTorch FSDP" (VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
 """

@@ -6,7 +6,7 @@ the whole sum. For few rows every device computes the whole sum (`one_shot_kerne
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. Unless there are few rows, the sum can
 be cut into a block of rows or columns for each device. The devices can address each other
-(`overlap/primitives/clique.py`).
+(`overlap/primitives/host_mesh.py`).
 """
 
 from __future__ import annotations

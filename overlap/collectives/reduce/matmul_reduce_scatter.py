@@ -4,7 +4,7 @@ Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all dev
 block of the sum: some rows, or some columns. The kernel is in `blocks_kernel.py`.
 
 Constraints: f16, bf16 or f8. The rows of all matrices, and of a block, are multiples of 16 bytes. The devices can
-address each other (`overlap/primitives/clique.py`).
+address each other (`overlap/primitives/host_mesh.py`).
 
 Source: the collective matmul of Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
 (ASPLOS 2023), here without a barrier between its steps.
