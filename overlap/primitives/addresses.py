@@ -30,7 +30,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -38,7 +37,7 @@ from jax.typing import DTypeLike
 
 from overlap import _compat
 from overlap.primitives.axes import kernel_axis
-from overlap.primitives.types import GmemRef
+from overlap.primitives.types import GmemRef, LoweringContext
 from overlap.primitives.windows import note_mesh
 
 __all__ = ["FLAG_BYTES", "TABLE_FLAGS", "OwnMemory", "Params", "landing_place", "note_mesh", "require_told", "tell"]
@@ -73,7 +72,7 @@ class OwnMemory(plgpu.CompilerParams):
 def tell(num_flags: int) -> Callable[..., jax.Array]:
     """Returns the first kernel: it maps the operands that peers read to the `num_flags` flags, the table included."""
 
-    def write(context: mgpu.LaunchContext, *operands_and_flags: ir.Value) -> None:
+    def write(context: LoweringContext, *operands_and_flags: ir.Value) -> None:
         start = mgpu_utils.memref_ptr(operands_and_flags[-1])
         # The lookup takes longest, so it begins first.
         table = _compat.peer_table(context, *operands_and_flags)
@@ -132,7 +131,7 @@ def landing_place(shape: tuple[int, ...], dtype: DTypeLike, *, becomes_result: b
     return kernel()
 
 
-def require_told(context: mgpu.LaunchContext) -> None:
+def require_told(context: LoweringContext) -> None:
     """Emits code that traps if this kernel's buffers are not at the addresses that the peers were told.
 
     Call it in the inline code of one warp.

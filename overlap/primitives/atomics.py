@@ -19,7 +19,7 @@ from jax.extend.mlir import ir
 
 from overlap.primitives.arguments import require_constant, require_index, require_one
 from overlap.primitives.peers import PeerGroup
-from overlap.primitives.types import GmemRef, Index, Predicate, SemaphoreRef, SmemRef, Tree
+from overlap.primitives.types import GmemRef, Index, LoweringContext, Predicate, SemaphoreRef, SmemRef, Tree
 
 # Emits inline code for the lowering's context and operands. Returns its result, an `ir.Value`, or None.
 type Emit = Callable[..., Tree]
@@ -41,7 +41,7 @@ def inline(emit: Emit, refs: Sequence[GmemRef | SmemRef], *scalars: Index, retur
       The result, or None.
     """
 
-    def code(context: mgpu.LaunchContext, *operands: Tree) -> mgpu.FragmentedArray | None:
+    def code(context: LoweringContext, *operands: Tree) -> mgpu.FragmentedArray | None:
         pointers = map(mgpu_utils.memref_ptr, operands[: len(refs)])
         result = emit(context, *pointers, *(value.registers.item() for value in operands[len(refs) :]))
         return mgpu.FragmentedArray.splat(result, (), is_signed=True) if returns else None

@@ -54,7 +54,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
 from overlap.primitives import atomics, host_mesh, marks, stalls
@@ -63,7 +62,7 @@ from overlap.primitives.arguments import require_constant, require_index, requir
 from overlap.primitives.marks import Work
 from overlap.primitives.peers import PeerGroup, require_group
 from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
-from overlap.primitives.types import Index, SemaphoreRef
+from overlap.primitives.types import Index, LoweringContext, SemaphoreRef
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
@@ -77,7 +76,7 @@ HANDSHAKE_FLAGS = (_WORDS + 5,)
 _LOWERED = 1
 
 
-def _key(context: mgpu.LaunchContext, group: PeerGroup, only: int | None) -> list[int]:
+def _key(context: LoweringContext, group: PeerGroup, only: int | None) -> list[int]:
     """Returns the words of a raised ready flag. Call it at lowering, when the devices of the mesh are known."""
     text = f"overlap: {group.places} on {host_mesh.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
@@ -249,7 +248,7 @@ class Handshake:
     def _raise(self) -> None:
         atomics.inline(self._raise_code, [self.flags.at[0]])
 
-    def _raise_code(self, context: mgpu.LaunchContext, pointer: ir.Value) -> None:
+    def _raise_code(self, context: LoweringContext, pointer: ir.Value) -> None:
         key = _key(context, self.group, self.only)
         others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
         lines = [
@@ -261,7 +260,7 @@ class Handshake:
         ]  # fmt: skip
         atomics.ptx(lines, pointer)
 
-    def _lower_code(self, context: mgpu.LaunchContext, pointer: ir.Value) -> None:
+    def _lower_code(self, context: LoweringContext, pointer: ir.Value) -> None:
         require_told(context)
         lines = [*atomics.BY_LANE_0, f"@first st.relaxed.sys.global.b32 [$0], {_LOWERED};"]
         atomics.ptx(lines, pointer)
@@ -274,7 +273,7 @@ class Handshake:
         semaphore_signal(self.flags.at[_BEGUN])
         atomics.set_bit_at_peer(self.flags.at[_SEEN], group, peer, group.me())
 
-    def _look_code(self, context: mgpu.LaunchContext, *operands: ir.Value) -> None:
+    def _look_code(self, context: LoweringContext, *operands: ir.Value) -> None:
         # A peer's memory is not cached here: each look crosses NVLink.
         key = _key(context, self.group, self.only)
         look = [

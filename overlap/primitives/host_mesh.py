@@ -36,7 +36,7 @@ import numpy as np
 
 from overlap import _compat
 from overlap.primitives import addresses
-from overlap.primitives.types import AnyMesh, Axis
+from overlap.primitives.types import AnyMesh, Axis, LoweringContext
 
 _WAY_OUT = 'or use implementation="xla"'
 
@@ -182,7 +182,7 @@ def several_hosts(mesh: AnyMesh | None = None) -> bool:
     return len({host_of(device) for device in devices}) > 1
 
 
-def device_ids(context: Any) -> tuple[int, ...] | None:
+def device_ids(context: LoweringContext) -> tuple[int, ...] | None:
     """Returns the ids of the devices of a kernel's mesh, in order; None if they are not known yet.
 
     Call it in the kernel's inline code. The ids are not known for an abstract mesh and in an exported program. Then jax

@@ -34,3 +34,5 @@ type Tree = Any
 type Axis = Any
 # A wgmma accumulator in the registers of a warpgroup (Hopper, `plgpu.WGMMAAccumulatorRef`).
 type AccumulatorRef = Any
+# What inline code (`plgpu.inline_mgpu`) gets at lowering, in jax or in the emulator.
+type LoweringContext = Any
