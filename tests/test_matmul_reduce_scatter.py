@@ -283,7 +283,7 @@ def test_nothing_to_multiply():
 
 
 def test_the_same_bits_with_x64():
-    layer = Layer("m", dtype=BF16, activation=lambda y: jnp.tanh(y * np.float64(0.5)))
+    layer = Layer("m", dtype=BF16, activation=lambda y: jnp.tanh(y * 0.5))
     arrays = {"lhs": normal(0, 48, 2 * 72), "rhs": normal(1, 2 * 72, 48)}
     in_float64 = {"lhs_scale": np.linspace(0.5, 1, 48)[None, :, None], "bias": np.linspace(-1, 1, 48)}
     results = []

