@@ -14,7 +14,7 @@ row-parallel product multiplies (down, or o) before it scatters y. dx is the cot
     roof         the same products on one device by XLA: gathered operands, nothing scattered
 
 Each is a loop in which an element of the results is written into operands before the next turn, in place.
-`benchmarks.layer_runs` says how the loops are timed. roof/this is the roof's time / the method's.
+`benchmarks.layer_runs` says how the loops are timed. roof/this is the time of "roof" / the method's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Product:
     def mapped(self, method: str, mesh: Mesh) -> tuple[Any, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         """Returns a method as a function of global arrays, and the shardings of its operands and of its results.
 
-        The roof's parts of a sum differ from device to device. Together they are arrays of more rows.
+        The parts of a sum of "roof" differ from device to device. Together they are arrays of more rows.
         """
         call, operands, results = self.ours.get(method, self.by_xla), [spec for _, spec in self.operands], self.results
         if method == "roof":

@@ -11,7 +11,7 @@ Each line of the task file has a problem, its configurations, and whether to mea
 product is compiled while the lock is held, since XLA searches for an algorithm on the GPU. Results are checked against
 XLA's. The CSV is written problem by problem, so a run that ends early keeps its results. Its column `calls` says how
 many calls an iteration of the loops made (`programs.calls_per_iteration`). Files without this column had one; their
-times below some 17 µs contain what the host took to launch kernels.
+times below about 17 µs contain what the host took to launch kernels.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class _Worker:
     Args:
       pool_elements: how many random numbers the operands are cut from.
       samples: how often each program is timed.
-      launch_ms: about how long one program runs. At the power limit the GPU's clock depends for some 10 ms on what ran
+      launch_ms: about how long one program runs. At the power limit the GPU's clock depends for about 10 ms on what ran
         before.
     """
 
@@ -336,7 +336,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         "--launch-ms",
         type=finite_number("milliseconds", at_least=1),
         default=60.0,
-        help="about how long one program runs; below some 50 the clocks depend on the program before",
+        help="about how long one program runs; below about 50 the clocks depend on the program before",
     )
     parser.add_argument(
         "--budget-s",

@@ -86,7 +86,7 @@ class Settings:
       iterations: calls in one program; None: about 15 ms of work.
       launches: how many more programs the second of the two times of *loop* (above) contains than the first.
       calls: ordinary calls in a row; None: about 15 ms of work.
-      warmup_s: how long the roof runs before the first round, in seconds.
+      warmup_s: how long cuBLAS on gathered data runs before the first round, in seconds.
       seed: the seed of the inputs.
     """
 
@@ -250,11 +250,11 @@ class Session:
         self.loop_overhead_us = 1e6 * float(np.median([loop.call_s(self.settings.launches) for _ in range(3)]))
 
     def warm_up(self) -> None:
-        """Runs the roof (or, without one, another method) for `warmup_s` seconds, so that clocks settle."""
+        """Runs cuBLAS on gathered data (or else another method) for `warmup_s` seconds, so that clocks settle."""
         self.during_load(self.settings.warmup_s, lambda: None)
 
     def during_load[T](self, seconds: float, read: Callable[[], T]) -> T:
-        """Keeps the devices busy with the roof for about `seconds`, calls `read` meanwhile, and returns its result."""
+        """Keeps the devices busy with it for about `seconds`, calls `read` meanwhile, and returns its result."""
         prepared = next((p for p in self.prepared if p.method.gathered), None) or next(iter(self.prepared), None)
         if prepared is None:
             return read()

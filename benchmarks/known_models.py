@@ -33,7 +33,7 @@ from overlap.kernels.target import Target
 TP, TOKENS = (8, 4, 2, 1), (4096, 1024)
 CONFIGS = 8
 # IN_TURN: how many times longer a configuration with `in_turn` takes at the power limit if it is measured alone
-# (harness, 2026-11-23). Samples of less than some 50 ms do not show this: the GPU's clock still depends on the
+# (harness, 2026-11-23). Samples of less than about 50 ms do not show this: the GPU's clock still depends on the
 # configurations that ran before. POWER_LIMITED_US: products that take longer reach the power limit.
 IN_TURN, POWER_LIMITED_US = 1.02, 100.0
 

@@ -41,7 +41,7 @@ def _lines(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _gpus(table: Table) -> str:
-    layout = ", a process each" if table.process_each else ""
+    layout = ", one process per GPU" if table.process_each else ""
     return f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}{layout}"
 
 

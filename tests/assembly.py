@@ -277,14 +277,14 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import jax
     import numpy as np
 
-    from overlap.primitives import clique, stalls
+    from overlap.primitives import host_mesh, stalls
 
     axes = dict(case.mesh) or {"x": case.devices}
     processes = case.hosts * case.processes
     devices = topology(case.target, math.prod(axes.values()) // processes, processes)
     # A device of a topology has a process index, but no number of its host. Compute the host from the process index.
-    clique.host_of = lambda device: device.process_index // case.processes
-    clique._own_host = lambda mesh: 0
+    host_mesh.host_of = lambda device: device.process_index // case.processes
+    host_mesh._own_host = lambda mesh: 0
     # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.
     stalls.address = lambda: stalls.ADDRESS
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))

@@ -4,7 +4,7 @@ The first argument says what goes wrong, or what the job does instead of a produ
 
     raise, exit, kill, late    process 1 does this (late: uses devices before it has joined the job)
     sleeps                            process 1 raises while the other process sleeps
-    absent, stuck                     process 1 does not come to the meeting of the processes
+    absent, stuck                     process 1 does not come to the rendezvous of the processes
     hosts                             each process counts as a host of its own
     meet, wait, workers               the processes meet (wait: then wait until the file in the second argument exists;
                                       workers: process 1 then starts a process that imports this module)
@@ -33,10 +33,10 @@ def lower_for_own_host() -> None:
     """Prints the device ids that XLA receives if each process is a host of its own."""
     from overlap.choice import dispatch
     from overlap.kernels.target import Target
-    from overlap.primitives import clique
+    from overlap.primitives import host_mesh
 
-    clique.host_of = lambda device: device.process_index
-    clique.Clique.require_known_ids = lambda self: None  # jax numbers the CPU devices of process p from 2048 p.
+    host_mesh.host_of = lambda device: device.process_index
+    host_mesh.HostMesh.require_known_ids = lambda self: None  # jax numbers the CPU devices of process p from 2048 p.
     dispatch.target = lambda mesh=None: Target("gpu", "NVIDIA H200", 132)
     mesh = jax.make_mesh((2, 2), ("data", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     layer = jax.shard_map(

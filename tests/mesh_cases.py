@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.primitives import clique
+from overlap.primitives import host_mesh
 from tests import assembly, oracle
 
 Axes = str | tuple[str, ...]
@@ -67,13 +67,13 @@ def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> La
 
 def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reverses the ranks relative to the positions, as can happen on several hosts."""
-    of_one_host = clique._of_one_host
+    of_one_host = host_mesh._of_one_host
 
-    def mirrored(*args: Any) -> clique.Clique:
+    def mirrored(*args: Any) -> host_mesh.HostMesh:
         plain = of_one_host(*args)
         return dataclasses.replace(plain, positions=plain.positions[::-1], is_mirrored=True)
 
-    monkeypatch.setattr(clique, "_of_one_host", mirrored)
+    monkeypatch.setattr(host_mesh, "_of_one_host", mirrored)
 
 
 def operands(case: Layout, shape: tuple[int, int, int], dtype: Any, seed: int) -> tuple[jax.Array, jax.Array]:

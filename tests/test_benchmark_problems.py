@@ -157,7 +157,7 @@ print(json.dumps(found | {"kernels of an iteration": [len(re.findall(words, body
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 def test_for_h200_loops_do_what_is_measured() -> None:
-    """The roof transposes and copies nothing, the oracle is in f32, and each of eight calls does all of its work."""
+    """ "roof" transposes and copies nothing, the oracle is in f32, and each of eight calls does all of its work."""
     line = [sys.executable, "-c", COMPILED_FOR_H200]
     environment = assembly.child_environment()
     done = subprocess.run(

@@ -26,7 +26,7 @@ from overlap.kernels.hopper.mainloop import Hopper
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_semaphores
-from overlap.primitives.clique import IN_CLIQUES
+from overlap.primitives.host_mesh import ON_HOST_MESHES
 from tests import oracle
 
 TOO_NEW = ".".join(map(str, _requirements.JAX_BELOW)) + ".0"
@@ -130,7 +130,7 @@ def test_tracing_changes_nothing(nothing_applied, monkeypatch):
     _, lower = lowered(gather("fused"), *SHAPES)
     assert not patch._applied
     lower()
-    assert {IN_CLIQUES, _compat.WARP_LOOPS} < patch._applied
+    assert {ON_HOST_MESHES, _compat.WARP_LOOPS} < patch._applied
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, PartitionSpec as P
 from overlap.sharded.parts import Product
+from overlap.frame import sharded
 from overlap.sharded import partitions
 from overlap.sharded.plan import plan_of
 
@@ -26,7 +27,7 @@ def product(inside):
         parts = [partitions.given("x", a.sharding, len(a.shape), mesh) for a in (*args, result)]
         plan = plan_of(*parts, dict(mesh.shape))
         plans.append(str(plan))
-        spec = lambda parts: jax.NamedSharding(mesh, partitions.spec_of(parts))
+        spec = lambda parts: jax.NamedSharding(mesh, sharded.spec(parts))
         def of_parts(x, w):
             manual = mesh.abstract_mesh.update(axis_types=(AxisType.Manual,) * 2)
             with jax.sharding.use_abstract_mesh(manual):

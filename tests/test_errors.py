@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.collective import peer_group_of
 from overlap.kernels.target import SMEM_BYTES, Target
 from tests.explained import answer
 
@@ -260,8 +259,7 @@ def test_a_choice_is_said_once(caplog):
     assert len([r for r in caplog.records if r.name == "overlap"]) == 1
 
 
-def test_an_axis_of_one_device_and_a_tuple_of_one_name():
-    assert peer_group_of("op", ("x",), mesh(x=2)).axis_name == "x"
+def test_an_axis_of_one_device():
     assert trace(*GOOD, on=mesh(x=1)).shape == (128, 256)
 
 

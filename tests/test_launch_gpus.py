@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from overlap import _cuda
-from overlap.distributed import aborting, cards, failures, gpus, launchers, meeting, ports, start
+from overlap.distributed import aborting, cards, failures, gpus, launchers, ports, rendezvous, start
 
 
 def _job(**changes: object) -> cards.Job:
@@ -82,7 +82,7 @@ def job(monkeypatch):
         job.keywords.append(keywords | {"held": job.held and job.held.fileno() >= 0})
 
     monkeypatch.setattr(launchers, "find_place", lambda environ: job.place)
-    monkeypatch.setattr(meeting, "meet", meet)
+    monkeypatch.setattr(rendezvous, "meet", meet)
     monkeypatch.setattr(aborting, "_ending", None)
     monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: job.hooks.append("failure"))
     monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: job.hooks.append("exit"))

@@ -14,7 +14,7 @@ import time
 import pytest
 import slurm as own_slurm
 
-from overlap.distributed import meeting, ports
+from overlap.distributed import ports, rendezvous
 from overlap.distributed.cards import Card
 
 pytestmark = pytest.mark.one_jax
@@ -44,7 +44,7 @@ class Strangers:
 
     def __init__(self, called: list[int]) -> None:
         card = Card(1, "a", "a", 7, "0", "0", None)
-        self.says = [b"\x00\xff" * 500, b"", meeting._line("come", ["another job", dataclasses.asdict(card)])]
+        self.says = [b"\x00\xff" * 500, b"", rendezvous._line("come", ["another job", dataclasses.asdict(card)])]
         self.called, self.got_through, self.over = called, 0, threading.Event()
         self.threads = [threading.Thread(target=self._call, args=(says,)) for says in self.says]
 
@@ -92,7 +92,7 @@ def test_jobs_256_apart_run_side_by_side(slurm, repository, tmp_path):
 
 
 def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
-    """Foreign calls end neither the meeting of the processes nor jax's coordinator, where gRPC must handle them."""
+    """Foreign calls end neither the rendezvous of the processes nor jax's coordinator, where gRPC must handle them."""
     try:
         socket.gethostbyname(own_slurm.NODES[0])
     except OSError:
@@ -104,7 +104,7 @@ def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
     key = f"srun overlap {number} 0 - 2"
     script = tmp_path / "job"
     script.write_text('#!/bin/sh\nexec srun --kill-on-bad-exit=1 "$@"\n')
-    with Strangers(ports.candidates(key)) as meeting_callers:
+    with Strangers(ports.candidates(key)) as rendezvous_callers:
         slurm.batch("--nodes=2", "--ntasks=2", f"--output={tmp_path}/out", script, sys.executable, RANK_PY, "wait", go)
         until = time.monotonic() + 60
         while not (
@@ -113,7 +113,7 @@ def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
             assert time.monotonic() < until, _read(tmp_path / "out")
             assert slurm.exit_status(number) is None, _read(tmp_path / "out")
             time.sleep(0.05)
-    assert meeting_callers.got_through > 0
+    assert rendezvous_callers.got_through > 0
     with Strangers([int(met[1])]) as coordinator_callers:
         time.sleep(1)
     assert coordinator_callers.got_through > 20

@@ -94,17 +94,17 @@ def test_a_child_under_mpich_is_told_from_a_job_that_it_starts(monkeypatch):
 
 
 def test_where_the_processes_meet():
-    def meeting_of(environ):
+    def rendezvous_of(environ):
         place = launchers.find_place(environ)
         return place.host, place.local_rank, place.local_size
 
-    assert meeting_of(OPEN_MPI) == ("127.0.0.1", 3, 4)
-    assert meeting_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (None, 3, 2)  # Only MPI can tell the hosts.
-    assert meeting_of(MPICH) == (None, 1, 2)  # Without a key.
-    assert meeting_of(SRUN) == ("gpu007", 1, None)
-    assert meeting_of(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) == ("127.0.0.1", 1, 8)
-    assert meeting_of(TORCHRUN) == ("gpu1", 0, 2)
-    assert meeting_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}) == ("127.0.0.1", 0, 4)
+    assert rendezvous_of(OPEN_MPI) == ("127.0.0.1", 3, 4)
+    assert rendezvous_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (None, 3, 2)  # Only MPI can tell the hosts.
+    assert rendezvous_of(MPICH) == (None, 1, 2)  # Without a key.
+    assert rendezvous_of(SRUN) == ("gpu007", 1, None)
+    assert rendezvous_of(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) == ("127.0.0.1", 1, 8)
+    assert rendezvous_of(TORCHRUN) == ("gpu1", 0, 2)
+    assert rendezvous_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}) == ("127.0.0.1", 0, 4)
 
 
 def test_mpich_knows_its_job_by_the_other_end_of_its_socket():

@@ -22,7 +22,7 @@ from overlap.choice import dispatch
 from overlap.collectives.collective import peer_group_of
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import Target
-from overlap.primitives import PeerGroup, clique
+from overlap.primitives import PeerGroup, host_mesh
 from tests import assembly, mesh_cases, oracle
 from tests.explained import answer
 from tests.mesh_cases import layout
@@ -157,8 +157,14 @@ def test_me_counts_as_all_gather_does(axes):
 
 
 def test_a_tuple_of_one_axis_is_that_axis():
-    mesh = layout("x", x=2).mesh()
-    assert peer_group_of("op", ("x",), mesh) == peer_group_of("op", ["x"], mesh) == peer_group_of("op", "x", mesh)
+    groups = []
+
+    def body():
+        groups.extend(peer_group_of("op", axis) for axis in (("x",), ["x"], "x"))
+        return jnp.zeros(())
+
+    jax.eval_shape(jax.shard_map(body, mesh=layout("x", x=2).mesh(), in_specs=(), out_specs=P()))
+    assert groups == [PeerGroup("x", (("x", 2),))] * 3
 
 
 # ---- Injected defects: the tests above would detect them -------------------------------------------------------------
@@ -271,11 +277,11 @@ def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
 
 
 def test_jax_alone_would_refuse_a_permuted_mesh(hopper, monkeypatch):
-    """If this fails, jax supports permuted meshes: `primitives/clique.py` is then needed for several hosts only."""
-    _compat.apply(clique.IN_CLIQUES)
+    """If this fails, jax supports permuted meshes: `primitives/host_mesh.py` is then needed for several hosts only."""
+    _compat.apply(host_mesh.ON_HOST_MESHES)
     rule = registration.mpmd_map_mgpu_lowering_rule
     # Otherwise the kernel's own check that jax is prepared would raise first.
-    monkeypatch.setattr(rule.__wrapped__, "lowers_by_cliques", True, raising=False)
+    monkeypatch.setattr(rule.__wrapped__, "lowers_by_host_mesh", True, raising=False)
     monkeypatch.setattr(registration, "mpmd_map_mgpu_lowering_rule", rule.__wrapped__)
     case = layout("x", PERMUTED, x=4)
     with pytest.raises(NotImplementedError, match="row-major"):
@@ -283,9 +289,9 @@ def test_jax_alone_would_refuse_a_permuted_mesh(hopper, monkeypatch):
 
 
 def test_the_lowering_is_set_up_once():
-    _compat.apply(clique.IN_CLIQUES)
+    _compat.apply(host_mesh.ON_HOST_MESHES)
     rule = registration.mpmd_map_mgpu_lowering_rule
-    _compat.apply(clique.IN_CLIQUES)
+    _compat.apply(host_mesh.ON_HOST_MESHES)
     assert registration.mpmd_map_mgpu_lowering_rule is rule
 
 
@@ -299,7 +305,7 @@ def test_a_mesh_of_other_devices_is_refused_with_the_way_out(hopper):
 
 
 def test_a_kernel_without_peers_takes_any_devices(hopper):
-    _compat.apply(clique.IN_CLIQUES)
+    _compat.apply(host_mesh.ON_HOST_MESHES)
     mesh = Mesh(np.array(jax.devices()[4:6]), ("x",), axis_types=(AxisType.Auto,))
     call = oracle.on_mesh(mesh, lambda a, b: overlap.matmul(a, b, implementation="fused"))
     shapes = (512, 512), (512, 1024)

@@ -1,6 +1,6 @@
 """PTX that no emulator runs, word for word, with the reason for each instruction.
 
-Most of these texts are for GPUs with a process each, and the emulator is one process. If you change a text here, say
+Most of these texts are for one process per GPU, and the emulator is one process. If you change a text here, say
 why the new text is right, and run tests/multi_gpu/, also under mpirun.
 """
 

@@ -19,8 +19,8 @@ import overlap
 from overlap import _compat
 from overlap.choice import dispatch
 from overlap.kernels.target import Target
-from overlap.primitives import clique
-from overlap.primitives.clique import Clique
+from overlap.primitives import host_mesh
+from overlap.primitives.host_mesh import HostMesh
 from tests import assembly, mesh_cases, oracle
 from tests.explained import answer
 from tests.mesh_cases import layout
@@ -47,8 +47,8 @@ def hopper(monkeypatch):
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Two hosts of four devices; returns a function that moves this process to one of them."""
-    monkeypatch.setattr(clique, "host_of", lambda device: device.id // 4)
-    return lambda host: monkeypatch.setattr(clique, "_own_host", lambda mesh: host)
+    monkeypatch.setattr(host_mesh, "host_of", lambda device: device.id // 4)
+    return lambda host: monkeypatch.setattr(host_mesh, "_own_host", lambda mesh: host)
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])
@@ -60,10 +60,10 @@ def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, h
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_clique_is_a_mesh_of_its_own(host, two_hosts):
+def test_a_host_has_a_mesh_of_its_own(host, two_hosts):
     two_hosts(host)
     case, *_ = TWO_HOSTS[-1]
-    own = Clique.of(case.mesh(), frozenset("x"))
+    own = HostMesh.of(case.mesh(), frozenset("x"))
     assert dict(own.mesh.shape) == {"x": 4} and own.is_mirrored
     # Ranks follow positions, whatever the devices' ids; the last position has rank 0.
     assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
@@ -71,26 +71,26 @@ def test_a_clique_is_a_mesh_of_its_own(host, two_hosts):
     assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
 
 
-def test_two_rings_of_a_host_are_one_clique(two_hosts):
+def test_two_rings_of_a_host_are_in_one_mesh(two_hosts):
     two_hosts(1)
-    own = Clique.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
+    own = HostMesh.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
     assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
 
 
 def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
     two_hosts(0)
     mesh = layout("x", data=2, a=1, x=4).mesh()
-    assert dict(Clique.of(mesh, frozenset(("a", "x"))).mesh.shape) == {"a": 1, "x": 4}
-    assert dict(Clique.of(mesh, frozenset("x")).mesh.shape) == {"x": 4}
+    assert dict(HostMesh.of(mesh, frozenset(("a", "x"))).mesh.shape) == {"a": 1, "x": 4}
+    assert dict(HostMesh.of(mesh, frozenset("x")).mesh.shape) == {"x": 4}
 
 
 def test_one_host_is_as_it_was():
     mesh = layout("x", (2, 0, 3, 1), x=4).mesh()
-    own = Clique.of(mesh, frozenset("x"))
+    own = HostMesh.of(mesh, frozenset("x"))
     assert own.positions == (0, 1, 2, 3) and own.device_ids == (2, 0, 3, 1) and not own.is_mirrored
-    assert Clique.of(mesh, frozenset()) is None
+    assert HostMesh.of(mesh, frozenset()) is None
     # jax keeps what it has made for a mesh: these two have the same ids, of other devices.
-    assert own.mesh != Clique.of(layout("x", x=4).mesh(), frozenset("x")).mesh
+    assert own.mesh != HostMesh.of(layout("x", x=4).mesh(), frozenset("x")).mesh
 
 
 def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
@@ -184,7 +184,7 @@ def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplo
 @pytest.mark.parametrize("transport", ["pull", "ring"])
 def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
     """Done on two hosts each time Mosaic asks for the rank or for a peer's memory; never done on one host."""
-    _compat.apply(clique.IN_CLIQUES)
+    _compat.apply(host_mesh.ON_HOST_MESHES)
     device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
     turned = {"who": [], "where": []}
 

@@ -5,7 +5,7 @@ Two kinds of modules:
     reads     `backends.py`, `job_store.py` and `varying_axes.py` use a private name of jax and change nothing. They
               work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no private name: the
               first depends on jax's version, the second on how jax names the axes of kernels
-    patches     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
+    patches     `host_meshes.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
               `cluster_arrivals.py`, `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules.
               Only `apply` makes these changes, and only with a version of jax on which they were checked (`patch.py`)
 
@@ -18,10 +18,10 @@ to ask of jax.
 """
 
 from overlap._compat.backends import backends_are_initialized
-from overlap._compat.cliques import device_ids, kernels_in_cliques
 from overlap._compat.cluster_arrivals import CLUSTER_ARRIVALS
 from overlap._compat.cluster_refs import CLUSTER_REFS
 from overlap._compat.equal_texts import equal_texts
+from overlap._compat.host_meshes import device_ids, kernels_on_host_meshes
 from overlap._compat.job_store import job_store
 from overlap._compat.kernel_axes import has_axis_of_jax
 from overlap._compat.nccl_versions import oldest_nccl_of_one_process
@@ -45,7 +45,7 @@ __all__ = [
     "equal_texts",
     "has_axis_of_jax",
     "job_store",
-    "kernels_in_cliques",
+    "kernels_on_host_meshes",
     "oldest_nccl_of_one_process",
     "peer_table",
     "told_addresses",

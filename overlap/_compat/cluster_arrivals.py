@@ -13,9 +13,7 @@ For upstream: docs/upstream.md#arrivals-of-warps-at-cluster-barriers.
 
 from __future__ import annotations
 
-from typing import Any
-
-from overlap._compat.patch import Patch, marked, private
+from overlap._compat.patch import Internal, Patch, marked, private
 
 
 class _OfWarp:
@@ -24,13 +22,13 @@ class _OfWarp:
     It has only what that rule uses: indexing and `arrive`.
     """
 
-    def __init__(self, barrier: Any) -> None:
+    def __init__(self, barrier: Internal) -> None:
         self.barrier = barrier
 
-    def __getitem__(self, index: Any) -> _OfWarp:
+    def __getitem__(self, index: Internal) -> _OfWarp:
         return _OfWarp(self.barrier[index])
 
-    def arrive(self, *, orders_tensor_core: bool = False, predicate: Any = None) -> None:
+    def arrive(self, *, orders_tensor_core: bool = False, predicate: Internal = None) -> None:
         from jax.experimental.mosaic.gpu import utils
         from jax.extend.mlir import ir
         from jax.extend.mlir.dialects import arith
@@ -63,8 +61,8 @@ def _change() -> None:
     primitive = private("jax._src.pallas.mosaic_gpu.primitives", "barrier_arrive_p")
     collective = private("jax.experimental.mosaic.gpu.utils", "CollectiveBarrierRef")
 
-    def make(rule: Any) -> Any:
-        def arrive(ctx: Any, barrier: Any, *args: Any, **params: Any) -> Any:
+    def make(rule: Internal) -> Internal:
+        def arrive(ctx: Internal, barrier: Internal, *args: Internal, **params: Internal) -> Internal:
             return rule(ctx, _OfWarp(barrier) if isinstance(barrier, collective) else barrier, *args, **params)
 
         return arrive

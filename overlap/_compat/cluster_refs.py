@@ -14,9 +14,7 @@ For upstream: docs/upstream.md#parts-of-a-buffer-in-a-cluster.
 
 from __future__ import annotations
 
-from typing import Any
-
-from overlap._compat.patch import Patch, replace
+from overlap._compat.patch import Internal, Patch, replace
 
 # LLVM's numbers of address spaces: of generic addresses, of this CTA's shared memory, and of the cluster's.
 _GENERIC, _SHARED, _CLUSTER = 0, 3, 7
@@ -30,8 +28,8 @@ def _change() -> None:
     replace("jax.experimental.mosaic.gpu.utils", "get_cluster_ref", "keeps_offsets", _make)
 
 
-def _make(given: Any) -> Any:
-    def get_cluster_ref(ref: Any, dim: Any, idx: Any, generic: bool = True) -> Any:
+def _make(given: Internal) -> Internal:
+    def get_cluster_ref(ref: Internal, dim: Internal, idx: Internal, generic: bool = True) -> Internal:
         from jax.extend.mlir import ir
         from jax.extend.mlir.dialects import builtin
         from jaxlib.mlir.dialects import llvm
@@ -43,7 +41,7 @@ def _make(given: Any) -> Any:
             return given(ref, dim, idx, generic)
         i64 = ir.IntegerType.get_signless(64)
 
-        def descriptor(ref: Any, space: int) -> Any:
+        def descriptor(ref: Internal, space: int) -> Internal:
             """Returns a reference as LLVM describes it: pointers to the buffer, the offset, sizes and strides."""
             pointer = llvm.PointerType.get(space)
             sizes = [llvm.ArrayType.get(i64, part.rank)] * 2 if part.rank else []
@@ -51,7 +49,7 @@ def _make(given: Any) -> Any:
                 [llvm.StructType.get_literal([pointer, pointer, i64, *sizes])], [ref]
             )
 
-        def reference(descriptor: Any, offset: Any, layout: Any, memory: Any) -> Any:
+        def reference(descriptor: Internal, offset: Internal, layout: Internal, memory: Internal) -> Internal:
             kind = ir.MemRefType.get(part.shape, part.element_type, layout, memory)
             return builtin.unrealized_conversion_cast([kind], [llvm.insertvalue(descriptor, offset, [2])])
 

@@ -17,9 +17,7 @@ For upstream: docs/upstream.md#texts-of-kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
-from overlap._compat.patch import Patch, private, replace
+from overlap._compat.patch import Internal, Patch, private, replace
 
 _MARK, _NUMBERED = "makes_equal_texts", "mosaic_gpu.dump_basename"
 
@@ -29,8 +27,8 @@ def _change() -> None:
     variable = private("jax.experimental.mosaic.gpu.constraints", "Variable")
     private("jax.experimental.mosaic.gpu.core", "_run_serde_pass")
 
-    def without_number(run: Any) -> Any:
-        def run_serde_pass(module: Any, *, serialize: bool, **rest: Any) -> Any:
+    def without_number(run: Internal) -> Internal:
+        def run_serde_pass(module: Internal, *, serialize: bool, **rest: Internal) -> Internal:
             written = run(module, serialize=serialize, **rest)
             if serialize and _NUMBERED in written.operation.attributes:
                 del written.operation.attributes[_NUMBERED]
@@ -38,10 +36,10 @@ def _change() -> None:
 
         return run_serde_pass
 
-    def in_order(_: Any) -> Any:
-        def equal_variables(system: Any) -> dict[Any, list[Any]]:
+    def in_order(_: Internal) -> Internal:
+        def equal_variables(system: Internal) -> dict[Internal, list[Internal]]:
             # From each variable to the list of those equal to it, and itself, which all of them share.
-            groups: dict[Any, list[Any]] = {}
+            groups: dict[Internal, list[Internal]] = {}
             for constraint in system.constraints:
                 if isinstance(constraint, equals):
                     sides = constraint.lhs, constraint.rhs

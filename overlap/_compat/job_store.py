@@ -10,12 +10,10 @@ For upstream: docs/upstream.md#the-jobs-store.
 
 from __future__ import annotations
 
-from typing import Any
-
-from overlap._compat.patch import private
+from overlap._compat.patch import Internal, private
 
 
-def job_store() -> Any:
+def job_store() -> Internal:
     """The client of the key-value store; None in a single process.
 
     This library uses its methods `key_value_set` and `key_value_dir_get`.

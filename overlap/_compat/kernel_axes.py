@@ -14,14 +14,12 @@ For upstream: docs/upstream.md#batched-kernels.
 
 from __future__ import annotations
 
-from typing import Any
-
 
 def has_axis_of_jax() -> bool:
     """Whether the code that is being traced is in a batched kernel, or in a single warp (`plgpu.warp_map`)."""
     import jax
     from jax.extend import core
 
-    names: Any = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)
+    names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)
     of_mesh = jax.sharding.get_abstract_mesh().axis_names
     return any(type(name) is object and name not in of_mesh for name in names())

@@ -1,8 +1,8 @@
-"""Patch: a kernel runs in a clique whose ranks are in reverse order of the positions in its mesh.
+"""Patch: a kernel runs on a mesh whose ranks are in reverse order of the positions in its mesh.
 
 Rank 0 is the device at the last position.
 
-Reason: on several hosts, XLA must be given the devices of this host in reverse order (`overlap/primitives/clique.py`
+Reason: on several hosts, XLA must be given the devices of this host in reverse order (`overlap/primitives/host_mesh.py`
 says why). Mosaic GPU assumes in two places that a rank is a position: where a kernel asks for the number of its own
 device, and where a kernel looks up the address of a peer's buffer.
 
@@ -11,7 +11,7 @@ into a position, and the function that looks up a peer's buffer turns the positi
 `mirrored(True)` both functions do what jax's own do. Same code in jax 0.11.2 and 0.12.0.1.
 
 Replaced by: a translation from positions to ranks in Mosaic GPU, or a way to give XLA the devices in order without XLA
-taking the clique for one of its own.
+taking the list for one of its own.
 For upstream: docs/upstream.md#ranks.
 """
 
@@ -20,9 +20,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator
-from typing import Any
 
-from overlap._compat.patch import Patch, private, replace
+from overlap._compat.patch import Internal, Patch, private, replace
 
 _MARK = "mirrors_ranks"
 _is_mirrored: contextvars.ContextVar[bool] = contextvars.ContextVar("overlap_mirrored_ranks", default=False)
@@ -46,11 +45,11 @@ def _change() -> None:
     id_attribute = private("jax.experimental.mosaic.gpu.launch_context", "DEVICE_ID_ATTR")
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
 
-    def opposite(context: Any, number: Any) -> Any:
+    def opposite(context: Internal, number: Internal) -> Internal:
         return arith.subi(constant(context.num_peers - 1, ir.IntegerType.get_signless(32)), number)
 
-    def own_position(device_id: Any) -> Any:
-        def position(self: Any, on_host: bool = False) -> Any:
+    def own_position(device_id: Internal) -> Internal:
+        def position(self: Internal, on_host: bool = False) -> Internal:
             rank = device_id(self, on_host)
             if not _is_mirrored.get():
                 return rank
@@ -62,8 +61,8 @@ def _change() -> None:
 
         return position
 
-    def of_position(address_on_peer: Any) -> Any:
-        def address_at(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+    def of_position(address_on_peer: Internal) -> Internal:
+        def address_at(self: Internal, parameter_id: int, peer_id: Internal, on_host: bool) -> Internal:
             rank = opposite(self, peer_id) if _is_mirrored.get() else peer_id
             return address_on_peer(self, parameter_id, rank, on_host)
 

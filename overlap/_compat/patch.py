@@ -18,6 +18,10 @@ from typing import Any
 
 from overlap import _requirements, _settings
 
+# An object of jax that has no public type. What is done with it was checked with the versions below.
+type Internal = Any
+type Rule = Callable[..., Internal]
+
 CHECKED = f">={'.'.join(map(str, _requirements.JAX_FROM))},<{'.'.join(map(str, _requirements.JAX_BELOW))}"
 
 
@@ -68,7 +72,7 @@ def _require_checked(patch: Patch) -> None:
         )
 
 
-def private(module: str, path: str) -> Any:
+def private(module: str, path: str) -> Internal:
     """Returns the object that has a private name in jax.
 
     Args:
@@ -90,7 +94,7 @@ def private(module: str, path: str) -> Any:
         ) from error
 
 
-def replace(module: str, path: str, mark: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+def replace(module: str, path: str, mark: str, make: Callable[[Internal], Rule]) -> None:
     """Replaces a function of jax by `make(function)`, unless a function with this mark stands there already.
 
     Args:
@@ -106,8 +110,8 @@ def replace(module: str, path: str, mark: str, make: Callable[[Any], Callable[..
         setattr(private(module, owner) if owner else importlib.import_module(module), name, marked(given, mark, make))
 
 
-def marked(given: Any, mark: str, make: Callable[[Any], Callable[..., Any]]) -> Any:
+def marked(given: Internal, mark: str, make: Callable[[Internal], Rule]) -> Internal:
     """Returns `make(given)` with the name, the docstring and the attributes of `given`, and the attribute `mark`."""
-    made: Any = functools.wraps(given)(make(given))
+    made: Internal = functools.wraps(given)(make(given))
     setattr(made, mark, True)
     return made

@@ -14,9 +14,7 @@ For upstream: docs/upstream.md#square-tiles.
 
 from __future__ import annotations
 
-from typing import Any
-
-from overlap._compat.patch import Patch, private, replace
+from overlap._compat.patch import Internal, Patch, private, replace
 
 _MARK = "offers_square_tiles"
 
@@ -32,9 +30,9 @@ def _change() -> None:
     bitwidth = private("jax.experimental.mosaic.gpu.utils", "bitwidth")
     private("jax.experimental.mosaic.gpu.mma_utils", "create_descriptor")
 
-    def with_squares(offered: Any) -> Any:
-        def mma_tiling_constraint(variable: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-            constraint: Any = offered(variable, op, *args, **kwargs)
+    def with_squares(offered: Internal) -> Internal:
+        def mma_tiling_constraint(variable: Internal, op: Internal, *args: Internal, **kwargs: Internal) -> Internal:
+            constraint: Internal = offered(variable, op, *args, **kwargs)
             if not isinstance(op, (wgmma, tcgen05_mma)):
                 return constraint
             side = 128 * 8 // bitwidth(ir.MemRefType(variable.key.value.type).element_type)
@@ -44,8 +42,10 @@ def _change() -> None:
 
         return mma_tiling_constraint
 
-    def of_squares(describe: Any) -> Any:
-        def create_descriptor(ref: Any, *args: Any, large_tile: Any = None, **kwargs: Any) -> Any:
+    def of_squares(describe: Internal) -> Internal:
+        def create_descriptor(
+            ref: Internal, *args: Internal, large_tile: object = None, **kwargs: Internal
+        ) -> Internal:
             *_, rows, columns = ir.MemRefType(ref.type).shape
             return describe(ref, *args, large_tile=(rows, columns) if rows == columns else large_tile, **kwargs)
 

@@ -20,10 +20,10 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from overlap._compat.mirrored_ranks import MIRRORED_RANKS
-from overlap._compat.patch import Patch, private, replace
+from overlap._compat.patch import Internal, Patch, private, replace
 
 _MARK = "reads_told_addresses"
 
@@ -40,7 +40,7 @@ class Addresses(Protocol):
     @property
     def OwnMemory(self) -> type: ...
 
-    def tell(self, num_flags: int) -> Any: ...
+    def tell(self, num_flags: int) -> Internal: ...
 
     def note_mesh(self, device_ids: tuple[int, ...]) -> None: ...
 
@@ -58,7 +58,7 @@ class Told:
     addresses: Addresses
     peers_read: tuple[int, ...]
 
-    def rows(self, context: Any) -> tuple[int, ...]:
+    def rows(self, context: Internal) -> tuple[int, ...]:
         """For each row of the table, the index of the kernel's parameter whose addresses are in the row."""
         return *self.peers_read, context.num_params - 1
 
@@ -73,7 +73,7 @@ class Told:
                 f'{devices} devices needs {entries}: use implementation="xla"'
             )
 
-    def put_before(self, call: Any, context: Any, operands: Sequence[Any]) -> Any:
+    def put_before(self, call: Internal, context: Internal, operands: Sequence[Internal]) -> Internal:
         """Inserts the kernel that writes the table before the call of this kernel, which reads the table.
 
         The flags of a kernel are the last operand of its call. jax passes zeros as the flags. This function replaces
@@ -107,7 +107,7 @@ class Told:
         return table_and_zeros.owner
 
 
-def _hide_peers(call: Any) -> None:
+def _hide_peers(call: Internal) -> None:
     """Removes from a Mosaic GPU call the attributes that make XLA look up peers and use symmetric memory."""
     from jax.extend.mlir import ir
 
@@ -143,8 +143,8 @@ def _change() -> None:
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._collective_metadata")
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
 
-    def at_the_flags(xlas_table: Any) -> Any:
-        def table(self: Any, which: int) -> Any:
+    def at_the_flags(xlas_table: Internal) -> Internal:
+        def table(self: Internal, which: int) -> Internal:
             kernel = _told.get()
             if kernel is None:
                 return xlas_table(self, which)
@@ -157,8 +157,8 @@ def _change() -> None:
 
         return table
 
-    def by_row(address_on_peer: Any) -> Any:
-        def address_by_row(self: Any, parameter_id: int, peer_id: Any, on_host: bool) -> Any:
+    def by_row(address_on_peer: Internal) -> Internal:
+        def address_by_row(self: Internal, parameter_id: int, peer_id: Internal, on_host: bool) -> Internal:
             kernel = _told.get()
             row = parameter_id if kernel is None else kernel.rows(self).index(parameter_id)
             return address_on_peer(self, row, peer_id, on_host)
@@ -172,7 +172,7 @@ def _change() -> None:
 ADDRESSES_TOLD = Patch("a kernel is told its peers' addresses by another kernel", _change, needs=(MIRRORED_RANKS,))
 
 
-def _pointer(context: Any, parameter: int) -> Any:
+def _pointer(context: Internal, parameter: int) -> Internal:
     """Loads a parameter's address from the array of addresses that the host passes to the kernel."""
     from jaxlib.mlir.dialects import llvm
 
@@ -181,7 +181,7 @@ def _pointer(context: Any, parameter: int) -> Any:
     return llvm.load(pointer, element(context.buffers, [parameter], pointer))
 
 
-def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
+def peer_table(context: Internal, *parameters: Internal) -> list[tuple[int, Internal]]:
     """For inline code of a kernel: the table of its peers' addresses, as pairs (index in the table, value).
 
     The table has Mosaic GPU's format: a header of `COLLECTIVE_METADATA_SIZE` entries, which begins with the rank, and
@@ -205,7 +205,7 @@ def peer_table(context: Any, *parameters: Any) -> list[tuple[int, Any]]:
     return [(place, _entry(context, place)) for place in places] + own
 
 
-def told_addresses(context: Any) -> list[tuple[Any, Any]]:
+def told_addresses(context: Internal) -> list[tuple[Internal, Internal]]:
     """For inline code of a kernel: for each row of its table, a pair of addresses of this device's own buffer.
 
     The first address is the one in the table, the second one is the buffer's actual address. The list is empty if the
@@ -225,7 +225,7 @@ def told_addresses(context: Any) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _entry(context: Any, place: int) -> Any:
+def _entry(context: Internal, place: int) -> Internal:
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import memref
 

@@ -15,9 +15,8 @@ For upstream: docs/upstream.md#unequal-tiles.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from overlap._compat.patch import Patch, marked, private
+from overlap._compat.patch import Internal, Patch, marked, private
 
 
 def _change() -> None:
@@ -26,8 +25,8 @@ def _change() -> None:
     equal = private("jax.experimental.mosaic.gpu.constraints", "Equals")
     private("jax.experimental.mosaic.gpu.layout_inference", "mma_tiling_constraint")
 
-    def make(rule: Any) -> Any:
-        def derive(ctx: Any, op: Any) -> Any:
+    def make(rule: Internal) -> Internal:
+        def derive(ctx: Internal, op: Internal) -> Internal:
             system, *rest = rule(ctx, op)
             # The function is looked up at each call, because `square_tiles.py` may have replaced it meanwhile.
             takes = private("jax.experimental.mosaic.gpu.layout_inference", "mma_tiling_constraint")

@@ -10,37 +10,36 @@ from overlap.choice.problem import Problem
 from overlap.frame import sharded
 from overlap.frame.explain import explained_mesh
 from overlap.frame.operation import Call, Operation
-from overlap.frame.signatures import AnyMesh, AxisName
+from overlap.frame.signatures import AxisName
 from overlap.kernels.config import Config
 from overlap.kernels.operations import Transport
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
-from overlap.primitives.clique import Clique, several_hosts
+from overlap.primitives.host_mesh import HostMesh, several_hosts
 from overlap.primitives.peers import outside_shard_map
 
 XLA = 'use implementation="xla"'
 
 
-def peer_group_of(op: str, axis_name: AxisName, mesh: AnyMesh | None = None, *, more: str = "") -> PeerGroup:
-    """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
+def peer_group_of(op: str, axis_name: AxisName, *, more: str = "") -> PeerGroup:
+    """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh.
 
     Args:
       op: the operation's name, for messages.
       axis_name: one axis, or a tuple of axes that count as one; a tuple of one axis is that axis.
-      mesh: a mesh to use in place of the enclosing one.
       more: further arguments that a call needs, for messages.
 
     Raises:
       ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
         tuple, or names an axis twice.
     """
-    if outside := outside_shard_map(mesh):
+    if outside := outside_shard_map():
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map`, and {outside}: wrap the call, e.g. "
             f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "
             "`overlap.explain` takes mesh=…"
         )
-    return PeerGroup.of(axis_name, mesh, caller=op)
+    return PeerGroup.of(axis_name, caller=op)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Collective(Operation):
         """
         raise NotImplementedError
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    def check(self, call: Call, config: Config, target: Target) -> None:
         products = self.products(call)
         operands = call.operands
         rights = [*zip(call.names, operands.rhs_list, strict=True), *(("rhs", x) for x in operands.more_rights)]
@@ -79,10 +78,9 @@ class Collective(Operation):
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         self._require_peers(target)
-        if mesh is None:
-            sharded.require_no_partitioner_axes()
-            for name, x in (*(("lhs", x) for x in call.operands.lefts), *rights):
-                sharded.require_whole({name: x})
+        sharded.require_no_partitioner_axes()
+        for name, x in (*(("lhs", x) for x in call.operands.lefts), *rights):
+            sharded.require_whole({name: x})
 
     def _require_peers(self, target: Target) -> None:
         """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
@@ -91,13 +89,13 @@ class Collective(Operation):
         windows.require_shared_memory()
         # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
         if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
-            clique = Clique.of(mesh, frozenset(name for name, _ in self.group.axes))
-            assert clique is not None
-            clique.require_known_ids()
+            host_mesh = HostMesh.of(mesh, frozenset(name for name, _ in self.group.axes))
+            assert host_mesh is not None
+            host_mesh.require_known_ids()
 
-    def untried(self, mesh: AnyMesh | None) -> str | None:
+    def untried(self) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""
-        if self.group.size > 1 and several_hosts(explained_mesh() or mesh):
+        if self.group.size > 1 and several_hosts(explained_mesh()):
             return (
                 "the GPUs are on several hosts, where the fused kernels have not run yet: "
                 'implementation="fused" runs them, along axes that lie within a host'

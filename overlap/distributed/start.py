@@ -20,13 +20,13 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from overlap import _compat, _cuda
-from overlap.distributed import aborting, by_mpi, cards, failures, gpus, launchers, meeting, ports
+from overlap.distributed import aborting, by_mpi, cards, failures, gpus, launchers, ports, rendezvous
 from overlap.primitives import windows
 
 _logger = logging.getLogger("overlap")
 
-# By default the processes of a job share the work of choosing algorithms, which needs the same program on all hosts. A
-# program with a fused kernel differs from host to host (overlap/primitives/clique.py). So each process chooses alone.
+# By default the processes of a job share the work of choosing algorithms, which needs the same program on all hosts.
+# Programs with fused kernels differ from host to host (overlap/primitives/host_mesh.py). So each process chooses alone.
 _OWN_AUTOTUNING = "xla_gpu_shard_autotuning"
 # If the last process comes just before the timeout, jax still needs time to connect all of them.
 _LEFT_FOR_JAX_S = 10
@@ -101,7 +101,7 @@ def initialize(
     ending = aborting.install(place.rank, functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
     if place.host is None:
         place = by_mpi.with_host(place, timeout_s)
-    agreement = meeting.meet(place, cards.own_card(place), coordinator_port, timeout_s)
+    agreement = rendezvous.meet(place, cards.own_card(place), coordinator_port, timeout_s)
     with agreement.held or contextlib.nullcontext():
         _join(cards.job_of(place, agreement.cards), agreement, ending, local_device_ids, check_nccl, until)
 

@@ -20,7 +20,7 @@ from overlap.frame.explain import record
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.primitive import fused
-from overlap.frame.signatures import AnyMesh, Arguments
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
 
@@ -33,22 +33,20 @@ def check_choice(given: Arguments) -> None:
     arguments.config(given.config)
 
 
-def decide(
-    operation: Operation, call: Call, config: Config | None, implementation: str | None, mesh: AnyMesh | None = None
-) -> dispatch.Explanation:
+def decide(operation: Operation, call: Call, config: Config | None, implementation: str | None) -> dispatch.Explanation:
     """Returns what would run, and why. Raises as the operation does."""
 
     def check(config: Config, target: Target) -> None:
         operation.check_keywords(call)
-        operation.check(call, config, target, mesh)
+        operation.check(call, config, target)
 
     _settings.require_valid()
-    target = dispatch.target(mesh)
+    target = dispatch.target()
     if reason := _why_not_fused(call.operands):
         choice = dispatch.leave_to_xla(operation.name, implementation, target, reason)
     else:
         problem = operation.problem(call.operands, call.layouts, call.out_dtype)
-        circumstances = operation.circumstances(call, mesh)
+        circumstances = operation.circumstances(call)
         choice = dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
     return dataclasses.replace(choice, shapes=_shapes(call))
 
@@ -78,7 +76,7 @@ def explain(prepare: Prepare, given: Arguments) -> dispatch.Explanation:
     """Checks a call of a public operation and says what would run. Same arguments and errors."""
     check_choice(given)
     operation, call = prepare(given)
-    return decide(operation, call, given.config, given.implementation, given.mesh)
+    return decide(operation, call, given.config, given.implementation)
 
 
 def run_prepared(

@@ -82,7 +82,7 @@ def _cut(
 
     if given.config is not None:
         bare = normalize(operation, dataclasses.replace(given, **bare_types(), activation=None))
-        operation.require_config(bare, given.config, given.mesh)
+        operation.require_config(bare, given.config)
     traced = given
     if given.activation is not None:
         # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.

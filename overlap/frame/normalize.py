@@ -77,7 +77,7 @@ def normalize(operation: Operation, given: Arguments) -> Call:
 def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Callable[..., jax.Array]) -> Call:
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
     if given.config is not None:
-        operation.require_config(call, given.config, given.mesh)
+        operation.require_config(call, given.config)
     if given.scalars is not None:
         applied, scalars = activation, given.scalars
         by_xla = functools.partial(activation, scalars=scalars)

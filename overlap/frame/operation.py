@@ -22,7 +22,6 @@ from overlap.choice.problem import Problem
 from overlap.frame import block_scales, by_xla
 from overlap.frame.activation import Activation, BoundActivation, on_all
 from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, sizes
-from overlap.frame.signatures import AnyMesh
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.mainloop import OperandTypes
@@ -255,7 +254,7 @@ class Operation:
         """Returns the call's sizes and dtypes, from which a configuration is chosen."""
         raise NotImplementedError
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    def check(self, call: Call, config: Config, target: Target) -> None:
         """Raises, as `limits.check` does, if the fused kernel cannot serve the call."""
         raise NotImplementedError
 
@@ -281,13 +280,13 @@ class Operation:
         if call.not_elementwise:
             raise NotImplementedError(call.not_elementwise)
 
-    def require_config(self, call: Call, config: Config, mesh: AnyMesh | None) -> None:
+    def require_config(self, call: Call, config: Config) -> None:
         """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""
         with contextlib.suppress(NotImplementedError):
             self.check_keywords(call)
-            self.check(call, config, dispatch.target(mesh), mesh)
+            self.check(call, config, dispatch.target())
 
-    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
+    def circumstances(self, call: Call) -> dispatch.Circumstances:
         """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
         return dispatch.Circumstances()
 

@@ -196,11 +196,15 @@ def require_summed(operands: dict[str, Leaf]) -> None:
                 )
 
 
+def axes_of_spec(spec: jax.P) -> tuple[Axes, ...]:
+    """For each entry of a `PartitionSpec`, the axes that it names."""
+    return tuple(part if isinstance(part, tuple) else () if part is None else (part,) for part in spec)
+
+
 def axes_of_type(x: Leaf) -> tuple[Axes, ...]:
     """For each dimension of an operand, the axes along which its type says that it is sharded."""
-    parts = tuple(getattr(type_sharding(x), "spec", None) or ())
-    along = (part if isinstance(part, tuple) else () if part is None else (part,) for part in parts)
-    return (*along, *[()] * (len(x.shape) - len(parts)))
+    parts = axes_of_spec(getattr(type_sharding(x), "spec", None) or jax.P())
+    return (*parts, *[()] * (len(x.shape) - len(parts)))
 
 
 def spec_of_type(x: Leaf) -> jax.P:

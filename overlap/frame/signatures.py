@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.kernels.config import Config
+from overlap.primitives.types import AnyMesh as AnyMesh
 
 # Narrower than `jax.typing.ArrayLike`, which includes Python numbers: an operand has at least one dimension.
 AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
-AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # An argument as the caller gave it, not checked yet.
 type Given = Any
 # One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
@@ -38,8 +38,7 @@ class Arguments:
     """The arguments of a public function as the caller gave them, before any check.
 
     The functions have the same keywords. A keyword that a function lacks keeps its default here. `scalars` are those
-    that `activation` captures, if it has been traced already (`activation.Activation`). `mesh` is that of
-    `overlap.explain`.
+    that `activation` captures, if it has been traced already (`activation.Activation`).
     """
 
     lhs: AnyArray | Sequence[AnyArray]
@@ -59,7 +58,6 @@ class Arguments:
     dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
-    mesh: AnyMesh | None = None
 
     @property
     def epilogue(self) -> dict[str, object]:

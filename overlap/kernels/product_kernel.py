@@ -25,7 +25,7 @@ from overlap.kernels.partial_sums import PartialSums, partial_sums_flags, partia
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.primitives import addresses, marks, shared_semaphores
-from overlap.primitives.clique import IN_CLIQUES
+from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, SmemRef, Tree
 
@@ -144,7 +144,7 @@ class ProductKernel:
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
         # A kernel with flags communicates, and may loop over numbers that it draws from a counter.
-        patches = self.mainloop.patches(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
+        patches = self.mainloop.patches(config, types) + ((ON_HOST_MESHES, _compat.WARP_LOOPS) if self.flags else ())
         kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
         results = sealed(kernel, self.name, patches=patches)(*leaves)
         if recording is not None:

@@ -75,8 +75,7 @@ class QKVProjection(Layer):
         """Computes query, key and value.
 
         Args:
-          x: [..., rows, in_features], sharded P(batch_axis, axis, None); without sequence parallelism
-            P(batch_axis, None, None).
+          x: [..., rows, in_features], sharded as between layers (`Parallel`).
 
         Returns:
           The query, [..., rows, num_heads, head_dim], and key and value, [..., rows, num_kv_heads, head_dim] each. All
@@ -130,8 +129,7 @@ class OutputProjection(RowParallelLinear):
           residual: [..., rows, out_features], sharded as the result, to which it is added.
 
         Returns:
-          [..., rows, out_features], sharded P(batch_axis, axis, None); without sequence parallelism
-          P(batch_axis, None, None).
+          [..., rows, out_features], sharded as between layers (`Parallel`).
         """
         check_array(self.title, "the input", inputs)
         heads = self.num_heads, self.head_dim

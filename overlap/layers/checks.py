@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,23 @@ def check_activation(layer: str, activation: Any) -> None:
         )
 
 
+def check_implementation(layer: str, implementation: object) -> None:
+    """Raises ValueError if there is no such implementation."""
+    if implementation not in ("fused", "xla", None):
+        raise ValueError(
+            f'{layer}: implementation must be "fused", "xla" or None, got {implementation!r}: leave it out, or name one'
+        )
+
+
+def check_rows(layer: str, shape: Sequence[int]) -> None:
+    """Raises ValueError if activations of this shape have no rows."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"{layer}: activations must be [..., rows, features], got shape {tuple(shape)}: give a single row as "
+            "x[None]"
+        )
+
+
 def check_array(layer: str, what: str, x: Any) -> None:
     """Raises TypeError if `x` is no array; `what` is its name in the message."""
     if not isinstance(x, (jax.Array, np.ndarray, nnx.Variable)):
@@ -59,11 +77,7 @@ def check_features(layer: str, x: Any, name: str, features: int) -> None:
     `name` is the layer's argument that `features` comes from.
     """
     check_array(layer, "the input", x)
-    if x.ndim < 2:
-        raise ValueError(
-            f"{layer}: activations must be [..., rows, features], got shape {tuple(x.shape)}: give a single row as "
-            "x[None]"
-        )
+    check_rows(layer, x.shape)
     if x.shape[-1] != features:
         raise ValueError(
             f"{layer}: the input must be [..., rows, {name}] with {name}={features}, got shape {tuple(x.shape)}: "

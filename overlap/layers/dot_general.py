@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import overlap
+from overlap.layers.checks import check_implementation
 from overlap.sharded.partitions import given_spec
 
 
@@ -53,11 +54,7 @@ class ShardedDotGeneral:
                     f"ShardedDotGeneral: {name} must be a PartitionSpec of the whole array, such as "
                     f'P("data", None, "tensor"), or None, got {given!r}: give jax.P(…)'
                 )
-        if self.implementation not in ("fused", "xla", None):
-            raise ValueError(
-                f'ShardedDotGeneral: implementation must be "fused", "xla" or None, got {self.implementation!r}: '
-                "leave it out, or name one"
-            )
+        check_implementation("ShardedDotGeneral", self.implementation)
 
     def __call__(
         self,

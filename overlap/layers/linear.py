@@ -106,16 +106,13 @@ class ColumnParallelLinear(_ParallelLinear):
         """Computes inputs @ kernel + bias.
 
         Args:
-          inputs: [..., rows, in_features], sharded P(batch_axis, axis, None); without sequence parallelism
-            P(batch_axis, None, None).
+          inputs: [..., rows, in_features], sharded as between layers.
 
         Returns:
           [..., rows, out_features], sharded P(batch_axis, None, axis).
 
         Raises:
-          TypeError: the input is no array.
-          ValueError: the input has another number of features; the devices along `axis` do not divide the rows, or
-            those along `batch_axis` the batch; or for the reasons of `overlap.sharded_matmul`.
+          TypeError, ValueError: see `Parallel`.
         """
         with jax.named_scope(self.name):
             return column_parallel(inputs, [self])[0]
@@ -150,14 +147,11 @@ class RowParallelLinear(_ParallelLinear):
             dtype, the kernel adds it, which saves a pass over the result.
 
         Returns:
-          [..., rows, out_features], sharded P(batch_axis, axis, None), by a reduce-scatter; without sequence
-          parallelism P(batch_axis, None, None), by an all-reduce.
+          [..., rows, out_features], sharded as between layers: by a reduce-scatter, or without sequence parallelism
+          by an all-reduce.
 
         Raises:
-          TypeError: the input or the residual is no array.
-          ValueError: the input has another number of features, or the residual another shape than the result; the
-            devices along `axis` do not divide the rows, or those along `batch_axis` the batch; or for the reasons of
-            `overlap.sharded_matmul`.
+          TypeError, ValueError: see `Parallel`.
         """
         with jax.named_scope(self.name):
             check_features(self.title, inputs, "in_features", self.in_features)

@@ -62,8 +62,7 @@ class GatedMLP(Layer):
         """Computes down(activation(gate(x)) · up(x)) + residual.
 
         Args:
-          x: [..., rows, in_features], sharded P(batch_axis, axis, None); without sequence parallelism
-            P(batch_axis, None, None).
+          x: [..., rows, in_features], sharded as between layers (`Parallel`).
           residual: [..., rows, out_features], sharded as the result, to which it is added.
 
         Returns:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
+from overlap.layers.checks import check_implementation, check_rows
 
 Axis = str | tuple[str, ...]
 
@@ -83,6 +84,9 @@ class Parallel(Layer):
         between layers      P(batch_axis, axis, None)       rows sharded; P(batch_axis, None, None) without
                                                             sequence parallelism
         inside a layer      P(batch_axis, None, axis)       features or heads sharded
+
+    Called with an argument that does not fit, a layer raises TypeError (no array) or ValueError (other features, or a
+    residual of another shape; rows or a batch that the devices do not divide; or as `overlap.sharded_matmul`).
 
     The keywords are plain attributes. `model.set_attributes(implementation="xla")` changes one of them in all layers of
     a model, as `model.eval()` does for dropout. `nnx.with_attributes(model, sequence_parallel=False)` makes a second
@@ -200,11 +204,7 @@ def inside(layer: Parallel, shape: Sequence[int]) -> P:
 
 
 def _batched(layer: Parallel, shape: Sequence[int], *last: Axis | None) -> P:
-    if len(shape) < 2:
-        raise ValueError(
-            f"{layer.title}: activations must be [..., rows, features], got shape {tuple(shape)}: give a single row "
-            "as x[None]"
-        )
+    check_rows(layer.title, shape)
     if len(shape) > 2:
         way_out = "pad the batch, or use a mesh with fewer devices along that axis"
         divides(layer, "batch (the first dimension)", shape[0], layer.batch_axis, way_out)
@@ -219,11 +219,7 @@ def names_in(axis: Axis | None) -> tuple[str, ...]:
 
 def _check(layer: Parallel) -> None:
     """Raises ValueError if the mesh does not have the layer's axes, or the implementation does not exist."""
-    if layer.implementation not in ("fused", "xla", None):
-        raise ValueError(
-            f'{layer.title}: implementation must be "fused", "xla" or None, got {layer.implementation!r}: leave it '
-            "out, or name one"
-        )
+    check_implementation(layer.title, layer.implementation)
     if not isinstance(layer.axis, str) or layer.axis in (*names_in(layer.fsdp_axis), *names_in(layer.batch_axis)):
         raise ValueError(
             f"{layer.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={layer.axis!r}, "

@@ -39,9 +39,9 @@ it from a counter (`draw`, `each_drawn`).
 
 from overlap import _compat, _settings
 from overlap.primitives.atomics import draw, each_drawn
-from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.copies import Chunking, copy_chunks, tma_load, tma_store, wait_stores_landed, wait_stores_read
 from overlap.primitives.handshake import HANDSHAKE_FLAGS, Handshake
+from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.peers import PeerGroup
 from overlap.primitives.semaphores import (
     converge_warp,
@@ -93,4 +93,4 @@ def prepare() -> None:
       >>> primitives.prepare()
     """
     _settings.require_valid()
-    _compat.apply(IN_CLIQUES, _compat.WARP_LOOPS)
+    _compat.apply(ON_HOST_MESHES, _compat.WARP_LOOPS)

@@ -27,15 +27,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.typing import DTypeLike
 
 from overlap import _compat
 from overlap.primitives.axes import kernel_axis
+from overlap.primitives.types import GmemRef, LoweringContext
 from overlap.primitives.windows import note_mesh
 
 __all__ = ["FLAG_BYTES", "TABLE_FLAGS", "OwnMemory", "Params", "landing_place", "note_mesh", "require_told", "tell"]
@@ -70,7 +72,7 @@ class OwnMemory(plgpu.CompilerParams):
 def tell(num_flags: int) -> Callable[..., jax.Array]:
     """Returns the first kernel: it maps the operands that peers read to the `num_flags` flags, the table included."""
 
-    def write(context: Any, *operands_and_flags: Any) -> None:
+    def write(context: LoweringContext, *operands_and_flags: ir.Value) -> None:
         start = mgpu_utils.memref_ptr(operands_and_flags[-1])
         # The lookup takes longest, so it begins first.
         table = _compat.peer_table(context, *operands_and_flags)
@@ -83,7 +85,7 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
         for place, entry in table:
             mgpu_utils.inline_ptx(f"st.global.b64 [$0+{8 * place}], $1;", start, entry, has_side_effects=True)
 
-    def overlap_tell_addresses(*refs: Any) -> None:
+    def overlap_tell_addresses(*refs: GmemRef) -> None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(write)(*refs)
 
     return plgpu.kernel(
@@ -99,7 +101,7 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
     )
 
 
-def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = False) -> jax.Array:
+def landing_place(shape: tuple[int, ...], dtype: DTypeLike, *, becomes_result: bool = False) -> jax.Array:
     """Returns memory to which peers write: an operand for the kernel that receives, with undefined contents.
 
     The memory is the result of a kernel that does nothing. To XLA it is a value, and two receiving kernels may get the
@@ -114,7 +116,7 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
     """
     params = OwnMemory if becomes_result else plgpu.CompilerParams
 
-    def overlap_landing_place(_: Any) -> None:
+    def overlap_landing_place(_: object) -> None:
         pass
 
     kernel = plgpu.kernel(
@@ -129,7 +131,7 @@ def landing_place(shape: tuple[int, ...], dtype: Any, *, becomes_result: bool = 
     return kernel()
 
 
-def require_told(context: Any) -> None:
+def require_told(context: LoweringContext) -> None:
     """Emits code that traps if this kernel's buffers are not at the addresses that the peers were told.
 
     Call it in the inline code of one warp.

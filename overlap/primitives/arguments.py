@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.primitives.types import Index
+from overlap.primitives.types import Index, Tree
 
 _INT32_END = 1 << 31
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     """Whether `value` is an integer of Python or numpy. A truth value is not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array of {value.dtype} and shape {value.shape}"
     return f"{value!r} ({type(value).__name__})"
@@ -77,7 +76,7 @@ def require_constant(caller: str, name: str, value: int, least: int, way_out: st
         raise ValueError(f"`{name}` of `{caller}` must be less than 2³¹, got {value}: kernels count with int32")
 
 
-def require_one(caller: str, name: str, ref: Any) -> None:
+def require_one(caller: str, name: str, ref: Tree) -> None:
     """Checks an argument that must be one semaphore, or one word of memory.
 
     Args:
@@ -93,7 +92,7 @@ def require_one(caller: str, name: str, ref: Any) -> None:
         raise TypeError(f"`{name}` of `{caller}` must be one semaphore, got shape {ref.shape}: take one with `.at[i]`")
 
 
-def require_semaphore(caller: str, name: str, ref: Any) -> None:
+def require_semaphore(caller: str, name: str, ref: Tree) -> None:
     """Checks that an argument is a reference, as a semaphore is. Arguments as for `require_one`.
 
     Raises:
@@ -103,7 +102,7 @@ def require_semaphore(caller: str, name: str, ref: Any) -> None:
     require_reference(caller, name, ref, wanted, f"call `{caller}` in the body of a kernel, with `flags.at[i]`")
 
 
-def require_reference(caller: str, name: str, ref: Any, wanted: str, way_out: str) -> None:
+def require_reference(caller: str, name: str, ref: Tree, wanted: str, way_out: str) -> None:
     """Checks an argument that must be a reference to memory.
 
     Args:
@@ -122,14 +121,14 @@ def require_reference(caller: str, name: str, ref: Any, wanted: str, way_out: st
         raise TypeError(f"`{name}` of `{caller}` must be {wanted}, got {_described(ref)}: {way_out}")
 
 
-_SPACES: dict[Any, str] = {
+_SPACES: dict[plgpu.MemorySpace, str] = {
     plgpu.GMEM: "global memory",
     plgpu.SMEM: "shared memory",
     plgpu.TMEM: "tensor memory",
 }
 
 
-def require_memory(caller: str, name: str, ref: Any, space: Any, way_out: str) -> None:
+def require_memory(caller: str, name: str, ref: Tree, space: plgpu.MemorySpace, way_out: str) -> None:
     """Checks an argument that must be a reference to one kind of memory.
 
     Args:
@@ -152,7 +151,7 @@ def require_memory(caller: str, name: str, ref: Any, space: Any, way_out: str) -
         )
 
 
-def require_barrier(caller: str, name: str, ref: Any) -> None:
+def require_barrier(caller: str, name: str, ref: Tree) -> None:
     """Checks an argument that must be an mbarrier.
 
     Raises:

@@ -8,7 +8,6 @@ warpgroup, each of the four warps would act.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,15 @@ from jax.extend.mlir import ir
 
 from overlap.primitives.arguments import require_constant, require_index, require_one
 from overlap.primitives.peers import PeerGroup
-from overlap.primitives.types import Index, SemaphoreRef
+from overlap.primitives.types import GmemRef, Index, LoweringContext, Predicate, SemaphoreRef, SmemRef, Tree
 
+# Emits inline code for the lowering's context and operands. Returns its result, an `ir.Value`, or None.
+type Emit = Callable[..., Tree]
 _SCALAR = plgpu.Layout.WG_SPLAT
 BY_LANE_0 = (".reg .pred first;", ".reg .b32 lane;", "mov.u32 lane, %laneid;", "setp.eq.u32 first, lane, 0;")
 
 
-def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns: bool = False) -> Any:
+def inline(emit: Emit, refs: Sequence[GmemRef | SmemRef], *scalars: Index, returns: bool = False) -> Tree:
     """Runs inline PTX on words of memory and int32 scalars.
 
     Args:
@@ -40,7 +41,7 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
       The result, or None.
     """
 
-    def code(context: Any, *operands: Any) -> Any:
+    def code(context: LoweringContext, *operands: Tree) -> mgpu.FragmentedArray | None:
         pointers = map(mgpu_utils.memref_ptr, operands[: len(refs)])
         result = emit(context, *pointers, *(value.registers.item() for value in operands[len(refs) :]))
         return mgpu.FragmentedArray.splat(result, (), is_signed=True) if returns else None
@@ -51,7 +52,7 @@ def inline(emit: Callable[..., Any], refs: Sequence[Any], *scalars: Any, returns
     )(code)(*refs, *(jnp.asarray(x, jnp.int32) for x in scalars))
 
 
-def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
+def ptx(lines: Sequence[str], *operands: ir.Value, returns: bool = False) -> Tree:
     """Emits a block of PTX that all lanes of the warp run together.
 
     If it `returns`, $0 is the result and operands count from $1, else from $0.
@@ -61,8 +62,8 @@ def ptx(lines: Sequence[str], *operands: Any, returns: bool = False) -> Any:
     return mgpu_utils.inline_ptx(text, *operands, result_types=result, has_side_effects=True, convergent=True)
 
 
-def _draw(end: int) -> Callable[..., Any]:
-    def emit(_: Any, pointer: Any, previous: Any) -> Any:
+def _draw(end: int) -> Emit:
+    def emit(_: object, pointer: ir.Value, previous: ir.Value) -> ir.Value:
         lines = [
             *BY_LANE_0, ".reg .b32 number;", f"mov.b32 number, {end};", f"setp.lt.and.s32 first, $2, {end}, first;",
             "@first atom.relaxed.gpu.global.add.u32 number, [$1], 1;",
@@ -73,7 +74,7 @@ def _draw(end: int) -> Callable[..., Any]:
     return emit
 
 
-def _add(_: Any, pointer: Any, amount: Any) -> Any:
+def _add(_: object, pointer: ir.Value, amount: ir.Value) -> ir.Value:
     lines = [
         *BY_LANE_0, ".reg .b32 before;", "mov.b32 before, 0;",
         "@first atom.acq_rel.gpu.global.add.u32 before, [$1], $2;",
@@ -82,7 +83,7 @@ def _add(_: Any, pointer: Any, amount: Any) -> Any:
     return ptx(lines, pointer, amount, returns=True)
 
 
-def _set_bit(_: Any, pointer: Any, place: Any) -> None:
+def _set_bit(_: object, pointer: ir.Value, place: ir.Value) -> None:
     lines = [
         *BY_LANE_0, ".reg .b32 bit;", "mov.b32 bit, 1;", "shl.b32 bit, bit, $1;",
         "@first red.release.sys.global.or.b32 [$0], bit;",
@@ -134,7 +135,7 @@ def set_bit_at_peer(word: SemaphoreRef, group: PeerGroup, position: Index, bit: 
 
 
 def each_drawn(
-    counter: SemaphoreRef, number: Index, end: int, do: Callable[[Any], None]
+    counter: SemaphoreRef, number: Index, end: int, do: Callable[[jax.Array], None]
 ) -> tuple[jax.Array, jax.Array]:
     """Calls `do(number)` and draws the next number, until the number is not below `end`.
 
@@ -162,7 +163,7 @@ def each_drawn(
     require_index("each_drawn", "number", number, "the number drawn first")
     require_constant("each_drawn", "end", end, 0, "give the first number for which `do` is not called")
 
-    def body(state: Any) -> Any:
+    def body(state: Tree) -> Tree:
         number, count = state
         do(number)
         return draw(counter, end, number), count + 1
@@ -170,7 +171,7 @@ def each_drawn(
     return loop_while(lambda state: state[0] < end, body, (number, jnp.int32(0)))
 
 
-def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
+def loop_while(test: Callable[[Tree], Predicate], body: Callable[[Tree], Tree], state: Tree) -> Tree:
     """Runs `lax.while_loop` over int32 scalars.
 
     In a single warp of a `plgpu.warp_map` it needs the patch `_compat.WARP_LOOPS` (`overlap.primitives.prepare`).

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+
+from overlap.primitives.types import Axis
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -16,7 +17,7 @@ class _KernelAxis:
         return f"<{self.description}>"
 
 
-def kernel_axis(description: str) -> Any:
+def kernel_axis(description: str) -> Axis:
     """Makes a name for an axis of a kernel's grid, cluster or threads, which no axis of a user's mesh can have.
 
     `lax.axis_index` inside a kernel looks among the axes of the user's mesh before it looks among the kernel's own. A

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,7 +15,7 @@ from overlap.primitives.arguments import in_kernel, require_barrier, require_con
 from overlap.primitives.atomics import draw, loop_while
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef, Tree
 
 IN_BOUNDS = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
 _OF_LOAD = (
@@ -95,6 +95,11 @@ def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
     require_memory("tma_store", "tile_smem", tile_smem, plgpu.SMEM, _OF_STORE)
     require_memory("tma_store", "destination_gmem", destination_gmem, plgpu.GMEM, _OF_STORE)
     plgpu.copy_smem_to_gmem(tile_smem, destination_gmem)
+
+
+# The part of a shard that a chunk is, and a function of (shard, rows and columns, the chunk's place in shared memory).
+type Part = tuple[pl.Slice, pl.Slice]
+type Copy = Callable[[Tree, Part, SmemRef], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,15 +221,15 @@ def copy_chunks(
     counter: SemaphoreRef,
     plan: Chunking,
     *,
-    at: Callable[[Index], tuple[Any, Any, Any]],
+    at: Callable[[Index], tuple[Tree, Index, Index]],
     source: Callable[..., GmemRef],
     destination: Callable[..., GmemRef],
-    landed: Callable[[Any, Any, Any], None],
+    landed: Callable[[Tree, Index, Index], None],
     chunk_buffers_smem: SmemRef,
     loaded: BarrierRef,
-    ready: Callable[[Any, Any, Any], None] | None = None,
+    ready: Callable[[Tree, Index, Index], None] | None = None,
     send: Callable[..., None] | None = None,
-) -> Any:
+) -> jax.Array:
     """Copies chunks from global memory through shared memory to global memory, by one warp of each CTA.
 
     Call it in one warp of each CTA (`plgpu.warp_map`). The source or the destination may be a peer's memory. Each warp
@@ -281,7 +286,7 @@ def copy_chunks(
             f"buffer of ({plan.rows}, {plan.cols}), got {tuple(chunk_buffers_smem.shape)}"
         )
 
-    def in_its_size(number: Any, buffer: Any, copy: Callable[[Any, Any, Any], None]) -> None:
+    def in_its_size(number: Index, buffer: Index, copy: Copy) -> None:
         """Calls `copy` with a chunk's shard, its place in the shard, and its place in shared memory."""
         shard, row, column = at(number - begin)
 
@@ -297,7 +302,7 @@ def copy_chunks(
         pl.when(lacking <= 0)(of_size(plan.rows, plan.cols))
         pl.when(lacking > 0)(of_size(*plan.short))
 
-    def load(number: Any, buffer: Any) -> None:
+    def load(number: Index, buffer: Index) -> None:
         if ready is not None:
             wait = ready
 
@@ -308,13 +313,13 @@ def copy_chunks(
 
             pl.when(number < end)(wait_for_it)
 
-        def start(shard: Any, place: Any, chunk_smem: Any) -> None:
+        def start(shard: Tree, place: Part, chunk_smem: SmemRef) -> None:
             bounds = IN_BOUNDS if send is None else None
             plgpu.copy_gmem_to_smem(source(shard, *place), chunk_smem, loaded.at[buffer], oob_mode=bounds)
 
         pl.when(number < end)(lambda: in_its_size(number, buffer, start))
 
-    def forward(shard: Any, place: Any, chunk_smem: Any) -> None:
+    def forward(shard: Tree, place: Part, chunk_smem: SmemRef) -> None:
         if send is not None:
             send(shard, *place, chunk_smem)
         else:
@@ -326,7 +331,7 @@ def copy_chunks(
         load(drawn[buffer], buffer)
         drawn.append(draw(counter, end, drawn[buffer]))
 
-    def carry(state: Any) -> Any:
+    def carry(state: Tree) -> Tree:
         buffer, count, (oldest, *others, following) = state
         marks.now(Work.COPY, number=oldest - begin)
         plgpu.barrier_wait(loaded.at[buffer])

@@ -50,19 +50,19 @@ import functools
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.extend.mlir import ir
 
-from overlap.primitives import atomics, clique, marks, stalls
+from overlap.primitives import atomics, host_mesh, marks, stalls
 from overlap.primitives.addresses import require_told
 from overlap.primitives.arguments import require_constant, require_index, require_reference
 from overlap.primitives.marks import Work
 from overlap.primitives.peers import PeerGroup, require_group
 from overlap.primitives.semaphores import fence_async_proxy, semaphore_signal, semaphore_wait
-from overlap.primitives.types import Index, SemaphoreRef
+from overlap.primitives.types import Index, LoweringContext, SemaphoreRef
 from overlap.primitives.waits import look_until, wait_for_word, wait_within_device
 
 _WORDS = 4
@@ -76,9 +76,9 @@ HANDSHAKE_FLAGS = (_WORDS + 5,)
 _LOWERED = 1
 
 
-def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
+def _key(context: LoweringContext, group: PeerGroup, only: int | None) -> list[int]:
     """Returns the words of a raised ready flag. Call it at lowering, when the devices of the mesh are known."""
-    text = f"overlap: {group.places} on {clique.device_ids(context)}, looking for {only}"
+    text = f"overlap: {group.places} on {host_mesh.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
     return [max(words[0], _LOWERED + 1), *words[1:]]
@@ -182,14 +182,14 @@ class Handshake:
         peers do to its memory.
         """
 
-        def look_and_speak(item: Any) -> None:
+        def look_and_speak(item: Index) -> None:
             self._look(item)
             self._speak()
 
         assert self.looks == 1 and not self.transfers
         self._begin(look_and_speak)
 
-    def _begin(self, look: Callable[[Any], None]) -> Any:
+    def _begin(self, look: Callable[[Index], None]) -> jax.Array:
         marks.now(Work.AWAIT_PEERS)
         # CTA 0 nearly always runs, and need not wait for a number. Otherwise the CTA that draws number 0 raises the
         # ready flag.
@@ -248,7 +248,7 @@ class Handshake:
     def _raise(self) -> None:
         atomics.inline(self._raise_code, [self.flags.at[0]])
 
-    def _raise_code(self, context: Any, pointer: Any) -> None:
+    def _raise_code(self, context: LoweringContext, pointer: ir.Value) -> None:
         key = _key(context, self.group, self.only)
         others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
         lines = [
@@ -260,12 +260,12 @@ class Handshake:
         ]  # fmt: skip
         atomics.ptx(lines, pointer)
 
-    def _lower_code(self, context: Any, pointer: Any) -> None:
+    def _lower_code(self, context: LoweringContext, pointer: ir.Value) -> None:
         require_told(context)
         lines = [*atomics.BY_LANE_0, f"@first st.relaxed.sys.global.b32 [$0], {_LOWERED};"]
         atomics.ptx(lines, pointer)
 
-    def _look(self, item: Any) -> None:
+    def _look(self, item: Index) -> None:
         """Looks at one peer's ready flag until it is raised, and tells that peer that it was seen."""
         group, ready_flag = self.group, self.flags.at[0]
         peer = group.peer(item + 1 if self.only is None else self.only)
@@ -273,7 +273,7 @@ class Handshake:
         semaphore_signal(self.flags.at[_BEGUN])
         atomics.set_bit_at_peer(self.flags.at[_SEEN], group, peer, group.me())
 
-    def _look_code(self, context: Any, *operands: Any) -> None:
+    def _look_code(self, context: LoweringContext, *operands: ir.Value) -> None:
         # A peer's memory is not cached here: each look crosses NVLink.
         key = _key(context, self.group, self.only)
         look = [
@@ -289,7 +289,7 @@ class Handshake:
         self._wait(_SEEN, stalls.SEEN, () if self.only is None else (group.size - self.only,))
         atomics.inline(self._lower_code, [flags.at[0]])
 
-        def tell(distance: Any) -> None:
+        def tell(distance: Index) -> None:
             atomics.set_bit_at_peer(flags.at[_DONE], group, group.peer(distance), group.me())
 
         if self.only is None:

@@ -48,7 +48,7 @@ def remainder(a: Any, b: int) -> Any:
 def following(index: Any, count: int) -> Any:
     """Returns the index after `index` when `count` of them are used in turn: after the last one, the first.
 
-    A loop that carries an index with it needs no `remainder`. That takes some 40 cycles unless `count` is a power of
+    A loop that carries an index with it needs no `remainder`. That takes about 40 cycles unless `count` is a power of
     two, and the code that waits for barriers hides none of them.
     """
     return choose(index == count - 1, 0, index + 1)

@@ -25,13 +25,13 @@ import dataclasses
 import enum
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives import atomics
+from overlap.primitives.types import GmemRef, Index, ScratchType, SmemRef
 
 ROWS = 6
 # The row of each role. For several compute warpgroups: the row of the first one; the index of the warpgroup is added.
@@ -104,14 +104,14 @@ class Tape:
       last: work, shard and number of the role's last mark.
     """
 
-    entries: Any
-    counts: Any
-    cta: Any
+    entries: GmemRef
+    counts: SmemRef
+    cta: Index
     capacity: int
     roles: dict[int, str] = dataclasses.field(default_factory=dict)
-    row: Any = None
+    row: Index | None = None
     threads: int = 0
-    last: tuple[Work, Any, Any] | None = None
+    last: tuple[Work, Index, Index] | None = None
 
 
 _recording: ContextVar[Recording | None] = ContextVar("overlap_recording", default=None)
@@ -134,7 +134,7 @@ def current() -> Recording | None:
     return _recording.get()
 
 
-def counts_type() -> Any:
+def counts_type() -> ScratchType:
     """Returns the type of the shared memory that a recorded kernel needs in addition."""
     return plgpu.SMEM((ROWS,), jnp.int32)
 
@@ -150,7 +150,7 @@ def on(tape: Tape) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
+def role(name: str, index: Index = 0, count: int = 1) -> Iterator[None]:
     """Inside this context, marks belong to the role `name`.
 
     Args:
@@ -172,7 +172,7 @@ def role(name: str, index: Any = 0, count: int = 1) -> Iterator[None]:
     atomics.inline(_end(tape.threads), [header, tape.counts.at[tape.row]])
 
 
-def playing(name: str, part: Callable[[], None], index: Any = 0, count: int = 1) -> Callable[[], None]:
+def playing(name: str, part: Callable[[], None], index: Index = 0, count: int = 1) -> Callable[[], None]:
     """Returns a function that runs `part`, a role's part of a kernel, inside the context `role`."""
 
     def marked() -> None:
@@ -182,7 +182,7 @@ def playing(name: str, part: Callable[[], None], index: Any = 0, count: int = 1)
     return marked
 
 
-def now(work: Work, shard: Any = 0, number: Any = 0) -> None:
+def now(work: Work, shard: Index = 0, number: Index = 0) -> None:
     """Marks that from here on the role does `work`, until its next mark.
 
     Args:

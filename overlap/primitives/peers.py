@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.primitives.arguments import require_index, require_reference
 from overlap.primitives.integers import quotient, remainder
-from overlap.primitives.types import GmemRef, Index
+from overlap.primitives.types import AnyMesh, Axis, GmemRef, Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PeerGroup:
     A kernel names a peer by its *position* in the group, never by a mesh index or a device id, which equal the position
     only if the axis is the whole mesh. `me()` and `peer(distance)` are positions; `remote_ref` and `device_id` take
     positions and turn them into what Pallas needs. A kernel need not know in which order the mesh holds its devices, or
-    which devices are on other hosts: `overlap/primitives/clique.py` deals with that.
+    which devices are on other hosts: `overlap/primitives/host_mesh.py` deals with that.
 
     Positions along several axes run row-major in the order in which `axis_name` names the axes, whatever their order in
     the mesh. `lax.axis_index` and `lax.all_gather` count, and `PartitionSpec((a, b))` places shards, in the same order.
@@ -39,7 +39,7 @@ class PeerGroup:
     mesh_shape: tuple[tuple[str, int], ...]
 
     @staticmethod
-    def of(axis_name: Any, mesh: Any = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
+    def of(axis_name: Axis, mesh: AnyMesh | None = None, *, caller: str = "PeerGroup.of") -> PeerGroup:
         """Returns the peers along `axis_name` of the enclosing `jax.shard_map`'s mesh, or of `mesh` if one is given.
 
         Call it inside `jax.shard_map`, in the kernel's body or where the kernel is made.
@@ -182,7 +182,7 @@ class PeerGroup:
         return ref if self.size == 1 else plgpu.remote_ref(ref, self.device_id(position))
 
 
-def outside_shard_map(mesh: Any = None) -> str:
+def outside_shard_map(mesh: AnyMesh | None = None) -> str:
     """Says, for messages, that this code is not inside `jax.shard_map`; empty if it is, or if a mesh is given."""
     enclosing = jax.sharding.get_abstract_mesh()
     if enclosing.manual_axes if mesh is None else mesh.axis_names:
@@ -192,7 +192,7 @@ def outside_shard_map(mesh: Any = None) -> str:
     return "there is no mesh here (`with mesh:` is not read)"
 
 
-def require_group(caller: str, group: Any) -> None:
+def require_group(caller: str, group: object) -> None:
     """Raises TypeError if the argument `group` of `caller` is no `PeerGroup`."""
     if not isinstance(group, PeerGroup):
         raise TypeError(f"`group` of `{caller}` must be a PeerGroup, got {group!r}: take `PeerGroup.of(axis_name)`")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -129,11 +128,11 @@ def semaphore_wait(flag: SemaphoreRef, value: Index) -> None:
     plgpu.semaphore_wait(flag, value, decrement=False, memory_scope="gpu")
 
 
-def _fence_proxy_async(_: Any) -> None:
+def _fence_proxy_async(_: object) -> None:
     mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
 
-def _converge_warp(_: Any) -> None:
+def _converge_warp(_: object) -> None:
     mgpu_utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
 
 

@@ -6,9 +6,8 @@ single warp. So the load is PTX. It orders nothing: put an mbarrier between the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
+from jax.extend.mlir import ir
 
 from overlap.primitives import atomics
 from overlap.primitives.types import SmemRef
@@ -19,5 +18,5 @@ def load_word(word: SmemRef) -> jax.Array:
     return atomics.inline(_load, [word], returns=True)
 
 
-def _load(_: Any, pointer: Any) -> Any:
+def _load(_: object, pointer: ir.Value) -> ir.Value:
     return atomics.ptx(["ld.shared.b32 $0, [$1];"], pointer, returns=True)

@@ -26,7 +26,6 @@ import logging
 import mmap
 import threading
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +37,7 @@ REPORT_AFTER_S = 30.0
 # A kernel that has given up lingers for this time before it traps, so that the host can read its record.
 LINGER_S = 2.5
 _LOOK_EVERY_S = 1.0
-ADDRESS = 0x4F56_4C41_0000  # Some 87 TB: far from the addresses that programs, libraries and drivers use.
+ADDRESS = 0x4F56_4C41_0000  # About 87 TB: far from the addresses that programs, libraries and drivers use.
 MOST_DEVICES = 32
 RECORD_BYTES = 64
 _BYTES = MOST_DEVICES * MOST_DEVICES * RECORD_BYTES
@@ -108,7 +107,7 @@ def address() -> int | None:
     return ADDRESS
 
 
-def _map_at(start: int, length: int) -> Any:
+def _map_at(start: int, length: int) -> ctypes.Array[ctypes.c_char]:
     """Returns fresh memory at the address `start`, or raises OSError if that address is taken."""
     fixed_noreplace, private_anonymous = 0x100000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     library = ctypes.CDLL(None, use_errno=True)
@@ -120,7 +119,7 @@ def _map_at(start: int, length: int) -> Any:
     return (ctypes.c_char * length).from_address(start)
 
 
-def line(record: Any) -> str:
+def line(record: np.ndarray) -> str:
     """Returns a record as text."""
     role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
     waits = f"{_who(record)} has waited {int(record[WAITED]) * TICK_S:.0f} s for {_for_whom(record)}"
@@ -131,7 +130,7 @@ def line(record: Any) -> str:
     return f"{waits} {_ROLES[role]}: its memory must show the flag {expected:#010x}, and shows {got:#x} ({seen})"
 
 
-def _who(record: Any) -> str:
+def _who(record: np.ndarray) -> str:
     """Says which device is in which operation."""
     operation, _ = _described.get(int(record[OPERATION]), ("a fused operation", MOST_DEVICES))
     gpu = _cuda.gpu_of(int(record[POINTER]) | int(record[POINTER + 1]) << 32)
@@ -139,7 +138,7 @@ def _who(record: Any) -> str:
     return f"{operation}: position {int(record[POSITION])} ({where})"
 
 
-def _for_whom(record: Any) -> str:
+def _for_whom(record: np.ndarray) -> str:
     """Returns the positions of the devices that a record waits for."""
     _, devices = _described.get(int(record[OPERATION]), ("", MOST_DEVICES))
     missing = [int(record[PEER])]

@@ -14,6 +14,8 @@ import jax
 type Index = int | jax.Array
 # A condition: a Python bool, or a scalar in a kernel.
 type Predicate = bool | jax.Array
+# The mesh of a `jax.shard_map`.
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # Global memory (HBM) of this device or, from `remote_ref`, of a peer.
 type GmemRef = Any
 # Shared memory of the CTA.
@@ -32,3 +34,5 @@ type Tree = Any
 type Axis = Any
 # A wgmma accumulator in the registers of a warpgroup (Hopper, `plgpu.WGMMAAccumulatorRef`).
 type AccumulatorRef = Any
+# What inline code (`plgpu.inline_mgpu`) gets at lowering, in jax or in the emulator.
+type LoweringContext = Any

@@ -12,10 +12,10 @@ CTAs wait for a peer in turn, with a limit, and a trap ends the whole kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 from overlap import _settings
 from overlap.primitives import stalls
@@ -48,7 +48,7 @@ def _write_record(state: int, operation: int, role: int) -> list[str]:
 
 def look_until(
     look: Sequence[str],
-    operands: Sequence[Any],
+    operands: Sequence[ir.Value],
     *,
     operation: int,
     role: int,
@@ -140,7 +140,7 @@ def wait_for_word(
     test = "ge" if at_least else "eq"
     look = ("ld.relaxed.sys.global.b32 got, [$0];", f"setp.{test}.u32 there, got, $4;")
 
-    def emit(_: Any, *operands: Any) -> None:
+    def emit(_: object, *operands: ir.Value) -> None:
         look_until(look, operands, operation=operation, role=role)
 
     inline(emit, [word, word], group.me(), peer, expected)
@@ -193,7 +193,7 @@ def wait_within_device(word: SemaphoreRef, count: int) -> None:
     need more registers for the code that follows than this warp has.
     """
 
-    def wait(_: Any, flag: Any) -> None:
+    def wait(_: object, flag: ir.Value) -> None:
         lines = [
             ".reg .pred enough;", ".reg .b32 number;",
             "LOOK:", "ld.relaxed.gpu.global.b32 number, [$0];", f"setp.ge.u32 enough, number, {count};",

@@ -10,7 +10,7 @@ import os
 
 import jax
 
-# A process has some 90 TB of address space for all meshes (H200, CUDA 13: 64 TB could be reserved, 96 TB could not).
+# A process has about 90 TB of address space for all meshes (H200, CUDA 13: 64 TB could be reserved, 96 TB could not).
 _IN_ALL_BYTES = 90 << 40
 # For each GPU: a pool of at most 280 GB, registered with one or another flag by XLA's own collectives.
 STRIDE_BYTES = 1 << 40

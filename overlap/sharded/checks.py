@@ -13,7 +13,7 @@ from overlap.frame.activation import takes_all
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import AnyMesh, Arguments
-from overlap.kernels.operations import OperationSpec
+from overlap.kernels.operations import MATMUL
 from overlap.sharded.dimensions import Dimensions
 
 NAME = "sharded_matmul"
@@ -25,9 +25,13 @@ class _Whole(Operation):
 
     combines: bool = False
 
-    spec = OperationSpec(NAME, NAME, "sharded.matmul")
+    spec = MATMUL
     takes_lists = True
     takes_parts = False
+
+    @property
+    def name(self) -> str:
+        return NAME
 
 
 def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:

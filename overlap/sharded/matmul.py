@@ -71,7 +71,7 @@ class _Call:
         Along Auto axes types say nothing, and `shard_map` itself reshards.
         """
         explicit = sharded.explicit_axes(self.mesh)
-        wanted = partitions.spec_of(partitions.only(_entries(spec), explicit))
+        wanted = sharded.spec(partitions.only(sharded.axes_of_spec(spec), explicit))
         if not explicit or (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
             return x
         return jax.reshard(x, jax.NamedSharding(self.mesh, wanted))
@@ -90,11 +90,6 @@ class _Call:
 _run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
 
 
-def _entries(spec: jax.P) -> Partition:
-    """A `PartitionSpec` as a partition: a tuple of axes for each dimension."""
-    return tuple(entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec)
-
-
 @dataclasses.dataclass(frozen=True)
 class ShardedArguments(Arguments):
     """The arguments of `sharded_matmul` as the caller gave them, before any check; see there."""
@@ -102,6 +97,7 @@ class ShardedArguments(Arguments):
     out_sharding: Sharding | None = None
     lhs_sharding: Sharding | None = None
     rhs_sharding: Sharding | list[Sharding] | None = None
+    mesh: AnyMesh | None = None
     keep_gathered: bool = False
 
 
@@ -152,7 +148,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
         parts = dimensions.split(name, x.shape, merged, used.shape)
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
-        specs[name] = partitions.spec_of(parts)
+        specs[name] = sharded.spec(parts)
     columns = []
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
@@ -162,7 +158,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         whole.not_elementwise,
     )  # fmt: skip
     columns = columns[:1] if product.combines else columns
-    checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
+    checked = _Call(product, used, tuple(specs.items()), sharded.spec(out), dimensions, tuple(columns))
     return checked, operands, whole
 
 
@@ -206,8 +202,8 @@ def _planned(
     for i, parts in enumerate(rights):
         if parts != rights[0]:
             raise ValueError(
-                f"all of `rhs` must be sharded alike, got {partitions.spec_of(rights[0])} for `rhs[0]` and "
-                f"{partitions.spec_of(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
+                f"all of `rhs` must be sharded alike, got {sharded.spec(rights[0])} for `rhs[0]` and "
+                f"{sharded.spec(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
             )
     return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), sharded.explicit_axes(mesh)), out
 
@@ -263,12 +259,8 @@ def sharded_matmul(
       rhs_sharding: the sharding of `rhs` as it lies in memory, under the same conditions; for several right operands
         one for all, or a list.
       mesh: the mesh; by default the mesh of a NamedSharding among the above, of `jax.set_mesh` or of the operands.
-      bias: global [n] (each dimension of n), added to each row; for several right operands a list, with None for one
-        that has no bias.
-      addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
-        operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
-      activation: applied to each result; or of as many arrays as there are right operands, which makes one result of
-        them (of their values in the dtype of the result, where no kernel does it).
+      bias, addend: see `overlap.matmul`; global [n] (each dimension of n) and [..., m, n] or [m, n].
+      activation: see `overlap.matmul`. Where no kernel applies it to several results, it gets them in their own dtype.
       preferred_element_type: see `overlap.matmul`. Products that are summed over devices are sent in this dtype.
       keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
         where the fused kernel gathers it. On D devices this takes D times the memory of the shard, and saves one
@@ -292,7 +284,6 @@ def sharded_matmul(
     Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
     gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
-
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

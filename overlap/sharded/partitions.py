@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -76,14 +78,13 @@ def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
         return
-    for entry in spec:
-        for axis in entry if isinstance(entry, tuple) else (entry,):
-            if isinstance(axis, str) and axis in manual_axes(mesh):
-                raise ValueError(
-                    f"`{name}` must not name an axis that is manual here, got {axis!r} in {spec}: inside jax.shard_map "
-                    f"over {manual_axes(mesh)} arrays are a device's parts along it, so leave it out; or call the "
-                    "collective itself, e.g. overlap.all_gather_lhs_matmul"
-                )
+    for axis in itertools.chain(*sharded.axes_of_spec(spec)):
+        if axis in manual_axes(mesh):
+            raise ValueError(
+                f"`{name}` must not name an axis that is manual here, got {axis!r} in {spec}: inside jax.shard_map "
+                f"over {manual_axes(mesh)} arrays are a device's parts along it, so leave it out; or call the "
+                "collective itself, e.g. overlap.all_gather_lhs_matmul"
+            )
 
 
 def given_spec(name: str, sharding: Any) -> PartitionSpec:
@@ -112,15 +113,12 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
             f"`{name}` must have at most one entry for each of the {rank} dimensions, got {len(spec)} in {spec}: leave "
             "the others out"
         )
-    parts: list[Axes] = []
-    for entry in spec:
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        if any(not isinstance(axis, str) for axis in axes):
-            raise ValueError(
-                f"`{name}` must name mesh axes or None for each dimension, got {spec}: say how each one is sharded"
-            )
-        parts.append(axes)
+    parts = sharded.axes_of_spec(spec)
     flat = [axis for part in parts for axis in part]
+    if any(not isinstance(axis, str) for axis in flat):
+        raise ValueError(
+            f"`{name}` must name mesh axes or None for each dimension, got {spec}: say how each one is sharded"
+        )
     for axis in flat:
         if axis not in mesh.axis_names:
             raise ValueError(
@@ -171,7 +169,8 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
     if any(part != mine[: len(part)] for part, mine in zip(typed, named, strict=True)):
         raise ValueError(
             f"`{sharding_name}` must be as the type of `{name}` says along Explicit axes, or cut it further, got "
-            f"{spec_of(partition)} and the type says {spec_of(typed)}: leave it out, or jax.reshard `{name}` first"
+            f"{sharded.spec(partition)} and the type says {sharded.spec(typed)}: leave it out, or jax.reshard "
+            f"`{name}` first"
         )
     return partition
 
@@ -181,18 +180,11 @@ def only(partition: Partition, axes: Container[str]) -> Partition:
     return tuple(tuple(axis for axis in part if axis in axes) for part in partition)
 
 
-def spec_of(partition: Partition) -> jax.P:
-    """The `PartitionSpec` of a partition."""
-    return sharded.spec(partition)
-
-
 def require_divisible(name: str, shape: Sequence[int], partition: Partition, mesh: AnyMesh) -> None:
     """Raises ValueError if a dimension of `shape` cannot be cut into equal parts."""
     sizes = dict(mesh.shape)
     for dimension, (size, axes) in enumerate(zip(shape, partition, strict=True)):
-        parts = 1
-        for axis in axes:
-            parts *= sizes[axis]
+        parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             up = -(-size // parts) * parts
             raise ValueError(

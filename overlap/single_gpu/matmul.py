@@ -19,7 +19,7 @@ from overlap.frame.explain import record
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, Scale
+from overlap.frame.signatures import AnyArray, Arguments, Scale
 from overlap.kernels import launch, operations
 from overlap.kernels.config import Config
 from overlap.kernels.operations import OperandLayouts
@@ -52,7 +52,7 @@ class Matmul(Operation):
         of_operands = layouts.name, batch or 1, operands.is_block_scaled, len(widths)
         return Problem(self.name, m, sum(widths), k, *dtypes, 1, *of_operands)
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    def check(self, call: Call, config: Config, target: Target) -> None:
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)

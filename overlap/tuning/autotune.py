@@ -17,7 +17,7 @@ from overlap.choice import dispatch, tables
 from overlap.choice.choose import Session
 from overlap.choice.crossover import Measured
 from overlap.choice.problem import Problem
-from overlap.choice.session import session
+from overlap.choice.session import explaining, session
 from overlap.frame import arguments
 from overlap.kernels.target import Target
 from overlap.tuning.progress import Progress, shown
@@ -70,12 +70,12 @@ class Tuning:
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
     """The problems of all calls in `fn(*args, **kwargs)` that give no `config` and that the fused kernel can run.
 
-    `fn` is traced, not run. Jitted functions inside it are traced again. The kernel is traced wherever it can run, so
-    that the products of gradients are found, too.
+    `fn` is traced, not run. Jitted functions inside it are traced again. Calls choose the kernel wherever it can run,
+    so that the products of gradients are found, too; no kernel is traced.
     """
     collecting = Session(collects=True)
     try:
-        with session(collecting):
+        with session(collecting), explaining(object()):
             jax.eval_shape(fn, *args, **kwargs)
     except Exception:
         # `fn` may run or compile calls itself, which only the usual choice allows (on a CPU it is XLA).
@@ -179,7 +179,7 @@ def emulation_note(problems: Sequence[Problem], target: Target, settings: Settin
     largest = max(problems, key=lambda problem: problem.flops_per_device * problem.devices)
     return (
         f"on a CPU the kernels run emulated, so this checks results, and its times say nothing about a GPU's; up to "
-        f"{settings.max_configs} configurations of {len(problems)} problem(s), the largest {largest}: above some 1000 "
+        f"{settings.max_configs} configurations of {len(problems)} problem(s), the largest {largest}: above about 1000 "
         "in each dimension expect minutes per configuration (`max_configs` and `budget_s` limit it)"
     )
 

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike
 
 from overlap.kernels.launch import sealed
 from overlap.primitives import PeerGroup, atomics, semaphore_signal_peer, shared_semaphores, stalls
-from overlap.primitives.clique import IN_CLIQUES
+from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 from overlap.primitives.waits import wait_for_word
@@ -97,7 +97,7 @@ def _exchange(group: PeerGroup) -> jax.Array:
     # Pallas's barrier runs before the kernel: all devices have begun, and their flags are zero.
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("cta",), compiler_params=params)
-    return sealed(kernel, _NAME, patches=(IN_CLIQUES,))()
+    return sealed(kernel, _NAME, patches=(ON_HOST_MESHES,))()
 
 
 def _ask(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:

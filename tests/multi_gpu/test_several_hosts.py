@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.primitives import clique
+from overlap.primitives import host_mesh
 from tests import mesh_cases, oracle
 from tests.mesh_cases import layout
 
 pytestmark = [
     pytest.mark.gpus(4),
-    pytest.mark.skipif(not clique.several_hosts(), reason="one host, and no JAX_PARTITION_INDEX"),
+    pytest.mark.skipif(not host_mesh.several_hosts(), reason="one host, and no JAX_PARTITION_INDEX"),
 ]
 SHAPE = (1024, 1024, 2048)
 TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
@@ -25,7 +25,7 @@ TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 def within_hosts():
     """Returns a mesh with one axis across the hosts and one axis within each host."""
-    hosts = len({clique.host_of(device) for device in jax.devices()})
+    hosts = len({host_mesh.host_of(device) for device in jax.devices()})
     return layout("x", data=hosts, x=jax.device_count() // hosts)
 
 

@@ -19,7 +19,7 @@ def test_a_call_is_recorded(devices, op):
     (timeline,) = made.timelines
     assert made.same_bits
     assert (timeline.unit, timeline.missing) == ("µs", 0)
-    # The kernels take some hundred microseconds; the clocks agree to a few microseconds.
+    # The kernels take a few hundred microseconds; the clocks agree to a few microseconds.
     assert 20 < timeline.end < 20_000
     assert 0 <= timeline.clock_error < 10
     for device in range(devices):

@@ -4,7 +4,7 @@ Device d of D holds lhs[m_shard, k] and rhs[k, n_shard] and computes gathered(lh
 `lhs_kernel.py`; for few rows per shard it is in `joined_kernel.py`.
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. The devices can address each other
-(`overlap/primitives/clique.py`).
+(`overlap/primitives/host_mesh.py`).
 
 Source: the collective matmul of Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
 (ASPLOS 2023), here without a barrier between its steps.
@@ -36,7 +36,7 @@ GatherTransport = Literal["pull", "ring"]
 
 def prepare(given: Arguments) -> tuple[AllGatherLhs, Call]:
     """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
     chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
     combines = activations.takes_all(given.activation, given.rhs)

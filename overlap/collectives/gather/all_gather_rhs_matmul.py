@@ -6,7 +6,7 @@ is in `rhs_kernel.py`.
 
 Constraints: f16 or bf16. The rows of all matrices are multiples of 16 bytes; if the weights are sharded along k, so are
 the rows of the part of lhs that one shard multiplies. The devices can address each other
-(`overlap/primitives/clique.py`).
+(`overlap/primitives/host_mesh.py`).
 
 Source: Zhao et al., "PyTorch FSDP" (VLDB 2023) for the layout; Wang et al. (ASPLOS 2023) for the overlap.
 """
@@ -56,7 +56,7 @@ class AllGatherRhs(AllGather):
 
 def prepare(given: Arguments) -> tuple[AllGatherRhs, Call]:
     """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh, more=", dimension=…")
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), more=", dimension=…")
     transposed = arguments.flag("transpose_rhs", given.transpose_rhs)
     first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
     dimension = arguments.index("dimension", given.dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})")

@@ -21,7 +21,7 @@ from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
-from overlap.frame.signatures import AnyMesh, Arguments, Leaf
+from overlap.frame.signatures import Arguments, Leaf
 from overlap.kernels import limits, operations
 from overlap.kernels.operations import GATHER_LHS, Dimension, OperandLayouts
 from overlap.kernels.varying import axes_of, part_of, same_along, varying
@@ -67,8 +67,8 @@ class AllGather(Collective):
         # Several right operands count as one of their total width.
         return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *of_operands)
 
-    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
-        return dispatch.Circumstances(why_not_by_default=self.untried(mesh))
+    def circumstances(self, call: Call) -> dispatch.Circumstances:
+        return dispatch.Circumstances(why_not_by_default=self.untried())
 
     def products(self, call: Call) -> list[tuple[str, Problem, operations.Transport]]:
         self._check_operands(call)
@@ -213,8 +213,8 @@ class AllGatherLhs(AllGather):
         # Scales of blocks must travel with the rows, which the transport "ring" does not do.
         return TRANSPORTS[self.transport].brings_scales
 
-    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
-        others = super().circumstances(call, mesh)
+    def circumstances(self, call: Call) -> dispatch.Circumstances:
+        others = super().circumstances(call)
         if self.group.size == 1:
             return others
         needs = TRANSPORTS[self.transport].needs_all_ctas

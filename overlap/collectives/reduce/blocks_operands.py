@@ -21,7 +21,7 @@ from overlap.kernels.config import tile_k
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.kernels.launch import sealed
 from overlap.primitives import addresses
-from overlap.primitives.clique import IN_CLIQUES
+from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.integers import ceil_div
 from overlap.primitives.types import GmemRef, Index
 
@@ -110,7 +110,7 @@ def padded(vectors: jax.Array, unit: int) -> jax.Array:
 def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
     """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place", patches=(IN_CLIQUES,))()
+    return sealed(make, "overlap_landing_place", patches=(ON_HOST_MESHES,))()
 
 
 def lands_in_an_operand() -> bool:

@@ -6,7 +6,7 @@ the whole sum. For few rows every device computes the whole sum (`one_shot_kerne
 
 Constraints: f16, bf16 or f8. The rows of all matrices are multiples of 16 bytes. Unless there are few rows, the sum can
 be cut into a block of rows or columns for each device. The devices can address each other
-(`overlap/primitives/clique.py`).
+(`overlap/primitives/host_mesh.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results
 from overlap.frame.operation import Call, LaunchPlan
-from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
@@ -41,7 +41,7 @@ class MatmulAllReduce(Summed):
     spec = ALL_REDUCE
     takes_more_rows = True
 
-    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
+    def check(self, call: Call, config: Config, target: Target) -> None:
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():
@@ -51,7 +51,7 @@ class MatmulAllReduce(Summed):
                     f"the fused kernel takes {what} to be the same on all devices, and by its type it varies along "
                     f"{min(axes, key=str)!r}: apply it to the result, or {XLA}"
                 )
-        super().check(call, config, target, mesh)
+        super().check(call, config, target)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         (out,), _ = super().launch(operands, plan)
@@ -73,7 +73,7 @@ class MatmulAllReduce(Summed):
 
 def prepare(given: Arguments) -> tuple[MatmulAllReduce, Call]:
     """Checks the arguments of `matmul_all_reduce` and brings them into one form; see `overlap.frame.call`."""
-    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh))
+    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(given.axis_name)))
     return operation, normalize(operation, given)
 
 

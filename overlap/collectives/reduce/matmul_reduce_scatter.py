@@ -4,7 +4,7 @@ Device d of D holds lhs[m, k_shard] and rhs[k_shard, n]. The products of all dev
 block of the sum: some rows, or some columns. The kernel is in `blocks_kernel.py`.
 
 Constraints: f16, bf16 or f8. The rows of all matrices, and of a block, are multiples of 16 bytes. The devices can
-address each other (`overlap/primitives/clique.py`).
+address each other (`overlap/primitives/host_mesh.py`).
 
 Source: the collective matmul of Wang et al., "Overlap Communication with Dependent Computation via Decomposition"
 (ASPLOS 2023), here without a barrier between its steps.
@@ -38,7 +38,7 @@ TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
 
 def prepare(given: Arguments) -> tuple[MatmulReduceScatter, Call]:
     """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
     dimension = arguments.index(
         "dimension", given.dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )

@@ -18,7 +18,7 @@ from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan
-from overlap.frame.signatures import AnyMesh, Arguments
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
@@ -61,7 +61,7 @@ class Summed(Collective):
         """Returns the dimension in which the sum is cut into blocks: "m" or "n"."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
-    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
+    def circumstances(self, call: Call) -> dispatch.Circumstances:
         def scratch_bytes(config: Config, target: Target) -> int:
             if self.group.size == 1:
                 return 0
@@ -73,7 +73,7 @@ class Summed(Collective):
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
-            transport, self.transport_reason, why_not_by_default=self.untried(mesh), scratch_bytes=scratch_bytes
+            transport, self.transport_reason, why_not_by_default=self.untried(), scratch_bytes=scratch_bytes
         )
 
     def products(self, call: Call) -> list[tuple[str, Problem, Transport]]:

@@ -35,7 +35,7 @@ from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.marks import Work
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
-# The stores of a tile have landed after this number of k steps of the next tile: some 6 µs with the largest tile.
+# The stores of a tile have landed after this number of k steps of the next tile: about 6 µs with the largest tile.
 K_STEPS_UNTIL_LANDED = 8
 # Sums of at most this number of terms are unrolled; more terms are summed in a loop.
 UNROLLED_TERMS = 3

@@ -25,14 +25,14 @@ from overlap.distributed import cards, ports
 from overlap.distributed.cards import Agreement, Card
 from overlap.distributed.launchers import Place
 
-_MAGIC = b"overlap-meeting "
+_MAGIC = b"overlap-rendezvous "
 _CARD_BYTES = 4096
 _ALL_CARDS_BYTES = 1 << 26
 # How long either side of a connection may take to connect, to send its key and card, or to answer.
 _PATIENCE_S = 2.0
 # The other processes wait by this much longer than process 0, so that they receive its error message.
 _LONGER_S = 5.0
-_KNOCK_EVERY_S = 0.1
+_RETRY_EVERY_S = 0.1
 
 
 def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
@@ -41,7 +41,7 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
     Args:
       place: the place of this process in the job.
       card: the card of this process.
-      coordinator_port: the TCP port for the meeting and then for jax's coordinator; None: free ones.
+      coordinator_port: the TCP port for the rendezvous and then for jax's coordinator; None: free ones.
       timeout_s: how long to wait, in seconds.
 
     Returns:
@@ -132,7 +132,7 @@ class _Host:
                 await self.ended.wait()
         # From here on, a process that comes is too late, and a process that leaves counts as having come.
         self.ended.set()
-        # If `coordinator_port` was given, the coordinator needs the port on which the meeting has listened.
+        # If `coordinator_port` was given, the coordinator needs the port on which the rendezvous has listened.
         server.close()
         everyone = [self.came[rank] for rank in sorted(self.came)]
         try:
@@ -163,7 +163,7 @@ class _Host:
         )
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handles one connection: takes its card, and keeps it open until the meeting has ended."""
+        """Handles one connection: takes its card, and keeps it open until the rendezvous has ended."""
         rank = None
         try:
             said = await _read(reader, _PATIENCE_S)
@@ -187,7 +187,7 @@ class _Host:
             writer.write(_line("here", self.until - time.monotonic()))
             if len(self.came) == self.place.size:
                 self.ended.set()
-            await reader.read()  # Until the guest leaves. A guest that leaves before the meeting ends has not come.
+            await reader.read()  # Until the guest leaves. A guest that leaves before the rendezvous ends has not come.
             if not self.ended.is_set():
                 del self.came[rank], self.guests[rank]
         except OSError:
@@ -229,11 +229,11 @@ async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: flo
     answers: dict[int, str] = {}  # By port, why there is no agreement.
     while time.monotonic() < until:
         for port in tried:
-            answer = await _knock(str(place.host), port, call)
+            answer = await _try_port(str(place.host), port, call)
             if isinstance(answer, Agreement):
                 return answer
             answers[port] = answer
-        await asyncio.sleep(_KNOCK_EVERY_S)
+        await asyncio.sleep(_RETRY_EVERY_S)
     found = "; ".join(f"port {port}: {answer}" for port, answer in answers.items())
     raise RuntimeError(
         f"rank 0 of {place.size} has not come to overlap.initialize() within {timeout_s:g} s: it does not answer rank "
@@ -242,7 +242,7 @@ async def _attend(place: Place, card: Card, tried: Sequence[int], timeout_s: flo
     )
 
 
-async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
+async def _try_port(host: str, port: int, call: bytes) -> Agreement | str:
     """Tries one port. Returns the agreement, or the reason why there is none."""
     try:
         async with asyncio.timeout(_PATIENCE_S):

@@ -15,15 +15,15 @@ import time
 
 import pytest
 
-from overlap.distributed import cards, launchers, meeting, ports
+from overlap.distributed import cards, launchers, ports, rendezvous
 
 pytestmark = pytest.mark.one_jax
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch):
-    monkeypatch.setattr(meeting, "_PATIENCE_S", 0.3)
-    monkeypatch.setattr(meeting, "_KNOCK_EVERY_S", 0.02)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_RETRY_EVERY_S", 0.02)
 
 
 def _place(rank: int, size: int, key: str) -> launchers.Place:
@@ -41,7 +41,7 @@ def _start(pool, key, size, ranks=None, port=None, timeout_s=20.0, **changes):
     for rank in ranks:
         place = _place(rank, size, key)
         card = _card(place, **(changes if rank == ranks[-1] else {}))
-        futures.append(pool.submit(meeting.meet, place, card, port, timeout_s))
+        futures.append(pool.submit(rendezvous.meet, place, card, port, timeout_s))
     return futures
 
 
@@ -105,7 +105,7 @@ def _deaf_or_babbling(says: bytes | None):
 
 
 @pytest.mark.parametrize(
-    "says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"overlap-meeting []\n", b"\xff" * 100_000]
+    "says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"overlap-rendezvous []\n", b"\xff" * 100_000]
 )
 def test_a_foreign_server_on_the_first_port_holds_up_nobody(pool, monkeypatch, says):
     with _deaf_or_babbling(says) as server:
@@ -114,22 +114,22 @@ def test_a_foreign_server_on_the_first_port_holds_up_nobody(pool, monkeypatch, s
         _agreed(_start(pool, "a", 2))
 
 
-def test_foreign_callers_end_no_meeting(pool):
+def test_foreign_callers_end_no_rendezvous(pool):
     """Garbage, silence, half a line, and a complete call of another job, which is told that it has the wrong port."""
     host = _start(pool, "a", 2, ranks=[0])
     port = _port_of("a", 2)
     open_calls = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
-    other = meeting._line("come", ["b 2", dataclasses.asdict(_card(_place(1, 2, "b")))])
-    mine = meeting._line("come", ["a 2", dataclasses.asdict(_card(_place(1, 2, "a")))])
-    garbage = [b"\x00" * 5000, b"GET / HTTP/1.1\r\n\r\n", b"overlap-meeting ", b"overlap-meeting {}\n", b"\n",
-               b"overlap-meeting " + b"x" * 100_000, mine[:-3], mine.replace(b'"rank": 1', b'"rank": "x"'),
+    other = rendezvous._line("come", ["b 2", dataclasses.asdict(_card(_place(1, 2, "b")))])
+    mine = rendezvous._line("come", ["a 2", dataclasses.asdict(_card(_place(1, 2, "a")))])
+    garbage = [b"\x00" * 5000, b"GET / HTTP/1.1\r\n\r\n", b"overlap-rendezvous ", b"overlap-rendezvous {}\n", b"\n",
+               b"overlap-rendezvous " + b"x" * 100_000, mine[:-3], mine.replace(b'"rank": 1', b'"rank": "x"'),
                mine.replace(b'"rank": 1', b'"rank": 99'), mine.replace(b'"node"', b'"knot"')]  # fmt: skip
     for call, says in zip(open_calls, garbage):
         with contextlib.suppress(OSError):  # The server may have closed the connection already.
             call.sendall(says)
     with socket.create_connection(("127.0.0.1", port)) as call:
         call.sendall(other)
-        assert call.makefile("rb").readline() == meeting._line("not here")
+        assert call.makefile("rb").readline() == rendezvous._line("not here")
     # Silent callers are dropped after the time that a caller may take.
     open_calls[-1].settimeout(5)
     assert open_calls[-1].recv(1) == b""
@@ -168,7 +168,7 @@ def test_process_0_that_does_not_come_is_named(pool):
 def test_one_that_came_and_went_has_not_come(pool):
     host = _start(pool, "a", 4, ranks=[0, 2], timeout_s=1)
     with socket.create_connection(("127.0.0.1", _port_of("a", 4))) as call:
-        call.sendall(meeting._line("come", ["a 4", dataclasses.asdict(_card(_place(1, 4, "a")))]))
+        call.sendall(rendezvous._line("come", ["a 4", dataclasses.asdict(_card(_place(1, 4, "a")))]))
         assert b'"here"' in call.makefile("rb").readline()
     assert [re.search(r" s: rank ([\d, ]+)\.", error)[1] for error in _said(host)] == ["1, 3"] * 2
 
@@ -179,7 +179,7 @@ def test_the_end_of_process_0_is_named(pool):
         call, _ = server.accept()
         with call:
             call.recv(4096)
-            call.sendall(meeting._line("here", 10.0))
+            call.sendall(rendezvous._line("here", 10.0))
         assert _said([guest])[0].startswith(
             "rank 0 of this job ended, or lost its connection, while this process waited"
         )
@@ -246,11 +246,11 @@ def test_no_port_to_meet(pool, monkeypatch):
 
 
 def test_within_a_running_loop(pool):
-    """A notebook runs an event loop. The meeting must work inside one."""
+    """A notebook runs an event loop. The rendezvous must work inside one."""
     import asyncio
 
     async def cell():
-        return meeting.meet(_place(0, 2, "a"), _card(_place(0, 2, "a")), None, 20)
+        return rendezvous.meet(_place(0, 2, "a"), _card(_place(0, 2, "a")), None, 20)
 
     guest = _start(pool, "a", 2, ranks=[1])
     agreement = asyncio.run(cell())

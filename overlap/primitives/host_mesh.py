@@ -1,4 +1,4 @@
-"""The clique of a kernel: which GPUs it can talk to, and by which numbers.
+"""The mesh of a kernel on this host: which GPUs it can talk to, and by which numbers.
 
 A kernel names a peer by its position in the mesh, counted row-major over all axes: `axis_index` in a kernel, a remote
 reference and a remote signal all use positions. On the way to a GPU a position is translated three times:
@@ -14,12 +14,12 @@ are permuted, in one process and in one process per GPU. jax 0.11 and 0.12 list 
 refuse a mesh where the two lists differ. For an abstract mesh jax 0.11 lists nothing, and the kernel fails when it
 runs. So this library puts 0, 1, 2, … in place of jax's list.
 
-**Several hosts.** jax makes one clique of the whole mesh, but GPUs of different hosts cannot address each other. Here
-the clique is the part of the mesh that lies on this process's own host: a smaller mesh, which Mosaic gets in place of
-the whole mesh. So each host compiles a module of its own, with a list of its own. The list is *reversed*, for this
-reason: XLA declares the cliques of its own collectives in ascending order, for all hosts together. It refuses a clique
-of the same devices in the same order that is declared for one host alone. So with several hosts ranks run in the
-opposite order to positions, and the lowering converts between them.
+**Several hosts.** jax takes all devices of the mesh as peers, but GPUs of different hosts cannot address each other.
+Here the peers are the part of the mesh that lies on this process's own host: a smaller mesh, which Mosaic gets in place
+of the whole one. So each host compiles a module of its own, with a list of its own. The list is *reversed*, for this
+reason: XLA lists the devices of its own collectives in ascending order, for all hosts together. It refuses a list of
+the same devices in the same order for one host alone. So with several hosts ranks run in the opposite order to
+positions, and the lowering converts between them.
 
 jax calls a host a *partition* (`partition_index`), which is not the partition of step 3. jax tells hosts apart by the
 boot id of the operating system, unless JAX_PARTITION_INDEX names the partition.
@@ -28,7 +28,7 @@ boot id of the operating system, unless JAX_PARTITION_INDEX names the partition.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ import numpy as np
 
 from overlap import _compat
 from overlap.primitives import addresses
+from overlap.primitives.types import AnyMesh, Axis, LoweringContext
 
 _WAY_OUT = 'or use implementation="xla"'
 
@@ -58,7 +59,7 @@ class _Ranked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clique:
+class HostMesh:
     """The devices that a kernel on one of them can talk to.
 
     Attributes:
@@ -76,8 +77,8 @@ class Clique:
     knows_devices: bool = True
 
     @staticmethod
-    def of(mesh: Any, axes: frozenset[Hashable]) -> Clique | None:
-        """Returns this process's clique in a mesh, for a kernel whose peers lie along `axes`; None if it has no peers.
+    def of(mesh: AnyMesh, axes: frozenset[Hashable]) -> HostMesh | None:
+        """Returns this host's part of a mesh, for a kernel whose peers lie along `axes`; None if it has no peers.
 
         Raises:
           NotImplementedError: an axis leads to other hosts, or the devices of this host do not form a mesh.
@@ -118,12 +119,12 @@ class Clique:
         kept = [name for name in mesh.axis_names if within[name] > 1 or name in axes]
         here = mesh.devices[is_here].reshape([within[name] for name in kept])
         positions = tuple(map(int, np.flatnonzero(is_here)))
-        return Clique(_numbered(here, kept), positions[::-1], tuple(d.id for d in here.flat), is_mirrored=True)
+        return HostMesh(_numbered(here, kept), positions[::-1], tuple(d.id for d in here.flat), is_mirrored=True)
 
     def require_known_ids(self) -> None:
-        """Raises NotImplementedError unless XLA can be told of the clique.
+        """Raises NotImplementedError unless XLA can be told of these devices.
 
-        The list of positions serves a second purpose: with it the custom call declares to XLA the ids of the clique's
+        The list of positions serves a second purpose: with it the custom call declares to XLA the ids of the
         *devices*, as a set. That is right if the ids are a permutation of the positions. Otherwise it contradicts what
         XLA declares for its own collectives over the mesh, and the program fails.
         """
@@ -140,19 +141,19 @@ class Clique:
             )
 
 
-def _of_one_host(devices: np.ndarray, names: Any) -> Clique:
-    """Returns the clique of a whole mesh. For an abstract mesh, numbers may stand for the devices."""
+def _of_one_host(devices: np.ndarray, names: Sequence[Axis]) -> HostMesh:
+    """Returns a whole mesh, which is on one host. For an abstract mesh, numbers may stand for the devices."""
     ids = tuple(getattr(device, "id", device) for device in devices.flat)
-    return Clique(_numbered(devices, names), tuple(range(devices.size)), ids, is_mirrored=False)
+    return HostMesh(_numbered(devices, names), tuple(range(devices.size)), ids, is_mirrored=False)
 
 
-def _numbered(devices: np.ndarray, names: Any) -> jax.sharding.Mesh:
+def _numbered(devices: np.ndarray, names: Sequence[Axis]) -> jax.sharding.Mesh:
     numbered = np.empty(devices.size, dtype=object)
     numbered[:] = [_Ranked(number, device) for number, device in enumerate(devices.flat)]
     return jax.sharding.Mesh(numbered.reshape(devices.shape), tuple(names))
 
 
-def _own_host(mesh: jax.sharding.Mesh) -> Any:
+def _own_host(mesh: jax.sharding.Mesh) -> int:
     """Identifies the host whose devices this process may use: its own, as `host_of` names it.
 
     If the mesh describes another machine, for which this process only compiles, the result names that machine.
@@ -170,18 +171,18 @@ def _own_host(mesh: jax.sharding.Mesh) -> Any:
     return host_of(mesh.devices.flat[0])
 
 
-def host_of(device: Any) -> Any:
+def host_of(device: Any) -> int:
     """Returns the number that jax gives to the host of a device. All CPU devices have the same number."""
     return getattr(device, "partition_index", 0)
 
 
-def several_hosts(mesh: Any = None) -> bool:
+def several_hosts(mesh: AnyMesh | None = None) -> bool:
     """Whether the devices of a mesh are on several hosts. For an abstract mesh, or None: the devices of this job."""
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices()
     return len({host_of(device) for device in devices}) > 1
 
 
-def device_ids(context: Any) -> tuple[int, ...] | None:
+def device_ids(context: LoweringContext) -> tuple[int, ...] | None:
     """Returns the ids of the devices of a kernel's mesh, in order; None if they are not known yet.
 
     Call it in the kernel's inline code. The ids are not known for an abstract mesh and in an exported program. Then jax
@@ -190,5 +191,5 @@ def device_ids(context: Any) -> tuple[int, ...] | None:
     return context.device_ids if hasattr(context, "device_ids") else _compat.device_ids()
 
 
-# The change of jax that a kernel with peers needs: Pallas lowers kernels for their cliques.
-IN_CLIQUES = _compat.kernels_in_cliques(Clique.of, addresses)
+# The change of jax that a kernel with peers needs: Pallas lowers kernels for the mesh of this host.
+ON_HOST_MESHES = _compat.kernels_on_host_meshes(HostMesh.of, addresses)
