@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-# pyproject.toml repeats these bounds for pip; tests/test_without_jax.py compares them.
+# pyproject.toml repeats these bounds for pip; tests/tools/test_without_jax.py compares them.
 PYTHON = (3, 12)
 # Also the range with which the changes of jax in overlap/_compat/ were checked.
 JAX_FROM, JAX_BELOW = (0, 11, 2), (0, 13)

@@ -26,7 +26,7 @@ from overlap._compat.patch import Internal, Patch, Rule, private, replace
 from overlap._compat.told_addresses import ADDRESSES_TOLD, Addresses, Told, told
 
 # `overlap.primitives.host_mesh.HostMesh.of`.
-type HostMeshOf = Callable[[Internal, frozenset[Hashable]], Internal]
+HostMeshOf = Callable[[Internal, frozenset[Hashable]], Internal]
 
 _MARK = "lowers_by_host_mesh"
 # The ids of the devices in the mesh of the kernel that is being lowered, in order; None if they are not known.

@@ -19,8 +19,8 @@ from typing import Any
 from overlap import _requirements, _settings
 
 # An object of jax that has no public type. What is done with it was checked with the versions below.
-type Internal = Any
-type Rule = Callable[..., Internal]
+Internal = Any
+Rule = Callable[..., Any]
 
 CHECKED = f">={'.'.join(map(str, _requirements.JAX_FROM))},<{'.'.join(map(str, _requirements.JAX_BELOW))}"
 

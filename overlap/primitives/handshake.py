@@ -30,7 +30,7 @@ launch M.
 Either way P's ready flag of M is not raised while A looks for P's ready flag of L. The argument assumes nothing about
 where the flags of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from
 one launch for the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative
-control, without the key (`tests/test_sequences.py`).
+control, without the key (`tests/protocol/test_sequences.py`).
 
 Progress with whichever CTAs run
 --------------------------------

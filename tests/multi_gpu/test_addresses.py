@@ -11,8 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from tests import mesh_cases, oracle
-from tests.mesh_cases import fused, layout
+from tests import oracle
+from tests.ops import mesh_cases
+from tests.ops.mesh_cases import fused, layout
 
 ROWS = pytest.mark.parametrize("m_shard", [16, 512])
 

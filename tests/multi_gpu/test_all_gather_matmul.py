@@ -11,10 +11,11 @@ import overlap
 from overlap.collectives import communicator
 from overlap.collectives.gather import ring
 from overlap.primitives.handshake import Handshake
-from tests import oracle, skew_cases
-from tests.handshake_cases import do_not_look, speak_before_the_transfers, without_waiting_for
+from tests import oracle
+from tests.ops import skew_cases
+from tests.ops.skew_cases import stall
 from tests.oracle import make_mesh, on_mesh, operands
-from tests.skew_cases import stall
+from tests.protocol.handshake_cases import do_not_look, speak_before_the_transfers, without_waiting_for
 
 SHAPES = [
     (1024, 4096, 4096),

@@ -9,11 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives import communicator
-from tests import oracle, skew_cases
-from tests.handshake_cases import speak_before_the_transfers
+from tests import oracle
+from tests.ops import skew_cases
+from tests.ops.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
+from tests.ops.skew_cases import stall
 from tests.oracle import make_mesh
-from tests.rhs_cases import ALONG, ROWS, call, gathered, mapped, weights
-from tests.skew_cases import stall
+from tests.protocol.handshake_cases import speak_before_the_transfers
 
 SHAPES = [  # Each entry: (m, {gathered dimension: shape of one shard of the weights}).
     (2048, {"n": (4096, 1024), "k": (1024, 4096)}),

@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import communicator
 from overlap.collectives.communicator import Communicator
-from tests import oracle, several_sides_cases, skew_cases
-from tests.handshake_cases import speak_before_the_transfers
-from tests.several_sides_cases import Form
-from tests.skew_cases import stall
+from tests import oracle
+from tests.ops import several_sides_cases, skew_cases
+from tests.ops.several_sides_cases import Form
+from tests.ops.skew_cases import stall
+from tests.protocol.handshake_cases import speak_before_the_transfers
 
 E4M3, BF16 = jnp.float8_e4m3fn, jnp.bfloat16
 ONE = overlap.Config(tile_m=64, tile_n=128, joined=True)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import mesh_cases, oracle
-from tests.mesh_cases import fused, layout
+from tests import oracle
+from tests.ops import mesh_cases
+from tests.ops.mesh_cases import fused, layout
 
 pytestmark = pytest.mark.gpus(4)
 

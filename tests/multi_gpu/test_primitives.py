@@ -3,8 +3,8 @@
 import pytest
 
 from overlap import primitives as prim
-from tests.primitive_cases import KERNELS, program
-from tests.skew_cases import stall
+from tests.ops.primitive_cases import KERNELS, program
+from tests.ops.skew_cases import stall
 
 LAUNCHES = range(4)  # Several launches in a row, each with its own data.
 

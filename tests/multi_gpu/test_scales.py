@@ -7,8 +7,10 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives.gather import joined_kernel, pull
-from tests import oracle, skew_cases, test_joined_protocol, test_protocol
-from tests.skew_cases import stall
+from tests import oracle
+from tests.ops import skew_cases
+from tests.ops.skew_cases import stall
+from tests.protocol import test_joined_protocol, test_protocol
 
 # Rows per shard, and the configuration: row blocks with chunks of several CTAs; the same with clusters; few rows
 # (`joined`).

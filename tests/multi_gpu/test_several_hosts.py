@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.primitives import host_mesh
-from tests import mesh_cases, oracle
-from tests.mesh_cases import layout
+from tests import oracle
+from tests.ops import mesh_cases
+from tests.ops.mesh_cases import layout
 
 pytestmark = [
     pytest.mark.gpus(4),

@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from tests import oracle, several_sides_cases
-from tests import test_summed_pairs as summed_pairs
-from tests.several_sides_cases import Form
-from tests.test_summed_pairs import Gradient
+from tests import oracle
+from tests.ops import several_sides_cases
+from tests.ops import test_summed_pairs as summed_pairs
+from tests.ops.several_sides_cases import Form
+from tests.ops.test_summed_pairs import Gradient
 
 E4M3, BF16, F16 = jnp.float8_e4m3fn, jnp.bfloat16, jnp.float16
 ALL = ("rows", "columns")

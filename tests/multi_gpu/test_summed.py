@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import communicator
 from overlap.collectives.reduce import blocks_kernel
-from tests import oracle, skew_cases
+from tests import oracle
+from tests.ops import skew_cases
+from tests.ops.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
+from tests.ops.skew_cases import stall
 from tests.oracle import make_mesh
-from tests.scatter_cases import ALONG, EVERYWHERE, F32, WAYS, Layer
-from tests.skew_cases import stall
 
 BF16, F16, E4M3 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float8_e4m3fn)
 SHAPES = {  # m, n and k of the product of one of D devices.

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpus(2)]
 def run(mode, transport="pull", processes=None):
     if jax.process_count() > 1:
         pytest.skip("starts jobs of its own")
-    command = [sys.executable, "-m", "tests.waits_program", mode, transport]
+    command = [sys.executable, "-m", "tests.ops.waits_program", mode, transport]
     if processes:
         if (version := _cuda.nccl().version) < _cuda.NCCL_OF_PROCESSES:
             pytest.skip(f"one process per GPU needs NCCL 2.32.3, found {version}")

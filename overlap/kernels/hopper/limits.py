@@ -153,7 +153,7 @@ def _check_swapped(types: OperandTypes, config: Config) -> None:
 
 def spills(shape: Config) -> bool:
     """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
-    # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
+    # Cases: `tests/assembly/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     in_clusters = shape.in_turn and shape.tile_n == TMA_BOX_LIMIT and shape.cluster > 1
     # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
@@ -166,7 +166,7 @@ def spills(shape: Config) -> bool:
 def crowds_registers(types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
     """Whether a thread on Hopper may need a few more registers than it has.
 
-    These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
+    These cases were found by assembling all kernels (`tests.assembly.sweep`). In compute threads:
 
     - with 32-bit results, `stream_k` above 1, a cluster, and an epilogue that uses all of its features: tiles of
       256 rows, or the largest tiles if both operands are transposed

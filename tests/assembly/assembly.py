@@ -1,0 +1,401 @@
+"""Compiles a jitted function to machine code for H200, B200 or B300 without a GPU, and reports the resources it uses.
+
+A compile-only topology takes the place of the GPUs: the function is lowered for it, and the CUDA plugin's own ptxas
+assembles every Mosaic kernel. What ptxas and the host code say about each kernel (registers, spills, shared memory,
+grid, warnings) comes back as a `KernelReport`.
+
+There are two ways to use this module. `assemble` works in the current process, whose environment must be
+`child_environment`; it captures file descriptor 1, to which Mosaic prints its figures. `assemble_case` asks a child
+process to assemble one `Case`, with one child per target; the tests use this one.
+
+From the command line (more by --help):
+
+    python -m tests.assembly.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
+        [--target b200] [--config tile_n=128,stages=3] [--mesh data=2,x=8 --hosts 2] [--sass FILE] [--ptx FILE]
+
+Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and so on);
+`unavailable_reason` says what is missing. The numbers come from ptxas, so they change with its version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tests.assembly.assembly_report import KernelReport, dumped_code, parse_reports
+from tests.assembly.assembly_targets import TARGETS, topology
+from tests.assembly.assembly_worker import Worker
+
+if TYPE_CHECKING:
+    import jax
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation: an operation, the shape per shard as (m, n, k), and the target.
+
+    `op` names an entry of `OPS`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn` can be
+    jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`. The
+    fused axis is always `x`. `processes` is the number of processes per host; they share the host's GPUs equally.
+    """
+
+    op: str
+    devices: int = 1
+    shape: tuple[int, ...] = (1024, 4096, 4096)
+    dtype: str = "f16"
+    target: str = "h200"
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hosts: int = 1
+    processes: int = 1
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Case:
+        """Rebuilds a case from `dataclasses.asdict` after a round trip through JSON, which turns tuples into lists."""
+        return cls(**{**fields, "shape": tuple(fields["shape"])})
+
+
+# --- The environment --------------------------------------------------------------------------------------------------
+
+
+def cuda_root() -> pathlib.Path | None:
+    """Returns the folder of the CUDA wheels that holds bin/ptxas, or None."""
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec("nvidia.cu13")
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (pathlib.Path(folder) / "bin" / "ptxas").exists():
+                return pathlib.Path(folder)
+    return None
+
+
+def unavailable_reason() -> str | None:
+    """Returns why nothing can be assembled in this environment, or None if assembling works."""
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return "jax-cuda13-pjrt is not installed: install the extra `aot`"
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "jax-cuda13-plugin is not installed: install the extra `aot`"
+    if cuda_root() is None:
+        return "nvidia-cuda-nvcc (ptxas) is not installed: install the extra `aot`"
+    return None
+
+
+def child_environment() -> dict[str, str]:
+    """Returns the environment variables that `assemble` needs; they must be set before jax is imported."""
+    root = cuda_root()
+    if root is None:
+        raise RuntimeError(unavailable_reason())
+    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    environment["PATH"] = os.pathsep.join([str(root / "bin"), environment.get("PATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(_REPOSITORY), environment.get("PYTHONPATH", "")])
+    environment["JAX_PLATFORMS"] = "cpu"
+    environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    # A persistent cache would return a finished executable, and Mosaic would print nothing.
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    return environment
+
+
+# --- Compiling in this process ----------------------------------------------------------------------------------------
+
+
+class AssembledBefore(RuntimeError):
+    """This process has compiled the kernel before, so Mosaic takes it from its cache and prints no figures."""
+
+
+_seen: set[str] = set()
+_assembled: dict[frozenset[str], list[KernelReport]] = {}
+
+
+def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
+    """Assembles every Mosaic kernel of `fn(*args)` for the GPU that the arguments' shardings name (a `topology` mesh).
+
+    Args:
+        fn: The function to compile.
+        *args: Global shapes with shardings.
+        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code; `hlo=FILE` to keep XLA's program.
+
+    Raises:
+        AssembledBefore: This process has assembled some of the kernels before. Or it has assembled all of them, but
+            has not kept the code that `dumps` asks for.
+    """
+    import jax
+
+    lowered = jax.jit(fn).lower(*args)
+    program = dumps.pop("hlo", None)
+    files = {kind: path for kind, path in dumps.items() if path}
+    kernels = frozenset(_KERNEL_HASH.findall(lowered.as_text()))
+    if kernels in _assembled and not files and not program:
+        return _assembled[kernels]
+    if kernels & _seen:
+        raise AssembledBefore("this process has compiled this kernel before: start another one")
+    _seen.update(kernels)
+    with _environment(_dump_flags(files)), _captured_stdout() as captured:
+        compiled = lowered.compile()
+    text = captured()
+    if program:
+        pathlib.Path(program).write_text(compiled.as_text())
+    for kind, path in files.items():
+        pathlib.Path(path).write_text(dumped_code(text, kind))
+    reports = parse_reports(text)
+    if len(reports) != len(kernels):
+        raise RuntimeError(f"{len(kernels)} Mosaic kernels were lowered, and {len(reports)} assembled")
+    _assembled[kernels] = reports
+    return reports
+
+
+def _dump_flags(files: Mapping[str, str]) -> dict[str, str]:
+    flags = {f"MOSAIC_GPU_DUMP_{kind.upper()}": "1" for kind in ("ptxas", "host_llvm", *files)}
+    if "sass" in files:
+        disassembler = shutil.which("nvdisasm")
+        if disassembler is None:
+            raise RuntimeError("`sass` needs nvdisasm on PATH: it is in the wheel nvidia-cuda-nvdisasm")
+        # jax sets this variable to the folder of the CUDA wheels on import; the disassembler may be installed
+        # elsewhere.
+        flags["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(disassembler).parent.parent)
+    return flags
+
+
+@contextlib.contextmanager
+def _environment(flags: Mapping[str, str]) -> Iterator[None]:
+    before = {flag: os.environ.get(flag) for flag in flags}
+    os.environ.update(flags)
+    try:
+        yield
+    finally:
+        for flag, value in before.items():
+            if value is None:
+                del os.environ[flag]
+            else:
+                os.environ[flag] = value
+
+
+@contextlib.contextmanager
+def _captured_stdout() -> Iterator[Callable[[], str]]:
+    """Collects what native code writes to file descriptor 1."""
+    flush = ctypes.CDLL(None).fflush
+    with tempfile.TemporaryFile() as sink:
+        sys.stdout.flush()
+        flush(None)
+        saved = os.dup(1)
+        os.dup2(sink.fileno(), 1)
+        text: list[str] = []
+        try:
+            yield lambda: "".join(text)
+        finally:
+            sys.stdout.flush()
+            flush(None)
+            os.dup2(saved, 1)
+            os.close(saved)
+            sink.seek(0)
+            text.append(sink.read().decode(errors="replace"))
+
+
+# --- The operations ---------------------------------------------------------------------------------------------------
+
+
+def _matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    m, n, k = case.shape
+
+    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.matmul(lhs, rhs, config=_config(case), implementation="fused")
+
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    return mapped, (struct(mesh, (m, k), case.dtype), struct(mesh, (k, n), case.dtype))
+
+
+def _all_gather_lhs_matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+
+    m, n, k = case.shape
+    size = mesh.shape["x"]
+    # Other axes of the mesh hold independent problems, as with data parallelism.
+    data = tuple(name for name in mesh.axis_names if name != "x")
+    copies = math.prod(mesh.shape[name] for name in data)
+
+    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return overlap.all_gather_lhs_matmul(lhs, rhs, "x", config=_config(case), implementation="fused")
+
+    lhs_spec, rhs_spec, out_spec = P((*data, "x"), None), P(None, "x"), P(data or None, "x")
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
+    return mapped, (
+        struct(mesh, (copies * size * m, k), case.dtype, lhs_spec),
+        struct(mesh, (k, size * n), case.dtype, rhs_spec),
+    )
+
+
+def _config(case: Case) -> Any:
+    import overlap
+
+    return overlap.Config(**case.config) if case.config else None
+
+
+def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns a ShapeDtypeStruct of the *global* shape, sharded by `spec` (None: replicated)."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype_of(dtype), sharding=sharding)
+
+
+def dtype_of(name: str) -> str:
+    """Returns the full name of a dtype: float16 for f16."""
+    return _DTYPES.get(name, name)
+
+
+OPS = {"matmul": _matmul, "all_gather_lhs_matmul": _all_gather_lhs_matmul}
+
+
+def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function of a case and its arguments, ready for `assemble`."""
+    import jax
+    import numpy as np
+
+    from overlap.primitives import host_mesh, stalls
+
+    axes = dict(case.mesh) or {"x": case.devices}
+    processes = case.hosts * case.processes
+    devices = topology(case.target, math.prod(axes.values()) // processes, processes)
+    # A device of a topology has a process index, but no number of its host. Compute the host from the process index.
+    host_mesh.host_of = lambda device: device.process_index // case.processes
+    host_mesh._own_host = lambda mesh: 0
+    # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.
+    stalls.address = lambda: stalls.ADDRESS
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+    if ":" in case.op:
+        module, attribute = case.op.split(":")
+        return getattr(importlib.import_module(module), attribute)(case, mesh)
+    return OPS[case.op](case, mesh)
+
+
+# --- A child process --------------------------------------------------------------------------------------------------
+
+
+class Assembler:
+    """Assembles cases one after the other in child processes, with one child per target.
+
+    One process cannot serve two targets: after the first, jax 0.11.2 fails with "Pass pipeline failed".
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def assemble(self, case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
+        """Assembles a case; see `assemble_case`."""
+        request = {"case": dataclasses.asdict(case), "dumps": dumps}
+        for _ in range(2):
+            worker = self._workers.get(case.target)
+            if worker is None:
+                worker = self._workers[case.target] = Worker(child_environment())
+                atexit.register(worker.close)
+            try:
+                answer = worker.ask(request, timeout_s)
+            except RuntimeError as died:
+                del self._workers[case.target]
+                raise RuntimeError(f"assembling {case} failed: {died}") from died
+            if "reports" in answer:
+                return [KernelReport.from_json(report) for report in answer["reports"]]
+            if "error" in answer:
+                raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
+            # The child has assembled some of these kernels before. A new process prints their figures again.
+            worker.close()
+            del self._workers[case.target]
+        raise RuntimeError(f"assembling {case} failed: a new process had assembled it before")
+
+
+_assembler = Assembler()
+
+
+def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
+    """Assembles `case` in a child process, which is started if none is running yet.
+
+    Args:
+        case: The case to compile.
+        timeout_s: Limit for the answer.
+        **dumps: `sass=FILE` or `ptx=FILE` to keep the machine code (needs nvdisasm) or the PTX.
+
+    Raises:
+        RuntimeError: The case cannot be compiled; the message ends with the child's traceback or its last output.
+    """
+    return _assembler.assemble(case, timeout_s, **dumps)
+
+
+def _parse_pairs(text: str) -> dict[str, Any]:
+    pairs = (item.split("=") for item in text.split(",") if item)
+    return {key.strip(): int(value) if value.lstrip("-").isdigit() else _word(value) for key, value in pairs}
+
+
+def _word(value: str) -> Any:
+    return {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.assembly.assembly", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--op", default="all_gather_lhs_matmul", help=f"{', '.join(OPS)} or module:function")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--shape", default="1024,4096,4096", help="m,n,k per shard")
+    parser.add_argument("--dtype", default="f16", help=", ".join(_DTYPES))
+    parser.add_argument("--target", default="h200", choices=TARGETS)
+    parser.add_argument("--config", default="", help="fields of overlap.Config: tile_n=128,stages=3")
+    parser.add_argument("--mesh", default="", help="axes with sizes: data=2,x=8 (the fused axis is x)")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--sass", metavar="FILE", help="write the machine code here (needs nvdisasm)")
+    parser.add_argument("--ptx", metavar="FILE", help="write the PTX here")
+    parser.add_argument("--json", action="store_true", help="print the reports as one line of JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """The command line: assembles one case and prints its reports."""
+    arguments = _arguments()
+    if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1" or os.environ.get("JAX_PLATFORMS") != "cpu":
+        os.execve(sys.executable, [sys.executable, "-m", "tests.assembly.assembly", *sys.argv[1:]], child_environment())
+    shape = tuple(int(size) for size in arguments.shape.split(","))
+    pairs = {"config": _parse_pairs(arguments.config), "mesh": _parse_pairs(arguments.mesh)}
+    names = ("op", "devices", "dtype", "target", "hosts")
+    case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
+    fn, args = build(case)
+    reports = assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx)
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(report) for report in reports]))
+        return
+    limit = TARGETS[case.target].shared_memory_per_block_optin
+    for report in reports:
+        print(f"{report.name} ({report.architecture}): {report.registers} registers, "
+              f"spills {report.spill_store_bytes} B stored / {report.spill_load_bytes} B loaded, "
+              f"shared memory {report.shared_memory_bytes} of {limit} B, "
+              f"grid {report.grid}, threads {report.threads}")  # fmt: skip
+        for warning in report.warnings:
+            print(f"  {warning}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Tuning tables as files: calls work whatever a table contains, and writers never lose others' entries."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import threading
+import tomllib
+
+import jax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+import overlap
+from overlap.choice import choose, crossover, tables
+from overlap.choice import problem as problems
+from overlap.choice.crossover import Cause, Verdict
+from overlap.cli import arguments as types
+from overlap.kernels.config import Config
+from tests.choice.tuning_cases import (
+    H200,
+    MISSING,
+    SHAPES,
+    TUNED,
+    entry,
+    line,
+    nested,
+    no_tables,
+    problem,
+    users_table,
+    write,
+)
+from tests.ops.explained import answer
+
+__all__ = ["no_tables"]
+pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
+ON_H200 = AbstractMesh(
+    (1,), ("x",), axis_types=(AxisType.Auto,),
+    abstract_device=AbstractDevice(device_kind=H200.kind, num_cores=H200.num_cores, platform="gpu"),
+)  # fmt: skip
+
+
+def explained(of=None):
+    """Returns what `overlap.matmul` would choose on an H200. This machine needs no such GPU."""
+    of = of or problem()
+    lhs, rhs = (jax.ShapeDtypeStruct(shape, of.dtype) for shape in ((of.m, of.k), (of.k, of.n)))
+    return answer(overlap.matmul, lhs, rhs, mesh=ON_H200)
+
+
+# --- One bad entry ----------------------------------------------------------------------------------------------------
+
+BAD = [
+    {"batch": "x"}, {"others": None}, {"others": {"xla": 0}}, {"others": {"xla": 1e-320}},
+    {"others": {"xla": 1.0, "heuristic": float("nan")}}, {"us": float("nan")}, {"us": float("inf")}, {"us": -1},
+    {"us": True}, {"us": 10**400}, {"us": "fast"}, {"m": 0}, {"m": 4096.0}, {"n": 2**31}, {"k": nested(50)},
+    {"devices": None}, {"layout": "xy"}, {"layout": []}, {"dtype": "zz"}, {"dtype": []}, {"op": "conv"}, {"op": []},
+    {"kind": None}, {"jax": 0.11}, {"date": {}}, {"surprise": 1}, {"us": MISSING}, {"m": MISSING}, {"config": MISSING},
+    {"config": None}, {"config": {"tile_of_the_future": 3}}, {"config": {"tile_m": nested(50)}},
+    {"config": {"stages": 0}}, {"config": {"order_width": 2**31}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD, ids=[str(number) for number in range(len(BAD))])
+def test_a_bad_entry_is_left_out_and_the_others_serve(caplog, change):
+    path = write(line(**change), "no entry", line(problem("8192x8192x8192")))
+    with caplog.at_level(logging.WARNING, "overlap"):
+        for _ in range(2):
+            assert explained().source == "heuristic"
+            assert explained(problem("8192x8192x8192")).config == TUNED
+    assert len(caplog.records) == 1
+    assert f"{path}: 2 entries of this tuning table are ignored, the first: entries[0]: " in caplog.text
+
+
+def test_of_two_entries_for_the_same_a_complete_one_is_used():
+    write(line(config=vars(Config(stages=2)), complete=False), line(config=vars(Config(stages=4))))
+    assert explained().config == Config(stages=4)
+
+
+def test_an_entry_whose_configuration_cannot_run_is_not_used(monkeypatch):
+    monkeypatch.setattr(crossover, "verdict", lambda *_: Verdict(False, "faster", Cause.PREDICTED))
+    write(line(config=vars(Config(tile_m=256, tile_n=256))))
+    assert explained().source == "heuristic"
+
+
+_TEXTS = st.sampled_from(["xla", "nt", "matmul", "float16", "", "\ud800"]) | st.text(max_size=9)
+_NUMBERS = st.sampled_from([0, 1, -1, 2**31 - 1, 2**31, 10**400, -(10**4000)]) | st.integers(0, 300) | st.floats()
+ODD = st.recursive(
+    st.none() | st.booleans() | _TEXTS | _NUMBERS | st.just(nested(40)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value, here=()):
+    """Yields the path to every value in a JSON document."""
+    yield here
+    for name, inner in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from places(inner, (*here, name))
+
+
+VALID = {"format": 1, "entries": [line(), line(problem("8192x8192x8192"))]}
+
+
+@pytest.fixture
+def one_heuristic_each(monkeypatch):
+    """Caches the heuristic, so that it runs once for each problem that the tables lack."""
+    monkeypatch.setattr(choose, "heuristic", functools.cache(choose.heuristic))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(list(places(VALID))), ODD)
+def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each, place, value):
+    content = copy.deepcopy(VALID)
+    if not place:
+        content = value
+    else:
+        inner = content
+        for name in place[:-1]:
+            inner = inner[name]
+        inner[place[-1]] = value
+    write(text=json.dumps(content))
+    first = [explained(problem(shape)) for shape in SHAPES[:2]]
+    tables._load.cache_clear()
+    assert [explained(problem(shape)) for shape in SHAPES[:2]] == first
+    if place[:2] == ("entries", 0):
+        assert first[1].config == TUNED
+
+
+def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
+    """Such sizes follow the rules of a table; whether the kernel supports them, the kernel itself says."""
+    largest = 2**31 - 1
+    write(line(config=vars(Config(order_width=largest, chunk_bytes=2**31 - 16, chunk_buffers=largest))))
+    assert explained().config.order_width == largest
+    operands = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 4096), (4096, 8192)))
+    with jax.sharding.use_abstract_mesh(ON_H200):
+        assert jax.eval_shape(overlap.matmul, *operands).shape == (4096, 8192)
+
+
+# --- Files that are not tables ----------------------------------------------------------------------------------------
+
+BROKEN = [
+    "", "{", "[]", "null", '{"format": 1}', "\x00\xff", '{"format": 1, "entries": {"a": 1}}', "[" * 200_000,
+    '{"format": 99, "entries": []}',
+    f'{{"format": 1, "entries": [{"9" * 5000}]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
+def test_a_file_that_is_no_table_is_reported_once_and_never_overwritten(caplog, content):
+    path = write(text=content)
+    with caplog.at_level(logging.WARNING, "overlap"):
+        assert [explained().source for _ in range(3)] == ["heuristic"] * 3
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(path) in caplog.text
+    for action in (lambda: tables.read(path), lambda: tables.add(path, [entry(problem())])):
+        with pytest.raises(ValueError, match=r"nvidia_h200\.json is no tuning table .* move it away"):
+            action()
+    assert path.read_text(encoding="latin-1") == content
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_what_is_no_regular_file_counts_as_empty(monkeypatch, tmp_path):
+    path = users_table()
+    kinds = (path.mkdir, lambda: os.mkfifo(path), *(lambda to=to: path.symlink_to(to) for to in ("/dev/zero", path)))
+    for make in kinds:
+        make()
+        assert explained().source == "heuristic"
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "file").touch()
+    for folder in (str(tmp_path / "file"), "/" + "x" * 5000, "~nobody_has_this_name/x"):
+        monkeypatch.setenv(tables.DIRECTORY_VARIABLE, folder)
+        assert explained().source == "heuristic"
+
+
+# --- What `explain` says ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({}, ""),
+        ({"overlap": MISSING}, ""),  # As in older tables.
+        ({"jax": "0.0.1"}, f", measured with jax 0.0.1, and {jax.__version__} runs"),
+        ({"overlap": "0.0.1"}, f", measured with overlap 0.0.1, and {overlap.__version__} runs"),
+    ],
+)
+def test_explain_names_the_file_and_other_versions(versions, said):
+    path = write(line(**versions))
+    choice = explained()
+    assert choice.source == f"table {path}: 4096x8192x4096{said}"
+    assert f"({choice.source})" in str(choice)
+    # The same file may be why XLA runs.
+    write(line(others={"xla": 50.0}, **versions))
+    choice = explained()
+    assert (choice.implementation, choice.config) == ("xla", None)
+    assert f"XLA was measured to be 2.00 x as fast for {problem()} (table {path}: 4096x8192x4096{said})" in str(choice)
+
+
+def test_what_is_written_says_which_versions_measured_it():
+    tables.add(users_table(), [entry(problem())])
+    (saved,) = json.loads(users_table().read_text())["entries"]
+    assert (saved["jax"], saved["overlap"]) == (jax.__version__, overlap.__version__)
+
+
+def test_each_fact_that_stands_twice_is_the_same(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert project["version"] == overlap.__version__
+    assert types.LAYOUTS == problems.LAYOUTS
+    assert types.LARGEST_SIZE == tables.LARGEST_SIZE
+    assert set(types.DTYPES.values()) == set(tables.DTYPES)
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_cannot_be_used_outlast_those_that_are_added():
+    newer, odd = line(of_the_future=1), line(us=math.nan, others={"deep": nested(50)})
+    path = write(newer, line(), odd, "no entry")
+    tables.add(path, [entry(problem("128x128x128"))])
+    as_text = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731  (NaN is not equal to itself.)
+    lines = [as_text(value) for value in json.loads(path.read_text())["entries"]]
+    assert len(lines) == 5 and {as_text(newer), as_text(odd), '"no entry"'} <= set(lines)
+
+
+def test_what_would_not_be_read_again_is_not_written():
+    with pytest.raises(ValueError, match="times must be numbers"):
+        tables.add(users_table(), [entry(problem(), us=math.inf)])
+    assert not users_table().exists()
+
+
+_WRITES = """
+import pathlib, sys
+from overlap.choice import tables
+from tests.choice.tuning_cases import entry, problem
+path, first = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+for m in range(first, first + 25):
+    tables.add(path, [entry(problem(f"{m}x128x128"))])
+"""
+
+
+def test_processes_and_threads_that_write_at_once_lose_nothing(repository, tmp_path):
+    path = tmp_path / "table.json"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
+    other = subprocess.Popen(
+        [sys.executable, "-c", _WRITES, path, "1000"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        adds = [
+            threading.Thread(target=tables.add, args=(path, [entry(problem(f"{m}x128x128"))])) for m in range(1, 26)
+        ]  # fmt: skip
+        for thread in adds:
+            thread.start()
+        other.communicate("\n", timeout=60)
+        for thread in adds:
+            thread.join()
+        assert other.returncode == 0
+    finally:
+        other.kill()
+        other.wait()
+    assert sorted(e.problem.m for e in tables.read(path)) == [*range(1, 26), *range(1000, 1025)]
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"] and path.stat().st_mode & 0o777 == 0o644
+
+
+def test_of_a_link_the_file_behind_it_is_replaced(tmp_path):
+    (tmp_path / "real").mkdir()
+    link = tmp_path / "table.json"
+    link.symlink_to("real/table.json")
+    tables.add(link, [entry(problem())])
+    tables.add(link, [entry(problem("128x128x128"))])
+    assert link.is_symlink() and len(tables.read(tmp_path / "real" / "table.json")) == 2

@@ -1,0 +1,101 @@
+"""Checks docs/layers.md: its code and its example in bare JAX run, and its memory figures are right."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from overlap import layers
+from tests.layers.layer_cases import AXES, BETWEEN, EXPLICIT, draw, make_mesh, put
+
+pytestmark = pytest.mark.one_jax
+
+
+def test_the_page_runs(repository: pathlib.Path) -> None:
+    page = (repository / "docs" / "layers.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    pytest.importorskip("optax", reason="optax is not installed (extra `examples`)")
+    names: dict[str, Any] = {}
+    previous = jax.sharding.get_mesh()
+    try:
+        for block in blocks:
+            for size, small in (
+                ("28672", "64"),
+                ("8192", "32"),
+                ("64, 8, 128", "8, 4, 8"),
+                ("64, 128", "8, 8"),
+                ("=64", "=8"),
+            ):
+                block = block.replace(size, small)
+            exec(compile(block, "layers.md", "exec"), names)
+        x = names["x"].astype(jnp.float32)
+        np.testing.assert_allclose(names["after"](x), names["before"](x), rtol=1e-3, atol=1e-3)
+        logits = np.asarray(names["embedding"])[names["tokens"]] @ np.asarray(names["head"].kernel[...])
+        chosen = np.take_along_axis(logits, np.asarray(names["tokens"])[..., None], -1)[..., 0]
+        losses = np.log(np.exp(logits).sum(-1)) - chosen
+        np.testing.assert_allclose(names["token_loss"], losses.mean(), rtol=1e-3)
+    finally:
+        jax.set_mesh(previous)
+    assert len(blocks) == 9 and names["y"].shape == (2, 32, 32) and names["h"].shape == (2, 32, 64)
+    assert names["a"].shape == (2, 32, 32)
+    assert np.isfinite(names["loss"]) and set(names["grads"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
+
+
+def kept_bytes(layer: nnx.Module, x: jax.Array) -> int:
+    """Returns the number of bytes that each device keeps from the forward to the backward pass."""
+    graph, state = nnx.split(layer)
+    back = jax.jit(lambda state, x: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1])(state, x)
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
+
+
+def test_what_the_backward_pass_keeps() -> None:
+    """The input and the weights of a column-parallel layer: kept as shards, or gathered."""
+    devices, mesh = 2, make_mesh(2, 2, EXPLICIT)
+    x_bytes = 4 * 16 * 32 * 2 // 2  # All rows of one index along "data".
+    kernel_bytes = 32 * 64 * 2 // devices  # All rows of one index along "tensor".
+    kept = {}
+    with jax.set_mesh(mesh):
+        x = put(draw(0, dtype=jnp.bfloat16), mesh, BETWEEN)
+        for implementation, keep in (("fused", False), ("fused", True), ("xla", False), ("xla", True)):
+            layer = layers.ColumnParallelLinear(
+                32, 64, use_bias=False, dtype=jnp.bfloat16, implementation=implementation, keep_gathered=keep,
+                rngs=nnx.Rngs(0), **AXES,
+            )  # fmt: skip
+            kept[implementation, keep] = kept_bytes(layer, x)
+    assert kept["fused", False] == (x_bytes + kernel_bytes) // 2
+    assert kept["xla", False] == x_bytes + kernel_bytes // 2
+    assert kept["xla", True] == x_bytes + kernel_bytes
+    # The kernel keeps the shard too.
+    assert kept["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
+
+
+@pytest.fixture
+def example(repository: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(repository / "examples")
+    return importlib.import_module("block_bare_jax")
+
+
+def test_the_example_is_short_and_says_what_does_not_fit(example: Any, repository: pathlib.Path) -> None:
+    assert len((repository / "examples" / "block_bare_jax.py").read_text().splitlines()) <= 80
+    for sizes in ((1, 8), (3, 1), (4, 4)):  # Sharded by heads, by batch, by devices.
+        with pytest.raises(ValueError, match=r"must divide BATCH=4, tensor=. must divide KV_HEADS=4, on at most 8 dev"):
+            example.main(*sizes)
+
+
+@pytest.mark.slow
+def test_the_example(example: Any) -> None:
+    (loss, grads), (expected, expected_grads) = example.main(2, 2), example.main(1, 1)
+    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    leaves, expected_leaves = jax.tree.leaves(grads), jax.tree.leaves(expected_grads)
+    assert len(leaves) == 9
+    for a, b in zip(leaves, expected_leaves, strict=True):
+        distance = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(b)
+        assert distance < 3e-2, distance  # In bf16, summed in another order.

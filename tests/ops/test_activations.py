@@ -1,0 +1,338 @@
+"""Activations of `matmul`: which are elementwise, what they capture, and that XLA and the emulated kernel agree."""
+
+import functools
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from scipy import special
+
+import overlap
+from overlap.choice import dispatch
+from overlap.emulation import emulate
+from overlap.frame.activation import traced
+from overlap.kernels.target import Target
+from overlap.single_gpu import matmul
+from tests.assembly import assembly
+from tests.assembly.assembly import Case
+from tests.ops import activation_cases
+from tests.ops.explained import answer
+from tests.ops.product_cases import normal
+from tests.oracle import make_mesh
+
+SMALL = overlap.Config(tile_n=128, stages=2)
+H200 = Target("gpu", "NVIDIA H200", 132)
+LHS, RHS = normal(0, 72, 64), normal(1, 64, 136)
+SCALAR, VECTOR = jnp.float32(1.5), jnp.ones(136)
+
+
+def product(activation, implementation="fused", lhs=LHS, rhs=RHS, dtype=jnp.float32, **keywords):
+    config = SMALL if implementation == "fused" else None
+    return overlap.matmul(
+        lhs, rhs, activation=activation, implementation=implementation, config=config, preferred_element_type=dtype,
+        **keywords,
+    )  # fmt: skip
+
+
+def close(a, b, limit=2e-6):
+    a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+    assert a.shape == b.shape and np.linalg.norm(a - b) <= limit * np.linalg.norm(b)
+
+
+@jax.custom_vjp
+def doubled_backward(y):
+    return jnp.tanh(y)
+
+
+doubled_backward.defvjp(lambda y: (jnp.tanh(y), y), lambda y, g: (2 * g * jnp.cos(y),))
+
+
+ELEMENTWISE = {
+    "every operation": activation_cases.every_operation,
+    "captured scalars": activation_cases.capturing(SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(False)),
+    "custom_jvp": jax.nn.relu,
+    "custom_vjp": doubled_backward,
+    "checkpoint": jax.checkpoint(jnp.tanh),
+    "ones of its shape": lambda y: y + jnp.ones(y.shape),
+    "a constant": lambda y: jnp.full_like(y, 2),
+    "booleans": lambda y: y > 0,
+    "another dtype": lambda y: jax.nn.elu(y.astype(jnp.bfloat16)) * 3,
+    "a function of a scalar": lambda y: y * jax.nn.softplus(SCALAR),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_values_and_gradients_as_by_xla(name):
+    activation = ELEMENTWISE[name]
+    with emulate(cores=2):
+        close(product(activation), product(activation, "xla"), 5e-3 if name == "another dtype" else 2e-6)
+        if name in ("captured scalars", "custom_jvp", "custom_vjp", "another dtype", "booleans"):
+            gradients = jax.grad(lambda a, by: jnp.sin(product(activation, by, a)).sum())
+            close(gradients(LHS, "fused"), gradients(LHS, "xla"), 1e-2)
+
+
+# What Mosaic GPU lacks, with the true function in f64. The kernel has formulas for these.
+FORMULAS = {
+    "erf": (lax.erf, special.erf), "erfc": (lax.erfc, special.erfc), "expm1": (jnp.expm1, np.expm1),
+    "log1p": (jnp.log1p, np.log1p), "sign": (jnp.sign, np.sign),
+    "softplus": (jax.nn.softplus, lambda y: np.logaddexp(y, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_formulas_are_within_2_ulp_of_the_truth(name):
+    activation, true = FORMULAS[name]
+    generator = np.random.default_rng(0)
+    sizes = 10.0 ** np.concatenate([generator.uniform(-36.5, 38.5, 4096), generator.uniform(-3, 2, 4080)])
+    edges = [np.inf, -np.inf, np.nan, 0, 1, -1, 0.5, -0.5, 88.8, 89.4, 89.5, -104, 9.2, 10, 12866, -12868]
+    values = np.concatenate([sizes * generator.choice([-1, 1], 8176), edges]).astype(np.float32).reshape(64, 128)
+    zeros = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
+    with emulate(cores=1):
+        ours = np.asarray(product(activation, "fused", *zeros, addend=jnp.asarray(values)), np.float64)
+    with np.errstate(all="ignore"):
+        truth = true(values.astype(np.float64)).astype(np.float64)
+        rounded = truth.astype(np.float32)
+        # As emulated, products and sums are not fused, and erfc is a little further off than on GPUs. The emulator runs
+        # in XLA's threads, which take subnormal numbers as zeros.
+        allowed = np.where(abs(truth) < 2**-126, 2**-126, (2.5 if name == "erfc" else 2) * np.spacing(abs(rounded)))
+        right = (ours == rounded) | (np.isnan(ours) & np.isnan(truth)) | (abs(ours - truth) <= allowed)
+    assert right.all(), (values[~right], ours[~right], truth[~right])
+
+
+# Functions that are not elementwise, or that kernels lack. The second entry: what the reason must contain.
+LEFT_TO_XLA = {
+    "softmax": (jax.nn.softmax, "reduce_max"),
+    "less its mean": (lambda y: y - y.mean(), "reduce_sum"),
+    "a vector of the result's width": (lambda y: y * VECTOR, "fails on trial"),
+    "a captured array": (lambda y: y * np.ones((1, 1), np.float32), "captures an array of shape (1, 1)"),
+    "a captured array in a call": (lambda y: jax.jit(lambda y: y + VECTOR[0])(y), "captures an array of shape (136,)"),
+    "positions": (lambda y: y + lax.broadcasted_iota(jnp.float32, y.shape, y.ndim - 2), "iota"),
+    "an array of its width": (lambda y: y * jnp.arange(y.shape[-1]), "iota"),
+    "its size": (lambda y: y / y.shape[-1], "depends on the shape"),
+    "small or large": (lambda y: y if y.size < 5000 else 2 * y, "depends on the shape"),
+    "even or odd": (lambda y: y if y.shape[-2] % 2 else 2 * y, "depends on the shape"),
+    "its dimensions": (lambda y: y * y.ndim, "depends on the shape"),
+    "an order": (lambda y: jnp.flip(y, 1), "rev"),
+    "sorted": (lambda y: jnp.sort(y, -1), "sort"),
+    "rolled": (lambda y: jnp.roll(y, 1, -1), "slice"),
+    "a sum so far": (lambda y: jnp.cumsum(y, -1), "cumsum"),
+    "rearranged": (lambda y: y.T.reshape(y.shape), "transpose"),
+    "random": (lambda y: y * jax.random.normal(jax.random.key(0), y.shape), "random"),
+    "effects": (lambda y: (jax.debug.callback(lambda: None), y)[1], "effect"),
+    "a loop": (lambda y: lax.fori_loop(0, 3, lambda i, x: x * 0.5 + i, y), "scan"),
+    "a branch": (lambda y: lax.cond(SCALAR > 1, lambda x: x, lambda x: 2 * x, y), "cond"),
+    "what is not used": (lambda y: (y - y.max(), 2 * y)[1], "reduce_max"),
+    "a Bessel function": (lax.bessel_i0e, "bessel_i0e"),
+    "integers of values": (lambda y: y.astype(jnp.int32), "converts no float32 to int32"),
+    "booleans of values": (lambda y: y.astype(bool), "converts no float32 to bool"),
+    "a negative power": (lambda y: (1 + jnp.abs(y)) ** -2, "integer_pow"),
+    "a choice of three": (lambda y: lax.select_n((y > 0).astype(jnp.int32) + (y > 1), y, 2 * y, 3 * y), "select_n"),
+    "a choice by a number": (lambda y: lax.select_n((y > 0).astype(jnp.int32), y, 2 * y), "select_n"),
+    "64 bits": (lambda y: y.astype(jnp.complex64).real, "complex64"),
+    "too long": (lambda y: functools.reduce(lambda x, _: x * 0.5 + 1, range(150), y), "300 operations"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_TO_XLA)
+def test_what_is_not_proven_to_be_elementwise_is_left_to_xla(name, monkeypatch):
+    activation, fragment = LEFT_TO_XLA[name]
+    with pytest.raises(NotImplementedError, match="`activation`") as caught:
+        product(activation)
+    assert fragment in str(caught.value)
+    exact = activation(LHS.astype(jnp.float32) @ RHS.astype(jnp.float32))
+    close(product(activation, None), exact, 1e-3)
+    several = jnp.stack([LHS, 2 * LHS])[None]
+    close(product(activation, None, several), activation(several.astype(jnp.float32) @ RHS.astype(jnp.float32)), 1e-3)
+    if name in ("softmax", "less its mean", "a loop"):
+        gradients = jax.grad(lambda x: jnp.sum(product(activation, "xla", x) ** 2))(LHS)
+        of_exact = jax.grad(lambda x: jnp.sum(activation(x.astype(jnp.float32) @ RHS.astype(jnp.float32)) ** 2))(LHS)
+        close(gradients, of_exact, 1e-2)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    choice = answer(overlap.matmul, LHS, RHS, activation=activation)
+    assert choice.implementation == "xla" and "`activation`" in choice.reason and fragment in choice.reason
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_a_mean_is_that_of_the_global_result(axis_type):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,))
+    less_mean = lambda y: y - y.mean()  # noqa: E731
+    exact = less_mean(LHS.astype(jnp.float32) @ RHS.astype(jnp.float32))
+    with jax.set_mesh(mesh):
+        lhs, rhs = (
+            jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in ((LHS, P("x")), (RHS, P(None, "x")))
+        )
+        keywords = dict(out_sharding=P(None, "x"), activation=less_mean, preferred_element_type=jnp.float32)
+        if axis_type == AxisType.Auto:
+            keywords |= dict(lhs_sharding=P("x", None), rhs_sharding=P(None, "x"))
+        close(overlap.sharded_matmul(lhs, rhs, **keywords), exact)
+        assert "reduce_sum" in answer(overlap.sharded_matmul, lhs, rhs, **keywords).reason
+        with pytest.raises(NotImplementedError, match="`activation`"):
+            overlap.sharded_matmul(lhs, rhs, implementation="fused", **keywords)
+        if axis_type == AxisType.Explicit:
+            close(product(less_mean, None, lhs, RHS), exact)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, lambda y: y * 2 + jnp.float32(0.5)])
+def test_explain_of_a_users_shard_map(activation):
+    """While calls are explained no kernel is traced, and the activation's program is for kernels only."""
+    mesh, specs = make_mesh(x=2), (P("x"), P(None, "x"))
+    call = functools.partial(
+        overlap.all_gather_lhs_matmul, axis_name="x", activation=activation, implementation="fused"
+    )
+    layer = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, "x"))
+    operands = LHS, RHS[:, :128]
+    assert answer(layer, *operands).implementation == "fused"
+    loss = lambda lhs, rhs: layer(lhs, rhs).astype(jnp.float32).sum()  # noqa: E731
+    assert {choice.implementation for choice in overlap.explain(jax.grad(loss), *operands)} == {"fused"}
+
+
+def test_explain_of_a_mapped_call_that_xla_runs():
+    call = functools.partial(
+        overlap.all_gather_lhs_matmul, axis_name="x", config=overlap.Config(tile_m=64, tile_n=128, stages=2)
+    )
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    layer = jax.shard_map(
+        jax.vmap(jax.jit(lambda x, w: call(x, w) + call(x, w)), (None, 0)),
+        mesh=AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device),
+        in_specs=(P("x"), P(None, None, "x")),
+        out_specs=P(None, None, "x"),
+    )
+    choices = overlap.explain(
+        layer, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (3, 64, 256)))
+    )
+    assert [(choice.implementation, "jax.vmap" in choice.reason) for choice in choices] == [("xla", True)] * 2
+
+
+WRONG = {
+    "transposed": (lambda y: y.T, "its argument's shape (72, 136)"),
+    "two results": (lambda y: (y, y), "one real array"),
+    "no array": (lambda y: None, "one real array"),
+    "a scalar": (lambda y: jnp.float32(0), "one real array"),
+    "complex": (lambda y: y * 1j, "one real array"),
+    "no argument": (lambda: 0, "which takes 0"),
+    "no function": ("relu", "'relu'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_activations(name):
+    activation, fragment = WRONG[name]
+    with pytest.raises(ValueError, match="`activation`") as caught:
+        product(activation, "xla")
+    assert fragment in str(caught.value)
+
+
+# --- Captured values --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_a_captured_tracer_under_jit_grad_and_vmap(implementation):
+    def f(slope):
+        return product(lambda y: jnp.tanh(y * slope), implementation)
+
+    exact = lambda slope: jnp.tanh(LHS.astype(jnp.float32) @ RHS.astype(jnp.float32) * slope)  # noqa: E731
+    slopes = jnp.asarray([0.5, 2.0])
+    with emulate(cores=2):
+        close(jax.jit(f)(SCALAR), exact(SCALAR), 1e-5)
+        close(jax.vmap(f)(slopes), jax.vmap(exact)(slopes), 1e-5)
+        total = lambda f: lambda slope: jnp.sum(f(slope) ** 2)  # noqa: E731
+        close(jax.grad(total(f))(SCALAR), jax.grad(total(exact))(SCALAR), 1e-4)
+        close(jax.jit(jax.grad(lambda s: jax.jit(total(f))(s)))(SCALAR), jax.grad(total(exact))(SCALAR), 1e-4)
+
+
+def test_a_closure_that_changes_between_calls(monkeypatch):
+    factor, launched, launch = 2.0, [], matmul._sealed
+    monkeypatch.setattr(matmul, "_sealed", lambda x, plan: launched.append(plan) or launch(x, plan))
+    activation = lambda y: y * factor  # noqa: E731
+    with emulate(cores=2):
+        first = product(activation)
+        factor = 3.0
+        close(product(activation), 1.5 * first)
+        assert len(launched) == 2 and launched[0] != launched[1]
+        # Equal activations share a kernel, even as different function objects. Scalars are not part of the kernel.
+        close(product(lambda y: y * jnp.float32(3)), 1.5 * first)
+        for value in (3, 4):
+            scalar = jnp.asarray(value, jnp.float32)
+            close(product(lambda y, scalar=scalar: y * scalar), value / 2 * first)
+    assert len(launched) == 3
+
+
+def test_nothing_of_the_caller_outlives_the_call():
+    class Weights:
+        """Holds arrays as a model might; an activation can capture it."""
+
+        slope = 2.0
+
+    def call(weights):
+        jax.jit(lambda slope: product(lambda y: y * slope))(SCALAR)
+        product(lambda y: y * weights.slope)
+
+    weights = Weights()
+    gone = weakref.ref(weights)
+    with emulate(cores=2):
+        # Trace the kernels before the check: jax reports the loops in any kernel of Pallas as leaks.
+        call(Weights())
+        with jax.checking_leaks():
+            call(weights)
+    del weights
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_backward_pass_does_not_call_it_again():
+    calls = []
+
+    def activation(y):
+        calls.append(y)
+        return jnp.tanh(y)
+
+    with emulate(cores=2):
+        y, pull = jax.vjp(lambda a: product(activation, lhs=a), LHS)
+        called = len(calls)
+        pull(y)
+    assert len(calls) == called
+
+
+def test_split_k_applies_it_to_the_sum():
+    config = overlap.Config(tile_m=64, tile_n=128, split_k=2)
+    lhs, rhs = normal(2, 64, 256), normal(3, 256, 128)
+    activation = activation_cases.capturing(SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(True))
+    with emulate(cores=2):
+        ours = overlap.matmul(lhs, rhs, activation=activation, config=config, implementation="fused")
+    close(ours, overlap.matmul(lhs, rhs, activation=activation, implementation="xla"), 5e-3)
+
+
+# --- On a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_lowers_for_cuda_with_either_jax(monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    scalars = SCALAR, jnp.bfloat16(0.5), jnp.int32(3), jnp.asarray(True)
+    for call in (
+        lambda a, b, *_: product(activation_cases.every_operation, lhs=a, rhs=b),
+        lambda a, b, *scalars: product(activation_cases.capturing(*scalars), lhs=a, rhs=b),
+    ):
+        lowered = jax.jit(call).trace(LHS, RHS, *scalars).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
+@pytest.mark.parametrize("name, target", [("every_operation", "h200"), ("capturing", "h200"), ("capturing", "b200")])
+def test_assembled(name, target):
+    op = "tests.ops.activation_cases:assembled"
+    (report,) = assembly.assemble_case(Case(op, 1, (1024, 1536, 2048), "bf16", target, config={"activation": name}))
+    assert report.architecture == {"h200": "sm_90a", "b200": "sm_100a"}[target]
+    assert report.spills == 0 or name == "every_operation"  # Too many captured values; no real program has this many.
+
+
+def test_programs_are_compared_by_what_they_compute():
+    assert traced(jax.nn.gelu)[0] == traced(lambda y: jax.nn.gelu(y))[0] != traced(jax.nn.relu)[0]
+    assert traced(lambda y: y * 2)[0] != traced(lambda y: y * 3)[0]
+    nan = float("nan")
+    assert traced(lambda y: y * nan)[0] == traced(lambda y: y * nan)[0]

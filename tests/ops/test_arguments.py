@@ -1,0 +1,303 @@
+"""Tests valid and invalid arguments of all public functions: the message of each refusal names the invalid argument.
+
+This file states independently what is valid: values that are valid or invalid by themselves, and sizes that must agree.
+Nothing is compiled: `explain` and `jax.eval_shape` end before that.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from tests.ops.explained import answer
+from tests.oracle import make_mesh
+
+M, K, N = 8, 16, 24
+MESH = make_mesh(x=2)
+BF16 = jnp.bfloat16
+
+
+class Shaped:
+    """An array type of another library."""
+
+    shape, dtype = (M, K), np.dtype("float32")
+
+
+def array(*shape, dtype=BF16):
+    return np.zeros(shape, dtype), jnp.zeros(shape, dtype), jax.ShapeDtypeStruct(shape, dtype)
+
+
+def wrong_array(*shape):
+    dtypes = (jnp.int8, bool, jnp.complex64)
+    return [
+        None, [1.0, 2.0], [[1.0]], "abc", 3, 1.5, object(), Shaped(), np.zeros(shape, object), np.zeros(shape, "U1"),
+        *(x for dtype in dtypes for x in array(*shape, dtype=dtype)), *array(3, dtype=BF16), *array(dtype=BF16),
+        jax.random.split(jax.random.key(0), 4),
+    ]  # fmt: skip
+
+
+FLAG = [True, False, np.True_], ["no", 0, 1, None, [], 1.0, np.array([True, False]), jnp.ones(())]
+NAMES = ["nonsense", 1, True, [], b"xla", ("xla",), np.zeros(3), "XLA"]
+CONFIG = [None, overlap.Config(), overlap.Config(tile_n=128)], ["x", 3, {}, overlap.Config, object(), np.zeros(3)]
+IMPLEMENTATION = [None, "xla", "fused"], NAMES
+DTYPE = [None, jnp.float32, "bfloat16", np.dtype(np.float16), jnp.float8_e5m2], [
+    "float99", "int8", jnp.int8, jnp.complex64, bool, "bool", 3, [], object(), jnp.float64, "",
+]  # fmt: skip
+ACTIVATION = [None, jax.nn.relu, jnp.tanh, lambda y: y * 2, jax.nn.softmax], [
+    "relu", 3, lambda: 0, lambda y: y.T, lambda y: (y, y), np.zeros(3), [jnp.tanh],
+]  # fmt: skip
+AXIS = (
+    ["x", ("x",), ["x"]],
+    ["y", None, 3, (), [], ("x", "x"), np.zeros(2), {"x"}, ("x", "y"), b"x", (None,), jnp.ones(2)],
+)
+REAL = [1.0, 2, np.float32(3), np.float64(0.5), np.int32(2), *array(dtype=np.float32), *array(1), *array(1, 1)]
+UNREAL = [
+    "2",
+    True,
+    np.True_,
+    1j,
+    object(),
+    np.zeros((), complex),
+    np.zeros(N, bool),
+    *array(3),
+    *array(M, N),
+    "",
+    {},
+    b"2",
+]
+ROWS, COLUMNS = array(M, 1, dtype=np.float32), [*array(N, dtype=np.float32), *array(1, N, dtype=np.float32)]
+UNREAL += [[1.0], (2.0,), (), (None,), [2.0, 3.0, 4.0], (2.0, "2", 3.0)]
+LHS_SCALE = [None, *REAL, *ROWS], [*UNREAL, *COLUMNS, *array(M, dtype=np.float32)]
+RHS_SCALE = [None, *REAL, *COLUMNS], [*UNREAL, *ROWS, *array(N, 1)]
+COMMON = {"config": CONFIG, "implementation": IMPLEMENTATION, "preferred_element_type": DTYPE, "mesh": (
+    [MESH], ["x", 3, {}, P("x"), [MESH]],
+)}  # fmt: skip
+OPERANDS = {"lhs": (array(M, K), wrong_array(M, K)), "rhs": (array(K, N), wrong_array(K, N))}
+
+# For each operation: the required arguments, the optional ones, and valid and invalid values of each.
+OPERATIONS = {
+    overlap.matmul: (OPERANDS, COMMON | {
+        "addend": ([None, *array(M, N), *array(M, N, dtype=np.float32)], wrong_array(M, N)[1:]),
+        "bias": ([None, *array(N), *array(N, dtype=np.float32)], [*wrong_array(N)[1:], *array(M), *array(1, N)]),
+        "activation": ACTIVATION, "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE,
+        "transpose_lhs": ([False], FLAG[1]), "transpose_rhs": ([False], FLAG[1]),
+    }),
+    overlap.all_gather_lhs_matmul: (OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]}, COMMON | {
+        "rhs": (
+            [*array(K, N), [array(K, N)[0], array(K, 2 * N)[1]]],
+            [*wrong_array(K, N), [], (), [None], ["abc"], (array(K, N)[0], array(M, N)[0])],
+        ),
+        "lhs_scale": LHS_SCALE, "rhs_scale": ([None, *REAL], [*UNREAL, *ROWS]),
+        "transpose_rhs": ([False], FLAG[1]), "return_gathered": FLAG,
+        "transport": ([None, "pull", "ring"], [*NAMES, "push"]),
+    }),
+    overlap.all_gather_rhs_matmul: (
+        OPERANDS | {
+            "axis_name": AXIS, "mesh": COMMON["mesh"],
+            "dimension": ([1, np.int64(1)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+        },
+        COMMON,
+    ),
+    overlap.matmul_reduce_scatter: (
+        OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]},
+        COMMON | {
+            "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
+            "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
+            "dimension": ([0, np.int64(0)], [2, -1, True, None, "0", 1.0, [0], np.zeros(2)]),
+            "transport": ([None, "push", "ring"], [*NAMES, "pull"]),
+        },
+    ),
+    overlap.matmul_all_reduce: (
+        OPERANDS | {"axis_name": AXIS, "mesh": COMMON["mesh"]},
+        COMMON | {
+            "addend": ([None, *array(M, N)], wrong_array(M, N)[1:]),
+            "bias": ([None, *array(N)], wrong_array(N)[1:]), "activation": ACTIVATION,
+            "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
+        },
+    ),
+}  # fmt: skip
+
+
+def call_of(op, arguments):
+    """Calls the operation under tracing; nothing runs."""
+    arguments = {name: value for name, value in arguments.items() if name != "mesh"}
+    valued = lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
+    arguments = jax.tree.map(valued, arguments, is_leaf=lambda x: isinstance(x, (list, tuple)) and not x)
+    if op is overlap.matmul:
+        return jax.eval_shape(lambda: op(**arguments))
+    mapped = jax.shard_map(lambda: op(**arguments), mesh=MESH, in_specs=(), out_specs=P(), check_vma=False)
+    return jax.eval_shape(mapped)
+
+
+def outcome(call):
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+
+
+@st.composite
+def calls(draw):
+    """Draws an operation, its arguments, and the names of the invalid ones."""
+    op = draw(st.sampled_from(list(OPERATIONS)))
+    needed, possible = OPERATIONS[op]
+    chosen = list(needed) + draw(st.lists(st.sampled_from(list(possible)), unique=True, max_size=4))
+    spoiled = draw(st.lists(st.sampled_from(chosen), unique=True, max_size=2))
+    arguments = {}
+    for name in chosen:
+        right, wrong = possible.get(name, needed.get(name))
+        arguments[name] = draw(st.sampled_from(list(wrong if name in spoiled else right)))
+    if op is overlap.matmul and isinstance(arguments.get("mesh"), jax.sharding.Mesh) and draw(st.booleans()):
+        del arguments["mesh"]
+    return op, arguments, set(spoiled)
+
+
+def judge(op, arguments, wrong, *, traces):
+    """Calls the operation or `explain`. Only arguments in `wrong` may be refused, and the message must name them."""
+    if traces and "mesh" not in wrong:
+        _, error = outcome(lambda: call_of(op, arguments))
+    else:
+        _, error = outcome(lambda: answer(op, **arguments))
+    if wrong:
+        assert type(error) is ValueError, (op, wrong, {x: arguments[x] for x in wrong}, error)
+        named = {name for name in (*inspect.signature(op).parameters, "mesh") if f"`{name}" in str(error)}
+        # If two operands do not fit each other, the message may name either one.
+        assert named & wrong or (named and wrong & {"lhs", "rhs"}), (wrong, str(error))
+        assert len(str(error)) < 700, str(error)
+    elif error is not None:
+        assert type(error) is NotImplementedError and arguments.get("implementation") == "fused", (arguments, error)
+        assert "`" in str(error) or "xla" in str(error)
+
+
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.__name__)
+def test_each_wrong_value_by_itself(op):
+    needed, possible = OPERATIONS[op]
+    right = {name: values[0] for name, (values, _) in needed.items()}
+    for name, (_, wrong) in (needed | possible).items():
+        for value in wrong:
+            judge(op, right | {name: value}, {name}, traces=False)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(calls(), st.booleans())
+def test_right_and_wrong_ones_together(drawn, traces):
+    op, arguments, wrong = drawn
+    judge(op, arguments, wrong, traces=traces)
+
+
+SIZES = st.integers(0, 4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_sizes(data):
+    """`explain` must accept exactly the sizes that fit each other."""
+    m, k, n, other = (data.draw(SIZES) for _ in range(4))
+    batch = data.draw(st.sampled_from([(), (2,), (2, 3)]))
+    rhs_batch = data.draw(st.sampled_from([(), batch, (5,)]))
+    left, right = data.draw(st.booleans()), data.draw(st.booleans())
+    rhs_k, columns = data.draw(st.sampled_from([k, other])), data.draw(st.sampled_from([n, other]))
+    lhs = jax.ShapeDtypeStruct((*batch, *((k, m) if left else (m, k))), BF16)
+    rhs = jax.ShapeDtypeStruct((*rhs_batch, *((n, rhs_k) if right else (rhs_k, n))), BF16)
+    bias = jax.ShapeDtypeStruct((columns,), BF16)
+    fits = rhs_k == k and (not batch or not rhs_batch or batch == rhs_batch) and columns == n
+    result, error = outcome(
+        lambda: answer(
+            overlap.matmul, lhs, rhs, bias=bias, transpose_lhs=left, transpose_rhs=right, implementation="xla"
+        )
+    )
+    assert (result is not None) == fits and (fits or (type(error) is ValueError and "`" in str(error))), error
+
+
+@pytest.mark.parametrize("fn", [None, [], "matmul", overlap])
+def test_explain_of_no_function(fn):
+    with pytest.raises(ValueError, match="`fn` must be a function"):
+        overlap.explain(fn, *array(M, K)[:2])
+
+
+@pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.__name__)
+def test_types_are_for_explain(op):
+    needed, _ = OPERATIONS[op]
+    arguments = {name: right[0] for name, (right, _) in needed.items() if name != "mesh"}
+    with pytest.raises(ValueError, match=r"`rhs` must be an array, got a jax.ShapeDtypeStruct.*explain"):
+        op(**arguments | {"rhs": jax.ShapeDtypeStruct((K, N), BF16)})
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([*vars(overlap.Config())]),
+    st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", "pingpong", None, [], np.zeros(2), (1,), 2**70]),
+)
+def test_configurations(name, value):
+    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "n"), "schedule": ("cooperative", "pingpong")}
+    right = (
+        isinstance(value, str) and value in words[name]
+        if name in words
+        else isinstance(value, bool)
+        if name in ("swap_operands", "joined", "one_shot")
+        else type(value) is int and value > 0
+    )
+    config, error = outcome(lambda: overlap.Config(**{name: value}))
+    assert (config is not None) == right
+    assert right or (type(error) is ValueError and f"`{name}`" in str(error))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("fn", 3), ("max_configs", 0), ("max_configs", "3"), ("max_configs", True), ("budget_s", "1"), ("budget_s", -1),
+     ("budget_s", float("nan")), ("path", 3), ("save", "no"), ("force", 1), ("progress", 3)],
+)  # fmt: skip
+def test_autotune(name, value):
+    keywords = {"fn": lambda: None} | {name: value}
+    with pytest.raises(ValueError, match=f"`{name}`"):
+        overlap.autotune(**keywords)
+
+
+def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
+    """Arguments of `explain` may be types instead of arrays, also for scales."""
+    from overlap.choice import dispatch
+    from overlap.kernels.target import Target
+
+    h200 = Target("gpu", "NVIDIA H200", 132)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: h200)
+    lhs, rhs = (jax.ShapeDtypeStruct((4096, 4096), BF16) for _ in range(2))
+    rows, columns = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1), (4096,)))
+    choice = answer(overlap.matmul, lhs, rhs, mesh=MESH, lhs_scale=rows, rhs_scale=columns)
+    assert choice.target == h200 and choice.implementation == "fused"
+
+
+def test_explain_of_the_devices_of_an_abstract_mesh():
+    operands = array(M, K)[0], array(K, N)[0]
+    choices = [
+        answer(overlap.all_gather_lhs_matmul, *operands, axis_name="x", mesh=mesh)
+        for mesh in (MESH, MESH.abstract_mesh)
+    ]
+    assert choices[0].implementation == choices[1].implementation
+
+
+# --- Valid calls that were once refused -------------------------------------------------------------------------------
+
+
+def test_sizes_of_zero_by_xla():
+    for m, k, n in ((0, K, N), (M, 0, N), (M, K, 0), (0, 0, 0)):
+        lhs, rhs = jnp.ones((m, k), BF16), jnp.ones((k, n), BF16)
+        for keywords in ({}, {"bias": jnp.ones(n), "activation": jax.nn.relu, "lhs_scale": 2.0}):
+            out = overlap.matmul(lhs, rhs, **keywords)
+            np.testing.assert_array_equal(out, lhs @ rhs + (1 if keywords else 0))
+
+
+def test_64_bits_by_xla_are_computed_in_64_bits():
+    with jax.enable_x64(True):
+        lhs, rhs = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate(((M, K), (K, N))))
+        out = overlap.matmul(
+            lhs, rhs, lhs_scale=1 / 3, bias=np.full(N, 1e-9), addend=np.ones((M, N)),
+            activation=lambda y: y * np.sqrt(2.0),
+        )  # fmt: skip
+        np.testing.assert_allclose(out, np.sqrt(2.0) * (lhs @ rhs / 3 + 1e-9 + 1), rtol=1e-12)
+        assert out.dtype == np.float64

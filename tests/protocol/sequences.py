@@ -1,0 +1,290 @@
+"""Random sequences of fused launches on shared memory: how they are drawn and run, and a command that runs many.
+
+    python -m tests.protocol.sequences --count 10000 --seed 0 [--detect]
+
+Sequence number n depends on n alone, so `--count 1 --seed n` repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import itertools
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.emulation import EmulationError, Launch, emulate, run_sequence
+
+Axes = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh over some of the eight devices. `order` lists the devices' numbers in the order of the mesh."""
+
+    sizes: tuple[tuple[str, int], ...]
+    order: tuple[int, ...]
+
+    def mesh(self) -> Mesh:
+        names, shape = zip(*self.sizes, strict=True)
+        devices = np.array([jax.devices()[number] for number in self.order]).reshape(shape)
+        return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(shape))
+
+    @property
+    def rings(self) -> list[Axes]:
+        """Returns the axes and pairs of axes that have more than one device. A call can run along each of them."""
+        names = tuple(name for name, size in self.sizes if size > 1)
+        return [*names, *(itertools.permutations(names, 2) if len(names) > 1 else ())]
+
+
+def layout(*order: int, **sizes: int) -> Layout:
+    return Layout(tuple(sizes.items()), order or tuple(range(math.prod(sizes.values()))))
+
+
+LAYOUTS = [
+    layout(x=2, y=2),
+    layout(0, 2, 1, 3, x=2, y=2),  # transposed
+    layout(3, 1, 0, 2, x=2, y=2),  # permuted
+    layout(x=4, y=1),
+    layout(2, 0, 3, 1, x=4),
+    layout(x=2),
+    layout(2, 1, x=2),
+    layout(x=2, y=3),
+    layout(5, 1, 3, 0, 4, 2, x=2, y=3),
+    layout(x=3, y=2),
+    layout(x=2, y=4),
+    layout(7, 2, 5, 0, 3, 6, 1, 4, x=2, y=4),
+    layout(2, 3, 4, 5, x=2, y=2),
+]
+
+TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+JOINED = dataclasses.replace(TILES, joined=True)
+ONE_SHOT = dataclasses.replace(TILES, one_shot=True)
+Kind = Literal[
+    "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
+    "one shot", "passenger", "matmul",
+]  # fmt: skip
+# For each kind of operation, two shapes per device, as (rows, columns, contraction). If an operand is gathered, the
+# gathered dimension has the size of one shard. If the result is scattered or all-reduced, the divided dimension has the
+# size of one device's block.
+SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
+    "pull": [(16, 64, 64), (72, 64, 72)],
+    "ring": [(16, 64, 64), (72, 64, 72)],
+    "several": [(16, 64, 64), (72, 40, 72)],
+    "joined": [(8, 64, 64), (24, 72, 72)],
+    "rhs n": [(16, 64, 64), (72, 24, 72)],
+    "rhs k": [(16, 64, 64), (72, 64, 40)],
+    "scatter m": [(16, 64, 64), (24, 136, 72)],
+    "scatter n": [(16, 64, 64), (72, 40, 72)],
+    "scatter by ring": [(16, 64, 64), (24, 136, 72)],
+    "spread": [(16, 64, 64), (24, 136, 72)],  # The first is summed in blocks of columns, the second in blocks of rows.
+    "one shot": [(16, 64, 64), (72, 40, 72)],
+    "passenger": [(16, 64, 64), (24, 136, 72)],
+    "matmul": [(16, 64, 64), (72, 64, 72)],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a fused operation on a mesh."""
+
+    layout: Layout
+    axes: Axes
+    kind: Kind
+    shape: tuple[int, int, int]
+
+    def __str__(self) -> str:
+        axes = self.axes if isinstance(self.axes, str) else "".join(self.axes)
+        sizes = "x".join(str(size) for _, size in self.layout.sizes)
+        return f"{self.kind} {'x'.join(map(str, self.shape))} along {axes} of {sizes} {list(self.layout.order)}"
+
+    def function(self) -> Any:
+        """Returns the call as a function from one device's left and right operand to its results."""
+        fused: Any = {"implementation": "fused", "config": JOINED if self.kind == "joined" else TILES}
+        match self.kind:
+            case "matmul":
+                return lambda a, b: overlap.matmul(a, b, **fused)
+            case "rhs n" | "rhs k":
+                fused["dimension"] = 1 if self.kind == "rhs n" else 0
+                return lambda a, b: overlap.all_gather_rhs_matmul(a, b, self.axes, **fused)
+            case "scatter m" | "scatter n" | "scatter by ring":
+                fused["dimension"] = 1 if self.kind == "scatter n" else 0
+                fused["transport"] = "ring" if self.kind == "scatter by ring" else "push"
+                return lambda a, b: overlap.matmul_reduce_scatter(a, b, self.axes, **fused)
+            case "spread" | "one shot":
+                fused["config"] = ONE_SHOT if self.kind == "one shot" else TILES
+                return lambda a, b: overlap.matmul_all_reduce(a, b, self.axes, **fused)
+            case "several":
+                return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
+            case "passenger":
+                gather = functools.partial(overlap.all_gather_lhs_matmul, axis_name=self.axes, implementation="fused")
+                # The gradient is a sum of two products, beside which the left operand travels.
+                return lambda a, b: jax.vjp(gather, jnp.resize(a, self.shape[:2]), [b.T, b.T])[1]([a, a])
+            case _:
+                transport = "ring" if self.kind == "ring" else "pull"
+                return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
+
+    def operands(self) -> tuple[np.ndarray, np.ndarray]:
+        """Draws the operands of all devices: small integers, different on each device."""
+        rows, columns, k = self.shape
+        devices, sizes = len(self.layout.order), dict(self.layout.sizes)
+        group = math.prod(sizes[name] for name in ((self.axes,) if isinstance(self.axes, str) else self.axes))
+        whole_k = k * group if self.kind == "rhs k" else k
+        by_rows = self.kind in ("scatter m", "scatter by ring", "passenger") or (
+            self.kind == "spread" and self.shape[0] > 16
+        )
+        by_columns = self.kind == "scatter n" or (self.kind == "spread" and not by_rows)
+        whole_rows, whole_columns = rows * group if by_rows else rows, columns * group if by_columns else columns
+        draw = np.random.default_rng(random.Random(str(self)).getrandbits(32)).integers
+        return (
+            draw(-4, 5, (devices * whole_rows, whole_k)).astype(jnp.bfloat16),
+            draw(-4, 5, (devices * k, whole_columns)).astype(jnp.bfloat16),
+        )
+
+
+CALLS = [
+    Call(layout, axes, kind, shape)
+    for layout in LAYOUTS
+    for axes in layout.rings
+    for kind, shapes in SHAPES.items()
+    for shape in shapes
+]
+
+
+@functools.cache
+def launch_of(call: Call) -> Launch:
+    """Traces the call and runs it alone. Returns its launch, with the results that a sequence must reproduce."""
+    everywhere = P(tuple(name for name, _ in call.layout.sizes))
+    mapped = jax.shard_map(
+        call.function(), mesh=call.layout.mesh(), in_specs=everywhere, out_specs=everywhere, check_vma=False
+    )
+    with emulate(cores=2, detect_races=False, keep=True) as run:
+        jax.jit(mapped)(*call.operands())
+    (launch,) = run.launches
+    # The traced programs stay alive. Without freezing them, garbage collection would take a fifth of the time.
+    gc.collect()
+    gc.freeze()
+    return launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One sequence, and the settings of its run."""
+
+    number: int
+    calls: tuple[Call, ...]
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        lines = [f"sequence {self.number}, {self.settings}"]
+        lines += [f"  {place}. {call}" for place, call in enumerate(self.calls)]
+        detect = " --detect" if self.settings["detect_races"] else ""
+        return "\n".join(
+            [*lines, f"repeat it: python -m tests.protocol.sequences --count 1 --seed {self.number}{detect}"]
+        )
+
+
+_TOGETHER = 25  # This many consecutive sequences draw from the same few calls, because tracing a call is slow.
+
+
+def _pool(number: int) -> list[Call]:
+    """Draws some calls, mostly on the same devices. They have few kinds and shapes, so flags often share addresses."""
+    chance = random.Random(f"calls {number}")
+    devices = set(chance.choice(LAYOUTS).order)
+    alike = [each for each in LAYOUTS if set(each.order) == devices]
+    layouts = alike if chance.random() < 0.7 and len(alike) > 1 else LAYOUTS
+    rings = [(each, axes) for each in layouts for axes in each.rings]
+    forms = chance.sample([(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes], 2)
+    return [Call(*group, *form) for group in chance.sample(rings, min(5, len(rings))) for form in forms]
+
+
+def trial(number: int, *, detect: bool = False) -> Trial:
+    """Returns sequence `number`."""
+    pool, chance = _pool(number // _TOGETHER), random.Random(number)
+    calls = [chance.choice(pool)]
+    for _ in range(chance.randint(2, 5)):
+        calls.append(calls[-1] if chance.random() < 0.3 else chance.choice(pool))
+    # On the ring, the CTA that multiplies rows also forwards them: all CTAs must run at the same time.
+    may_be_alone = all(call.kind != "ring" for call in calls)
+    settings = {
+        "completion": chance.choice(("late", "random", "eager")),
+        "scheduler": chance.choice(("pct", "pct", "random")),
+        "resident": 1 if chance.random() < 0.2 and may_be_alone else None,
+        "detect_races": chance.random() < 0.25 or detect,
+        "seed": number,
+    }
+    return Trial(number, tuple(calls), settings)
+
+
+def fault_of(trial: Trial) -> str | None:
+    """Runs a sequence. Returns a description of the first fault, or None.
+
+    The sequence must end without an error, and every call's result must equal the result of a run of that call alone.
+    """
+    launches = [launch_of(call) for call in trial.calls]
+    try:
+        results = run_sequence(launches, **trial.settings)
+    except EmulationError as error:
+        return f"{type(error).__name__}: {error}"
+    for place, (launch, outputs) in enumerate(zip(launches, results, strict=True)):
+        for position, (got, expected) in enumerate(zip(outputs, launch.outputs, strict=True)):
+            for n, (a, b) in enumerate(zip(got, expected, strict=True)):
+                if a.tobytes() != b.tobytes():
+                    return f"wrong numbers in result {n} at position {position} of launch {place}"
+    return None
+
+
+def _faults(numbers: range, detect: bool) -> list[tuple[Trial, str]]:
+    trials = [trial(number, detect=detect) for number in numbers]
+    return [(each, fault) for each in trials if (fault := fault_of(each)) is not None]
+
+
+def _groups(first: int, count: int) -> Iterator[range]:
+    """Splits the numbers into ranges whose sequences share their calls."""
+    end = first + count
+    while first < end:
+        last = min((first // _TOGETHER + 1) * _TOGETHER, end)
+        yield range(first, last)
+        first = last
+
+
+def _prepare() -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs sequences on two processes. The exit status is 0 if all are right, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.protocol.sequences", description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first one")
+    parser.add_argument("--detect", action="store_true", help="races detected in all of them, not in a quarter")
+    given = parser.parse_args(arguments)
+    groups = list(_groups(given.seed, given.count))
+    done, failed, began = 0, 0, time.monotonic()
+    job = functools.partial(_faults, detect=given.detect)
+    with multiprocessing.get_context("spawn").Pool(min(2, len(groups)), _prepare) as pool:
+        for numbers, faults in zip(groups, pool.imap(job, groups)):
+            for each, fault in faults:
+                print(f"{each}\n{fault}\n", flush=True)
+            done, failed = done + len(numbers), failed + len(faults)
+            print(f"{done} of {given.count}: {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
