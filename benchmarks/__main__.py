@@ -1,32 +1,26 @@
-"""`python -m benchmarks [TABLE] [OPTIONS]`: measures one table, `all_gather_matmul` unless another is named."""
+"""`python -m benchmarks [TABLE] [OPTIONS]`: measures one table, `all_gather_lhs_matmul` unless another is named."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 
+from benchmarks import products
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments
 
-TABLES = (
-    "all_gather_matmul",
-    "all_gather_rhs_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-    "matmul",
-    "ladder",
-    "block",
-    "layer",
-    "backward",
-)
+OTHERS = ("block", "layer", "backward")
 
 
 def main(argv: list[str]) -> int:
-    """Runs the module of the table that the first argument names, with the other arguments as its options."""
-    table, options = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (TABLES[0], argv)
-    if table not in TABLES:
-        raise WrongArguments(f"`python -m benchmarks` takes one of {', '.join(TABLES)} first, got {table!r}")
-    return importlib.import_module(f"benchmarks.{table}").main(options)
+    """Measures the table that the first argument names, with the other arguments as its options."""
+    table, options = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("all_gather_lhs_matmul", argv)
+    if table in OTHERS:
+        return importlib.import_module(f"benchmarks.{table}").main(options)
+    if table not in products.TABLES:
+        known = ", ".join((*products.TABLES, *OTHERS))
+        raise WrongArguments(f"`python -m benchmarks` takes one of {known} first, got {table!r}")
+    return products.main(table, options)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def _gathered(lhs: jax.Array, rhs: jax.Array, keeps: bool) -> Sequence[jax.Array
 
 
 def _from_rows(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return overlap.all_gather_rhs_matmul(lhs, rhs, gather_dimension=0, transpose_lhs=True, **FUSED)
+    return overlap.all_gather_rhs_matmul(lhs, rhs, dimension=0, transpose_lhs=True, **FUSED)
 
 
 # dx by method. The first half of the operands are cotangents, the second half weights.

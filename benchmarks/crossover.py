@@ -1,12 +1,12 @@
 r"""Writes the table by which the library chooses between its kernels and XLA, from results of other benchmarks.
 
-    python3 -m benchmarks.all_gather_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
+    python3 -m benchmarks all_gather_lhs_matmul --suite sweep --dtype bf16 --methods fused,xla --rounds 3 \
         --out benchmarks/results
     python3 -m benchmarks.crossover benchmarks/model/h100/[fjks]*.csv.xz benchmarks/model/h200/fitted*.csv.xz \
         benchmarks/model/h200/{few_tiles,judged,judged_more,named,known_long,short}.csv.xz \
         benchmarks/results/{[am],backward}*-one_process.csv --out overlap/choice/crossover.csv
 
-(Add `--warmup-s 0.2 --budget-s 120` to the first command for a quick run.) If several files have a problem, the times
+(Add `--budget-s 120` to the first command for a quick run.) If several files have a problem, the times
 of the last file count. XLA is compared with the method `fused`, for which the library has chosen the configuration. The
 files to which the model is fitted (`benchmarks.configurations`) have the times of many configurations. From these files
 the command takes the time of the configuration that the model chooses. From `benchmarks.backward` it takes sums of

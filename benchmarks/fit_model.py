@@ -57,7 +57,6 @@ FREE = {
     "step_cycles": (40.0, 5.0),
     "cluster_step_cycles": (60.0, 4.0),
     "l2_bytes_per_cycle": (75.0, 1.6),
-    "l2_bytes_per_cycle_alone": (95.0, 1.6),
     "group_bytes_per_cycle": (35.0, 3.0),
     "unaligned_lines": (2.2, 1.8),
     "overlap_exponent": (5.0, 1.8),
@@ -65,7 +64,6 @@ FREE = {
     "store_bytes_per_cycle": (90.0, 4.0),
     "store_wait_cycles": (340.0, 3.0),
     "tile_cycles": (1200.0, 4.0),
-    "turn_cycles": (246.0, 4.0),
     "in_turn": (1.0, 1.1),
     "hbm_bytes_per_us": (4.5e6, 1.2),
     "load_latency_cycles": (900.0, 2.0),
@@ -74,13 +72,8 @@ FREE = {
     "add_bytes_per_cycle": (27.0, 3.0),
     "launch_us": (3.0, 2.0),
     "next_launch_us": (2.0, 4.0),
-    "zero_flags_us": (0.5, 3.0),
-    "cluster_us": (0.3, 4.0),
     "multiplied_per_us": (700e6, 2.0),
     "loaded_per_us": (3e7, 4.0),
-    "group_loaded_per_us": (3e7, 5.0),
-    "read_per_us": (2e8, 5.0),
-    "moved_per_us": (3e7, 5.0),
     "clock_exponent": (0.4, 2.0),
 }
 # Replaces entries of FREE: an H100's memory has 3.35 TB/s, an H200's 4.8.
@@ -223,7 +216,7 @@ def losses(times: Times, with_rates: Rates | None = None) -> dict[Problem, tuple
     result = {}
     for problem, of_problem in times.items():
         measured = {config: us for config, us in of_problem.items() if config is not None}
-        chosen = min(measured, key=lambda config: space.rank(config, problem, times.target, with_rates))
+        chosen = min(measured, key=lambda config: space.expected_us(config, problem, times.target, with_rates))
         result[problem] = measured[chosen] / min(measured.values()) - 1, chosen
     return result
 
@@ -259,7 +252,7 @@ def judgement(times: Times, with_rates: Rates | None = None) -> str:
     pairs = {p: (of[None], of[lost[p][1]]) for p, of in times.items() if None in of}
     if pairs:
         gpu = rates.measured_gpu(times.target)
-        chosen = {p: xla if crossover.xla_is_faster(p, gpu) else fused for p, (xla, fused) in pairs.items()}
+        chosen = {p: xla if crossover.verdict(p, gpu).xla_runs else fused for p, (xla, fused) in pairs.items()}
         lines.append(_ratios("XLA / fused", {p: xla / fused for p, (xla, fused) in pairs.items()}))
         lines.append(_ratios("XLA / what the library chooses", {p: xla / chosen[p] for p, (xla, _) in pairs.items()}))
         lines.append(_ratios("best of both / what it chooses", {p: min(both) / chosen[p] for p, both in pairs.items()}))

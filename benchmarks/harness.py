@@ -69,17 +69,12 @@ class Method:
       call: (lhs, rhs) -> out, inside `jax.shard_map`.
       gathered: whether `call` gets operands that are already gathered.
       dtype: the dtype to which the operands are cast before the timing; None: they are not cast.
-      check: a function that raises NotImplementedError if the method cannot compute the problem. The status of the
-        result is then "NOT SERVED", which does not count as an error.
-      candidates: for a method that is tuned, alternatives (label, call), of which the fastest is kept.
     """
 
     name: str
     call: Call
     gathered: bool = False
     dtype: DTypeLike | None = None
-    check: Callable[[], object] = lambda: None
-    candidates: tuple[tuple[str, Call], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +113,7 @@ class Result:
     Attributes:
       method: the name of the method.
       status: "ok"; or a text that begins with "FAILED" (wrong result), "ERROR" (exception) or "NOT SERVED" (the method
-        cannot compute the problem).
-      note: a remark, such as which candidate was kept.
+        raised NotImplementedError: it cannot compute the problem, which is no error).
       error: the largest relative error of the method's results.
       error_bound: the largest relative error that a right result may have.
       first_call_s: seconds of the first call.
@@ -131,7 +125,6 @@ class Result:
 
     method: str
     status: str = "ok"
-    note: str = ""
     error: float | None = None
     error_bound: float | None = None
     first_call_s: float | None = None
@@ -193,61 +186,23 @@ class Session:
         # On one device nothing is left to gather.
         return method.gathered and self.problem.communicates
 
-    def add(self, method: Method, progress: Callable[[str], None] = lambda _: None) -> Result:
+    def add(self, method: Method) -> Result:
         """Compiles and checks a method. Errors go into its result, and the session goes on."""
-        result = Result(method.name, error_bound=self.error_bound)
+        result, prepared = Result(method.name, error_bound=self.error_bound), None
         self.results.append(result)
         try:
-            prepared = self._prepare(method, result, progress) if self._serves(method, result) else None
+            prepared = self._prepare(method, result)
+        except NotImplementedError as reason:
+            result.status = f"{NOT_SERVED}: {' '.join(str(reason).split())}"
         except Exception as error:  # Any exception of a method goes into the table.
             result.status = "ERROR " + one_line(error)
-            prepared = None
         if not agreed(result.ok) and result.ok:
             result.status = "ERROR in another process"
         if result.ok and prepared is not None:
             self.prepared.append(prepared)
         return result
 
-    @staticmethod
-    def _serves(method: Method, result: Result) -> bool:
-        try:
-            method.check()
-        except NotImplementedError as reason:
-            result.status = f"{NOT_SERVED}: {' '.join(str(reason).split())}"
-        return result.ok
-
-    def _prepare(self, method: Method, result: Result, progress: Callable[[str], None]) -> _Prepared:
-        calls = method.candidates or (("", method.call),)
-        best: tuple[float, _Prepared] | None = None
-        failures = []
-        for label, call in calls:
-            progress(f"{method.name} {label}".strip())
-            candidate = Result(method.name, note=label, error_bound=self.error_bound)
-            try:
-                prepared = self._prepare_call(dataclasses.replace(method, call=call, candidates=()), candidate)
-            except Exception as error:
-                if len(calls) == 1:
-                    raise
-                failures.append(f"{label}: {one_line(error)}")
-                continue
-            if not candidate.ok:
-                failures.append(f"{label}: {candidate.status}")
-                best = best or (float("inf"), prepared)
-                continue
-            seconds = self._time_loop(prepared) if len(calls) > 1 else 0.0
-            if best is None or seconds < best[0]:
-                best = seconds, prepared
-        if best is None:
-            raise RuntimeError("; ".join(failures))
-        prepared = best[1]
-        # The caller keeps `result`, so fill it in place.
-        for field in dataclasses.fields(Result):
-            setattr(result, field.name, getattr(prepared.result, field.name))
-        if failures:
-            result.note = f"{result.note} ({len(failures)} of {len(calls)} candidates failed: {failures[0]})"
-        return dataclasses.replace(prepared, result=result)
-
-    def _prepare_call(self, method: Method, result: Result) -> _Prepared:
+    def _prepare(self, method: Method, result: Result) -> _Prepared:
         call = call_program(self.problem, method.call, self.mesh)
         errors = []
         start = time.perf_counter()

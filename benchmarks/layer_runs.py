@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import pathlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,10 +99,9 @@ class Run:
             row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
         form = "{method}|{loop_us:.0f}|{loop_us_p10:.0f} to {loop_us_p90:.0f}|{xla_over_this:.3f}|"
-        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|{roof_over_this:.3f}"
-        shown = [
-            form.format_map(row | {"roof_over_this": row["roof_over_this"] or math.nan}).split("|") for row in rows
-        ]
+        form += "{xla_over_this_p10:.3f} to {xla_over_this_p90:.3f}|"
+        roofs = [f"{row['roof_over_this']:.3f}" if row["roof_over_this"] else "–" for row in rows]
+        shown = [(form.format_map(row) + roof).split("|") for row, roof in zip(rows, roofs, strict=True)]
         headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
         report.print_table(f"{self.name} {shape} {case}", headings, shown)
         if self.arguments.out is not None:
@@ -147,7 +145,7 @@ def begin(
         jax.config.update("jax_num_cpu_devices", _DRY_DEVICES)
     else:
         command.need_gpus()
-    code = command.code_facts(arguments.commit, dry_run=arguments.dry_run)
+    code = environment.code_facts(arguments.commit, dry_run=arguments.dry_run)
     overlap.initialize()
     count = arguments.devices or jax.device_count()
     if count > jax.device_count():
@@ -163,8 +161,7 @@ def begin(
             raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
     if rest := [tokens for tokens in arguments.tokens if tokens % count]:
         raise WrongArguments(f"{name}: `--tokens` must be multiples of the {count} devices, got {rest[0]}")
-    layout = "one process" if jax.process_count() == 1 else f"{jax.process_count()} processes"
-    return Run(name, arguments, environment.describe(layout, count, code), jax.devices()[:count])
+    return Run(name, arguments, environment.describe(count, code), jax.devices()[:count])
 
 
 # --- Loops of layers --------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import pathlib
 import random
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from benchmarks import command
 from benchmarks.configurations import Task
@@ -73,7 +72,7 @@ def draw_problem(chance: random.Random, *, aligned: float, few_rows: float, bflo
             return Problem("matmul", m, n, k, dtype, "bfloat16" if dtype.startswith("float8") else dtype, layout=layout)
 
 
-def shape_of(config: Config) -> tuple[Any, ...]:
+def shape_of(config: Config) -> tuple[object, ...]:
     """Returns the values of the fields that `space.SHAPE` names: the fields that matter most for the time."""
     return tuple(getattr(config, name) for name in space.SHAPE)
 
@@ -86,7 +85,7 @@ def draw_configs(chance: random.Random, problem: Problem, target: Target) -> tup
     24, and four configurations drawn from the others of the first five groups.
     """
     ranked = space.candidates(problem, target)
-    first: dict[Any, list[Config]] = {}
+    first: dict[object, list[Config]] = {}
     for config in ranked:
         first.setdefault(shape_of(config), []).append(config)
     shapes = list(first.values())

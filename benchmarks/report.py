@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks import current
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
+from overlap.cli import console
 
 COLUMNS = (
     "op", "devices", "shape", "dtype", "layout", "method", "status",
@@ -23,7 +24,7 @@ COLUMNS = (
     "tflops_per_device", "percent_of_peak", "received_gb_per_s_per_device",
     "xla_over_this", "roof_over_this", "bf16_over_this", "xla_over_this_wall", "roof_over_this_wall",
     "error", "error_bound", "rounds", "loop_overhead_us", "loop_copies", "first_call_s", "compile_s",
-    "note", "clocks",
+    "clocks",
 )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ class Table:
         row: dict[str, Any] = dict.fromkeys(COLUMNS)
         row |= {"op": problem.op, "devices": problem.devices, "shape": problem.shape, "dtype": problem.dtype}
         row |= {"layout": problem.layout, "first_call_s": result.first_call_s}
-        row |= {"method": result.method, "status": result.status, "note": result.note, "clocks": self.clocks}
+        row |= {"method": result.method, "status": result.status, "clocks": self.clocks}
         row |= {"error": result.error, "error_bound": result.error_bound, "compile_s": result.compile_s}
         if not result.ok:
             # A wrong result gets no times.
@@ -111,26 +112,20 @@ _SHOWN = (
 
 
 def show(table: Table) -> None:
-    """Prints one problem's table; below it why a method has no times, and remarks such as the chosen configuration."""
+    """Prints one problem's table; below it why a method has no times."""
     rows, columns = table.rows(), ["method", *(heading for _, heading, _ in _SHOWN)]
     loop = "" if table.loop_overhead_us is None else f", loop overhead {table.loop_overhead_us:.1f} µs"
     title = f"{table.problem.op}, {table.problem.devices} devices, (m, n, k) per shard {table.problem}{loop}"
     texts = [["–" if row[name] is None else f"{row[name]:{form}}" for name, _, form in _SHOWN] for row in rows]
     print_table(title, columns, [[row["method"], *text] for row, text in zip(rows, texts, strict=True)])
     for row in rows:
-        for name in ("status", "note", "loop_copies"):
+        for name in ("status", "loop_copies"):
             if row[name] not in (None, "", "ok"):
                 print(f"  {row['method']}, {name}: {row[name]}", flush=True)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
-
-    shown = RichTable(title=title, title_justify="left")
-    for position, heading in enumerate(headings):
-        shown.add_column(heading, justify="right" if position else "left", overflow="fold")
-    for row in rows:
-        shown.add_row(*row)
-    Console(width=max(Console().width, 180)).print(shown)  # Wide enough for every column, also in a file.
+    """Prints a table, wide enough for every column, also in a file."""
+    to = console.console()
+    to.width = max(to.width, 180)
+    console.show(to, title, headings, rows, texts=1)

@@ -5,7 +5,7 @@
     launch/mpirun.sh -np 4 -- python examples/train.py  one process per device
     python examples/train.py --compare                  fused against XLA: the losses, and how far rounding alone leads
 
-The model, the text, the options and the program of a step are in examples/gpt/.
+The model and the program of a step are in examples/gpt.py.
 """
 
 from __future__ import annotations
@@ -15,32 +15,38 @@ import contextlib
 import json
 import logging
 import math
+import os
 import pathlib
-import shlex
+import random
 import signal
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from gpt import options as command_line
-from gpt import stories
-from gpt.model import VOCABULARY
-from gpt.program import Program
+from gpt import VOCABULARY, Program
 from jax.experimental import multihost_utils
 
+import overlap
 from overlap.cli import ending
-from overlap.cli.arguments import WrongArguments
+from overlap.cli.arguments import Parser, WrongArguments
+from overlap.cli.devices import why_no_gpu
 
 type Options = argparse.Namespace
 type Step = dict[str, float]  # "step", "loss", "gradient_norm" and "seconds"
 
-# The options that decide the shapes of the parameters, and the others that decide the losses.
-_SIZES = "layers", "features", "heads", "hidden", "sequence"
-_TRAINING = "batch", "steps", "learning_rate", "warmup", "seed", "text", "dtype"
+# The defaults. On CPU devices a run of a minute on two cores; on GPUs large enough to keep them busy; emulated a run of
+# some minutes. XLA multiplies bfloat16 slowly on CPUs, and the kernels take no float32.
+_ON_CPUS = {"layers": 2, "features": 128, "heads": 4, "hidden": 384, "sequence": 128, "batch": 16, "steps": 200,
+            "learning_rate": 3e-3, "dtype": "float32"}  # fmt: skip
+_ON_GPUS = {"layers": 8, "features": 2048, "heads": 16, "hidden": 6144, "sequence": 2048, "batch": 16, "steps": 200,
+            "learning_rate": 3e-4, "dtype": "bfloat16"}  # fmt: skip
+_EMULATED = _ON_CPUS | {"layers": 1, "features": 64, "hidden": 128, "sequence": 32, "batch": 4, "steps": 20,
+                        "dtype": "bfloat16"}  # fmt: skip
+_EMULATION_THREADS = 8
 # Open MPI's mpirun kills its processes a second after SIGINT or SIGTERM, but it passes SIGUSR1 on. Slurm can send
 # SIGUSR1 before the time limit.
 _HEARD = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -59,6 +65,126 @@ class Diverged(Exception):
     """A loss or gradient is not finite. That step is not saved."""
 
 
+# --- Options ----------------------------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Makes the parser. Options whose defaults depend on the machine are None until `complete` sets them."""
+    made = Parser("examples/train.py", description=(__doc__ or "").partition("\n")[0])
+    for name, what in {
+        "layers": "blocks of attention and MLP", "features": "width of the activations between blocks",
+        "heads": "heads of the attention", "hidden": "width inside the MLP",
+        "sequence": "tokens, that is bytes, that the model sees at once",
+        "batch": "sequences of a step, on all devices together", "steps": "steps in all",
+        "warmup": "steps (default: a tenth of all)", "accumulate": "parts of a batch, one after the other",
+        "seed": "of weights, text and batches", "data": "devices that share a batch",
+        "fsdp": "devices that share a batch and the weights", "tensor": "devices that share each product",
+        "checkpoint-every": "steps (default: 100)",
+    }.items():  # fmt: skip
+        default = f" (default: {_ON_CPUS[name]} on CPU devices, {_ON_GPUS[name]} on GPUs)" if name in _ON_GPUS else ""
+        made.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}{default}")
+    made.set_defaults(accumulate=1, seed=0, fsdp=1, checkpoint_every=100)
+    made.add_argument("--learning-rate", type=float, metavar="X", help="after the warmup; then it falls as a cosine")
+    made.add_argument("--dtype", choices=("bfloat16", "float32"), help="of products and activations")
+    how = "auto: for each product what was measured to be faster; without GPUs that is xla, and fused is emulated"
+    made.add_argument("--implementation", choices=("auto", "fused", "xla"), default="auto", help=how)
+    made.add_argument("--remat", action="store_true", help="compute each block again in the backward pass: less memory")
+    made.add_argument("--text", nargs="+", metavar="FILE", help="learn these files (default: sums in sentences)")
+    made.add_argument("--out", type=pathlib.Path, help="for checkpoints, losses and plot (default: out/train)")
+    runs = "train by XLA, by XLA in another order of sums, and fused; compare the losses"
+    made.add_argument("--compare", action="store_true", help=runs)
+    return made
+
+
+def start(options: Options) -> None:
+    """Joins the job of a launcher, if there is one, and sets the axes of the mesh. Call it before devices are used."""
+    without_gpus = why_no_gpu()
+    if without_gpus:
+        jax.config.update("jax_platforms", "cpu")
+    overlap.initialize()  # One process per device under mpirun, srun or torchrun. In a single process it does nothing.
+    if without_gpus and not jax.distributed.is_initialized():
+        options.data, options.tensor = options.data or 2, options.tensor or 2
+        count = options.data * options.tensor * options.fsdp
+        jax.config.update("jax_num_cpu_devices", count)
+        # XLA's thread pool has a thread for each core, or as many as NPROC says. A thread inside an emulated kernel
+        # waits for the other devices, which need threads of their own to reach that kernel.
+        os.environ.setdefault("NPROC", str(_EMULATION_THREADS * count))
+    complete(options, devices=jax.device_count(), gpus=jax.default_backend() == "gpu")
+
+
+def complete(options: Options, *, devices: int, gpus: bool) -> None:
+    """Sets the options that were not given: as many devices along tensor as there are, up to 8, the rest along data.
+
+    Raises:
+      WrongArguments: they do not fit together.
+    """
+    emulated = not gpus and (options.compare or options.implementation == "fused")
+    for name, default in (_ON_GPUS if gpus else _EMULATED if emulated else _ON_CPUS).items():
+        setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
+    options.warmup = options.steps // 10 if options.warmup is None else options.warmup
+    options.out = options.out or pathlib.Path("out", "compare" if options.compare else "train")
+    rest = max(devices // ((options.data or 1) * options.fsdp * (options.tensor or 1)), 1)
+    if options.tensor is None:
+        # At most the GPUs of one host, since the devices along this axis communicate in every product.
+        options.tensor = max(number for number in (1, 2, 4, 8) if rest % number == 0)
+        rest //= options.tensor
+    options.data = options.data or rest
+    mesh = options.data * options.fsdp * options.tensor
+    if mesh > devices or (jax.process_count() > 1 and mesh != devices):
+        raise WrongArguments(
+            f"train: --data {options.data} × --fsdp {options.fsdp} × --tensor {options.tensor} asks for {mesh} "
+            f"devices, and there are {devices}: choose axes whose product is that"
+        )
+    if emulated and jax.process_count() > 1:
+        raise WrongArguments("train: fused kernels are emulated in one process: start one, or leave the option out")
+    if options.compare and (options.tensor == 1 or options.implementation != "auto"):
+        raise WrongArguments("train: --compare takes --tensor 2 or more, and no --implementation")
+    check(options)
+
+
+def check(options: Options) -> None:
+    """Raises `WrongArguments` if the mesh does not divide the sizes or the batch."""
+    parts = options.data * options.fsdp * options.accumulate
+    for name, divisor, by in (
+        ("features", options.heads, f"--heads {options.heads}"),
+        ("features", options.fsdp, f"--fsdp {options.fsdp}"),
+        ("heads", options.tensor, f"--tensor {options.tensor}"),
+        ("hidden", options.tensor, f"--tensor {options.tensor}"),
+        ("sequence", options.tensor, f"--tensor {options.tensor}"),
+        ("batch", parts, f"--data {options.data} × --fsdp {options.fsdp} × --accumulate {options.accumulate}"),
+    ):
+        if (size := getattr(options, name)) % divisor:
+            fits = math.ceil(size / divisor) * divisor
+            raise WrongArguments(f"train: --{name} {size} is not divisible by {by}: choose --{name} {fits}, say")
+
+
+# --- The text ---------------------------------------------------------------------------------------------------------
+
+_PEOPLE, _THINGS = ("Anna", "Ben", "Clara", "David"), ("coins", "pears", "stones", "books", "eggs", "nuts")
+
+
+def stories(size: int, seed: int) -> np.ndarray:
+    """Returns `size` bytes (uint8) of sentences with sums, which are right: there is something to learn."""
+    chance, lines, length = random.Random(seed), [], 0
+    while length < size:
+        (giver, taker), thing, before = chance.sample(_PEOPLE, 2), chance.choice(_THINGS), chance.randint(2, 99)
+        given = chance.randint(1, before)
+        gift = f"{giver} has {before} {thing} and gives {given} to {taker}. Now {giver} has {before - given} {thing}."
+        lines.append(gift + "\n")
+        length += len(lines[-1])
+    return np.frombuffer("".join(lines).encode("ascii")[:size], np.uint8)
+
+
+def batch(text: np.ndarray, options: Options, step: int) -> np.ndarray:
+    """Returns the batch of a step, [batch, sequence + 1] int32. The model predicts each column from those before it.
+
+    The batch depends on the seed and the step only. So all processes have the same one, and checkpoints need no state
+    of the data.
+    """
+    starts = np.random.default_rng([options.seed, step]).integers(0, len(text) - options.sequence, options.batch)
+    return text[starts[:, None] + np.arange(options.sequence + 1)].astype(np.int32)
+
+
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
@@ -73,36 +199,38 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
       Stopped: a process received SIGINT, SIGTERM or SIGUSR1.
       Diverged: the loss or the gradient is not finite.
     """
-    leads, name = jax.process_index() == 0, options.out.name
-    say = lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True) if leads else None  # noqa: E731
+    leads = jax.process_index() == 0
+
+    def say(words: str) -> None:
+        if leads:
+            print(f"{options.out.name}: {words}", file=sys.stderr, flush=True)
+
     # Silence orbax, which warns about each array that it reads onto another mesh.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     # On CPU devices orbax makes no copy of the state, and the next step would overwrite it: write at once.
     saving = ocp.CheckpointManagerOptions(
         max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=jax.default_backend() != "cpu"
     )
-    losses = options.out / "losses.jsonl"
-    with (
-        ocp.CheckpointManager((options.out / "checkpoints").absolute(), options=saving) as checkpoints,
-        _signals() as received,
-    ):
-        done, program = checkpoints.latest_step() or 0, Program(options)
+    losses, program = options.out / "losses.jsonl", Program(options)
+    folder = (options.out / "checkpoints").absolute()
+    with ocp.CheckpointManager(folder, options=saving) as checkpoints, _signals() as received:
+        done = checkpoints.latest_step() or 0
+        state, file = program.first(), options.out / "model.json"
+        sizes = {name: getattr(options, name) for name in ("layers", "features", "heads", "hidden", "sequence")}
+        if not done and leads:
+            file.write_text(json.dumps(sizes))
         if done:
-            _say_changes(
-                checkpoints.restore(done, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"], options, say
-            )
-            state = ocp.args.StandardRestore(program.abstract_state)
-            state = checkpoints.restore(done, args=ocp.args.Composite(state=state))["state"]
-            over = "all steps are done" if done >= options.steps else "goes on"
-            say(f"{over} after step {done}, from {options.out}")
-        else:
-            state = program.first()
+            if (before := json.loads(file.read_text())) != sizes:
+                raise WrongArguments(f"train: {options.out} is of another model, {before}: choose another --out")
+            state = checkpoints.restore(done, args=ocp.args.StandardRestore(program.abstract_state))
+            say(f"{'all steps are done' if done >= options.steps else 'goes on'} after step {done}")
         count = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_state["params"]))
         say(f"{count:,} parameters on {options.data} data × {options.fsdp} fsdp × {options.tensor} tensor devices")
         steps = [step for step in read(losses) if step["step"] <= done] if leads else []
         if leads:
             losses.write_text("".join(json.dumps(step) + "\n" for step in steps))
-        read_at, waiting = None, None
+        read_at: float | None = None
+        waiting: tuple[int, dict[str, jax.Array]] | None = None
 
         def finish(number: int, metrics: dict[str, jax.Array]) -> bool:
             """Reads and records the metrics of a step. Returns whether any process wants to stop."""
@@ -119,13 +247,12 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
             if leads:
                 with losses.open("a") as file:
                     file.write(json.dumps(steps[-1]) + "\n")
-            if number % options.print_every == 0 or number in (done + 1, options.steps):
+            if number % 20 == 0 or number in (done + 1, options.steps):
                 say(f"step {number}/{options.steps}  loss {loss:.4f}  {speed(options, steps[-20:])}")
             return bool(metrics["stop"])
 
         for number in range(done + 1, options.steps + 1):
-            tokens = stories.batch(text, options.seed, number, size=options.batch, sequence=options.sequence)
-            state, metrics = program.step(state, tokens, stop=bool(received))
+            state, metrics = program.step(state, batch(text, options, number), stop=bool(received))
             # The loss of a step is read while the devices compute the next one.
             stop = waiting is not None and finish(*waiting)
             waiting = number, metrics
@@ -133,9 +260,7 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
                 # Check this step's loss before it is saved: a checkpoint never holds a state that is not finite.
                 stop = finish(*waiting) or stop
                 waiting = read_at = None
-                run = {key: getattr(options, key) for key in (*_SIZES, *_TRAINING)}
-                items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
-                checkpoints.save(number, args=items, force=True)
+                checkpoints.save(number, args=ocp.args.StandardSave(state), force=True)
                 if stop and number < options.steps:
                     checkpoints.wait_until_finished()
                     raise Stopped(number, 128 + (received[0] if received else signal.SIGTERM))
@@ -143,42 +268,22 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
     return steps if leads else []
 
 
-def _say_changes(before: dict[str, Any], options: Options, say: Any) -> None:
-    changed = {
-        name: f"--{name.replace('_', '-')} {before[name]} before, {getattr(options, name)} now"
-        for name in (*_SIZES, *_TRAINING)
-        if before[name] != getattr(options, name)
-    }
-    if other := [text for name, text in changed.items() if name in _SIZES]:
-        raise WrongArguments(
-            f"train: {options.out} holds checkpoints of another model ({'; '.join(other)}): choose its sizes, or "
-            "another --out"
-        )
-    if changed:
-        say("other than before: " + "; ".join(changed.values()))
-
-
 @contextlib.contextmanager
-def _signals():
-    """Yields a list, to which a signal is added. A second signal acts as it would without this context."""
+def _signals() -> Iterator[list[int]]:
+    """Yields a list, to which a signal is added. A second one ends the process at once."""
     received: list[int] = []
-    before = {number: signal.getsignal(number) for number in _HEARD}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            # None: the old handler was not set by Python, and cannot be restored.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def note(number: int, frame: object) -> None:
         received.append(number)
-        restore()
+        signal.signal(number, signal.SIG_DFL)
 
-    for number in _HEARD:
-        signal.signal(number, note)
+    before = {number: signal.signal(number, note) for number in _HEARD}
     try:
         yield received
     finally:
-        restore()
+        for number, handler in before.items():
+            # None: the old handler was not set by Python, and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def read(path: pathlib.Path) -> list[Step]:
@@ -198,9 +303,8 @@ def speed(options: Options, steps: list[Step]) -> str:
         return ""
     step_s, tokens, features = statistics.median(seconds), options.batch * options.sequence, options.features
     of_layer = 4 * features**2 + 3 * features * options.hidden + options.sequence * features
-    devices = options.data * options.fsdp * options.tensor
+    devices, kind = options.data * options.fsdp * options.tensor, jax.devices()[0].device_kind
     flops = 6 * tokens * (options.layers * of_layer + VOCABULARY * features) / devices
-    kind = jax.devices()[0].device_kind
     peak = next((peak for name, peak in _FLOPS_PER_S.items() if name in kind), None)
     text = f"{step_s * 1e3:,.0f} ms/step  {tokens / step_s:,.0f} tokens/s"
     return text + (f"  MFU {flops / step_s / peak:.1%}" if peak else "")
@@ -216,23 +320,23 @@ def compare(options: Options, text: np.ndarray) -> int:
     """
     factor = next(number for number in range(2, options.tensor + 1) if options.tensor % number == 0)
     other = {"data": options.data * factor, "tensor": options.tensor // factor}
-    runs = {}
+    losses: dict[str, np.ndarray] = {}
     for folder, changes in (("xla", {}), ("xla-other-order", other), ("fused", {})):
-        implementation = folder.split("-")[0]
-        chosen = {**vars(options), **changes, "implementation": implementation, "out": options.out / folder}
-        chosen = argparse.Namespace(**chosen)
-        command_line.check(chosen)
-        runs[folder] = train(chosen, text)
-        print(f"{folder:<16} {speed(chosen, runs[folder])}")
+        changes = {"implementation": folder.split("-")[0], "out": options.out / folder, **changes}
+        chosen = argparse.Namespace(**vars(options) | changes)
+        check(chosen)
+        steps = train(chosen, text)
+        losses[folder] = np.array([step["loss"] for step in steps])
+        print(f"{folder:<16} {speed(chosen, steps)}")
     if jax.process_index() > 0:
         return 0
-    draw(runs, options.out / "losses.png")
-    print(f"Losses of {len(runs['xla'])} steps, distance from xla:")
+    draw(losses, options.out / "losses.png")
+    print(f"Losses of {len(losses['xla'])} steps, distance from xla:")
     rms = {}
     for name in ("fused", "xla-other-order"):
-        apart = distances(runs["xla"], runs[name])
-        rms[name] = math.sqrt(math.fsum(each * each for each in apart) / len(apart))
-        print(f"  {name:<16} largest {max(apart):.2e}  root mean square {rms[name]:.2e}")
+        apart = np.abs(losses[name] - losses["xla"])
+        rms[name] = np.sqrt(np.mean(apart**2))
+        print(f"  {name:<16} largest {apart.max():.2e}  root mean square {rms[name]:.2e}")
     agree = rms["fused"] <= _MOST_TIMES * rms["xla-other-order"]
     print(
         f"The fused curve is {'within' if agree else 'NOT within'} {_MOST_TIMES:g} times the distance that another "
@@ -241,64 +345,47 @@ def compare(options: Options, text: np.ndarray) -> int:
     return int(not agree)
 
 
-def distances(reference: list[Step], steps: list[Step]) -> list[float]:
-    """The distance of the losses at each step."""
-    return [abs(one["loss"] - other["loss"]) for one, other in zip(reference, steps, strict=True)]
+def draw(losses: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    """Writes the losses of some runs as a PNG; for several runs, also the distance of each run from the first."""
+    from matplotlib.figure import Figure  # Not pyplot: it may look for a display, and keeps global state.
 
-
-def draw(runs: dict[str, list[Step]], path: pathlib.Path) -> None:
-    """Writes the losses as a PNG; for several runs, also the distance of each run from the first."""
-    # Do not use pyplot: it may look for a display, and keeps global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 7 if len(runs) > 1 else 5), layout="constrained")
-    axes = figure.subplots(2 if len(runs) > 1 else 1, 1, sharex=True, squeeze=False)[:, 0]
-    first, *others = runs
-    # The first line is the widest, so that all curves are visible where they agree.
-    for name, width in zip(runs, (4.0, 2.2, 1.0) if others else (1.2,), strict=True):
-        numbers = [step["step"] for step in runs[name]]
-        axes[0].plot(numbers, [step["loss"] for step in runs[name]], label=name, linewidth=width)
+    figure = Figure(figsize=(9, 7 if len(losses) > 1 else 5), layout="constrained")
+    axes = figure.subplots(min(len(losses), 2), 1, sharex=True, squeeze=False)[:, 0]
+    first, *others = losses
+    for name, values in losses.items():
+        axes[0].plot(np.arange(len(values)) + 1, values, label=name, alpha=0.7)
         if name in others:
-            axes[1].plot(numbers, distances(runs[first], runs[name]), label=f"{name}: distance from {first}")
-            axes[1].set_yscale("symlog", linthresh=1e-5)
+            axes[1].semilogy(np.arange(len(values)) + 1, np.abs(values - losses[first]), label=f"{name} - {first}")
     axes[0].set_ylabel("loss (nats per byte)")
     axes[-1].set_xlabel("step")
     for axis in axes:
         axis.legend(frameon=False)
-        axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
 
 
 def main() -> int:
     """Returns the exit status: 0 done; 1 diverged or apart; 2 wrong arguments; 130, 138, 143 stopped by a signal."""
-    options = command_line.parser().parse_args()
-    command_line.start(options)
-    if options.text:
-        text = np.concatenate([np.frombuffer(pathlib.Path(name).read_bytes(), np.uint8) for name in options.text])
-    else:
-        text = stories.stories(options.text_mb << 20, options.seed)
+    options = parser().parse_args()
+    start(options)
+    files = [np.frombuffer(pathlib.Path(name).read_bytes(), np.uint8) for name in options.text or ()]
+    text = np.concatenate(files) if files else stories((8 if jax.default_backend() == "gpu" else 1) << 20, options.seed)
     if text.size <= options.sequence:
         raise WrongArguments(f"train: the text has {text.size} bytes: choose a --sequence below that, or more --text")
+    status = 0
     try:
         if options.compare:
             status = compare(options, text)
-        else:
-            status, steps = 0, train(options, text)
-            if steps:
-                draw({"loss": steps}, options.out / "losses.png")
-                first, last = steps[0]["loss"], steps[-1]["loss"]
-                plot = options.out / "losses.png"
-                print(f"Loss {first:.4f} at step 1, {last:.4f} at step {len(steps)}. Plot: {plot}")
+        elif steps := train(options, text):
+            plot = options.out / "losses.png"
+            draw({"loss": np.array([step["loss"] for step in steps])}, plot)
+            print(f"Loss {steps[0]['loss']:.4f} at step 1, {steps[-1]['loss']:.4f} at step {len(steps)}. Plot: {plot}")
     except Diverged as reason:
         print(f"train: {reason}", file=sys.stderr)
         return 1
     except Stopped as stopped:
         step, status = stopped.args
-        again = f"python examples/train.py {shlex.join(sys.argv[1:])}"
         if jax.process_index() == 0:
-            print(
-                f"train: stopped after step {step}, which is saved. The same command goes on: {again}", file=sys.stderr
-            )
+            print(f"train: stopped after step {step}, which is saved. The same command goes on", file=sys.stderr)
         return status
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("trained")  # All processes end together.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from overlap.collectives.reduce.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.reduce.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
+    from overlap.frame.explain import explain
     from overlap.kernels.config import Config
-    from overlap.sharded.explain import explain
     from overlap.sharded.matmul import sharded_matmul
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
@@ -49,7 +49,7 @@ _HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
     "autotune": "tuning.autotune",
-    "explain": "sharded.explain",
+    "explain": "frame.explain",
     "initialize": "distributed",
     "sharded_matmul": "sharded.matmul",
 }

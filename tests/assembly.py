@@ -277,7 +277,7 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     import jax
     import numpy as np
 
-    from overlap.primitives import board, clique
+    from overlap.primitives import clique, stalls
 
     axes = dict(case.mesh) or {"x": case.devices}
     processes = case.hosts * case.processes
@@ -286,7 +286,7 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     clique.host_of = lambda device: device.process_index // case.processes
     clique._own_host = lambda mesh: 0
     # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.
-    board.address = lambda: board.ADDRESS
+    stalls.address = lambda: stalls.ADDRESS
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
     if ":" in case.op:
         module, attribute = case.op.split(":")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap.choice.space import MOST_ACCUMULATED, MOST_ACCUMULATED_IN_CLUSTERS
+from overlap.kernels.hopper.limits import MOST_ACCUMULATED, MOST_ACCUMULATED_IN_CLUSTERS
 
 # Pairs (tile, ending) for which a compute thread needs more than 160 registers. They come from the table of registers
 # that `python -m tests.assembly_sweep` writes. The list also has three small tiles that need far more registers than

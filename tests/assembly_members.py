@@ -12,7 +12,7 @@ from overlap.choice import space
 from overlap.choice.problem import Problem
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, rows_loaded, smem_bytes, warpgroup_tile
-from overlap.kernels.tma.limits import BARRIER_BYTES, EPILOGUE_COLUMNS, F32_BYTES, cluster_sums_bytes, stages_bytes
+from overlap.kernels.limits import BARRIER_BYTES, EPILOGUE_COLUMNS, F32_BYTES, cluster_sums_bytes, stages_bytes
 from overlap.primitives.integers import ceil_div
 from tests import assembly_registers
 from tests.assembly import TARGETS, Case

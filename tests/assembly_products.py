@@ -106,7 +106,7 @@ def gathered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]
 
         def call_rhs(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             return overlap.all_gather_rhs_matmul(
-                lhs, rhs, "x", gather_dimension=0 if along_k else 1, transpose_lhs=left, **keywords
+                lhs, rhs, "x", dimension=0 if along_k else 1, transpose_lhs=left, **keywords
             )
 
         mapped = jax.shard_map(call_rhs, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=P("x"), check_vma=False)
@@ -167,9 +167,7 @@ def scattered(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     def call(lhs: jax.Array, rhs: jax.Array, *rest: jax.Array) -> jax.Array:
         function: Any = overlap.matmul_all_reduce
         if not whole:
-            function = functools.partial(
-                overlap.matmul_reduce_scatter, scatter_dimension=int(columns), transport=transport
-            )
+            function = functools.partial(overlap.matmul_reduce_scatter, dimension=int(columns), transport=transport)
         return function(
             lhs, rhs, "x", transpose_lhs=left, transpose_rhs=right,
             preferred_element_type=out, config=overlap.Config(**options), implementation="fused",

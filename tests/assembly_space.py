@@ -25,8 +25,10 @@ import jax.numpy as jnp
 
 from overlap.choice import space
 from overlap.choice.model import work_of
-from overlap.choice.problem import LAYOUTS, Layout, Problem
+from overlap.choice.problem import Layout, Problem
 from overlap.kernels.config import FLOAT8, FLOAT16, Config
+from overlap.kernels.hopper import limits
+from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
 from tests.assembly import TARGETS
 from tests.assembly_largest import MOST_REGISTERS
@@ -39,23 +41,19 @@ SCATTER = ("matmul_reduce_scatter", "matmul_reduce_scatter_n")
 # sum to all devices. ONE_SHOT sends all parts to all devices at once.
 SPREAD, ONE_SHOT = "matmul_all_reduce", "matmul_all_reduce_one_shot"
 SUMS = (*SCATTER, SPREAD, ONE_SHOT)
-# For each operation: layouts, bytes of an operand, whether it has an epilogue. `Config.check` refuses some of them.
+# For each operation: layouts, bytes of an operand (8-bit operands are read in nt only), whether it has an epilogue.
+# `Config.check` refuses some of them.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
-    MATMUL: (LAYOUTS, (2, 1), True),
-    GATHER_LHS: (("nn", "nt"), (2, 1), True),
-    **{op: (("nn", "tn"), (2,), False) for op in GATHER_RHS},
-    SCATTER[0]: (LAYOUTS, (2, 1), True),
-    SCATTER[1]: (("nn",), (2,), True),
-    SPREAD: (LAYOUTS, (2, 1), True),
-    ONE_SHOT: (LAYOUTS, (2, 1), True),
+    op: (spec.layouts, (2, 1) if "nt" in spec.layouts else (2,), bool(spec.epilogue)) for op, spec in BY_NAME.items()
 }
+OPERATIONS |= {SCATTER[1]: (("nn",), (2,), True), ONE_SHOT: OPERATIONS[SPREAD]}
 
 # The fields of a Config that determine the class. split_k > 1 only makes the
 # result f32 and leaves the epilogue to XLA. stream_k > 1 only cuts tiles, if the problem has tiles to cut. Of
 # cluster_along, which is in `UNSEEN`, the class sees only whether it is "k" (`values_of`).
 SEEN = frozenset({"tile_m", "tile_n", "schedule", "swap_operands", "cluster", "split_k", "stream_k"})
-# A class with swapped operands has its own number of rows and those down to the next value (limits of `space.spills`).
-_MOST = {space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2}
+# A class with swapped operands has its own number of rows and those down to the next value (limits of `spills`).
+_MOST = {limits.MOST_ACCUMULATED, limits.MOST_ACCUMULATED_IN_CLUSTERS, limits.MOST_ACCUMULATED // 2}
 ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
 # The same in clusters along k. The most rows with 128 and with 256 columns; and two numbers whose sums in shared memory
 # have other swizzles (`cluster_sums_type`).

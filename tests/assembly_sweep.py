@@ -28,6 +28,7 @@ from typing import Any
 import jax
 
 from overlap.choice import space
+from overlap.kernels.hopper import limits
 from overlap.kernels.hopper.mainloop import REGISTERS
 from tests import assembly, assembly_members, assembly_registers, assembly_space
 from tests.assembly_members import BATCHES, DEVICES, Member, shapes_of
@@ -41,8 +42,8 @@ SAMPLED: list[tuple[Any, ...]] = [
     (256, 128, 2, "cooperative", False),
     (64, 256, 4, "cooperative", False),
     (128, 128, 2, "pingpong", False),
-    (space.MOST_ACCUMULATED, 256, 2, "cooperative", True),
-    (space.MOST_ACCUMULATED, 128, 2, "pingpong", True),
+    (limits.MOST_ACCUMULATED, 256, 2, "cooperative", True),
+    (limits.MOST_ACCUMULATED, 128, 2, "pingpong", True),
     (104, 256, 2, "cooperative", True),
 ]
 

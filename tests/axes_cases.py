@@ -90,7 +90,7 @@ def count_wrong(mesh, seed, repeats, *, apart=False, steps=6):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--one-key", action="store_true", help="as it was: the same beacon whoever talks to whom")
+    parser.add_argument("--one-key", action="store_true", help="as it was: the same ready flag whoever talks to whom")
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=40)

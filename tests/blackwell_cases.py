@@ -14,7 +14,7 @@ import numpy as np
 import overlap
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
-from overlap.kernels.layouts import PLAIN
+from overlap.kernels.operations import PLAIN
 from overlap.kernels.target import Target, emulating
 from overlap.single_gpu import product as single_gpu
 from overlap.single_gpu.matmul import MATMUL

@@ -20,7 +20,7 @@ from overlap.choice.model import work_of
 from overlap.choice.problem import Problem
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TENSOR_MEMORY_COLUMNS, smem_bytes
 from overlap.kernels.config import SWIZZLE_BYTES, Config
-from overlap.kernels.tma.limits import BARRIER_BYTES, EPILOGUE_COLUMNS
+from overlap.kernels.limits import BARRIER_BYTES, EPILOGUE_COLUMNS
 from tests.assembly import Case
 from tests.assembly_members import PULL_SHAPES, SCATTER_SHAPES, SHAPES
 from tests.assembly_report import KernelReport

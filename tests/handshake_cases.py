@@ -84,17 +84,17 @@ def change_tells(patch, change, *, of):
 # --- The beginning ----------------------------------------------------------------------------------------------------
 
 
-def never_raise_the_beacon(patch):
+def never_raise_the_ready_flag(patch):
     patch.setattr(Handshake, "_raise", lambda self: None)
 
 
-def raise_the_beacon_again_when_late(patch):
+def raise_the_ready_flag_again_when_late(patch):
     """A plain store replaces the compare-and-swap, which stores only if the word is zero."""
     change_text(patch, r"atom\.relaxed\.sys\.global\.cas\.b32 before, \[\$0\], 0,", "st.relaxed.sys.global.b32 [$0],")
 
 
 def do_not_look(patch):
-    """All peers count as begun, and are told that they have been seen, without looking at their beacons."""
+    """All peers count as begun, and are told that they have been seen, without looking at their ready flags."""
     patch.setattr(Handshake, "_look_code", lambda *_: None)
 
 
@@ -102,7 +102,7 @@ def look_for_nobody(patch):
     patch.setattr(Handshake, "_look", lambda *_: None)
 
 
-def look_at_the_own_beacon(patch):
+def look_at_the_own_ready_flag(patch):
     look = Handshake._look_code
     patch.setattr(Handshake, "_look_code", lambda self, context, _, own, *rest: look(self, context, own, own, *rest))
 
@@ -195,7 +195,7 @@ def wait_for_all_but_one_to_be_done(patch):
     wait = handshake.wait_for_word
 
     def wait_for_fewer(word, expected, group, peer, *, role, **kwargs):
-        fewer = expected & (expected - 1) if role == handshake.board.DONE else expected
+        fewer = expected & (expected - 1) if role == handshake.stalls.DONE else expected
         wait(word, fewer, group, peer, role=role, **kwargs | {"at_least": True})
 
     patch.setattr(handshake, "wait_for_word", wait_for_fewer)
@@ -211,11 +211,11 @@ def wait_for_the_other_neighbour(patch):
     )
 
 
-def never_lower_the_beacon(patch):
+def never_lower_the_ready_flag(patch):
     patch.setattr(Handshake, "_lower_code", lambda *_: None)
 
 
-def lower_the_beacon_after_telling(patch):
+def lower_the_ready_flag_after_telling(patch):
     wait, lower_code = Handshake._wait, Handshake._lower_code
 
     def wait_then_lower(self, flag, *rest):

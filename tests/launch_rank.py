@@ -2,7 +2,7 @@
 
 The first argument says what goes wrong, or what the job does instead of a product:
 
-    raise, exit, leave, kill, late    process 1 does this (late: uses devices before it has joined the job)
+    raise, exit, kill, late    process 1 does this (late: uses devices before it has joined the job)
     sleeps                            process 1 raises while the other process sleeps
     absent, stuck                     process 1 does not come to the meeting of the processes
     hosts                             each process counts as a host of its own
@@ -16,7 +16,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 
 import jax
@@ -26,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap import _compat, _departures
+from overlap import _compat
 from overlap.distributed import launchers
 
 
@@ -60,27 +59,12 @@ class Coordinator(logging.Handler):
             self.address = found[1]
 
 
-class Heard(logging.Handler):
-    """Sets an event at the first warning."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.event = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"heard: {record.getMessage()}", flush=True)
-        self.event.set()
-
-
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
-    heard, coordinator = Heard(), Coordinator()
+    coordinator = Coordinator()
     if mode in ("meet", "wait", "workers"):
         logging.getLogger("overlap").setLevel(logging.INFO)
         logging.getLogger("overlap").addHandler(coordinator)
-    if mode == "leave":
-        _departures._LOOK_EVERY_S, _departures._SAID_AFTER_S = 0.2, 1.0
-        logging.getLogger("overlap").addHandler(heard)
     if mode == "late":
         jax.devices()
     if mode in ("absent", "stuck"):
@@ -115,15 +99,9 @@ def main() -> None:
             raise SystemExit(3)
         if mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if mode == "leave":
-            raise SystemExit(0)
     if mode == "sleeps":
         time.sleep(100)
         print("process 0 has slept", flush=True)
-    if mode == "leave":
-        # This process continues until it is told that the other process has ended.
-        print(f"process 0 was told: {heard.event.wait(30)}", flush=True)
-        return
 
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -66,7 +66,7 @@ def send_to_another_tiles_place(patch):
 
 def send_both_halves_to_one_place(patch):
     send = exchange.send_boxes
-    patch.setattr(exchange, "send_boxes", lambda *args: send(*args[:5], 0 * args[5], *args[6:]))
+    patch.setattr(exchange, "send_boxes", lambda *args: send(*args[:4], 0 * args[4]))
 
 
 def overwrite_what_is_being_sent(patch):

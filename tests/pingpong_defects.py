@@ -48,7 +48,7 @@ def of_the_other_part(worker, rank, part):
 # fmt: off
 INJECTED = {
     # Full and consumed barriers of the pipeline stages.
-    "one full barrier for both": ("one", "buffers.lhs", full_at({"self.taking_turns == 1": "True"})),
+    "one full barrier for both": ("one", "buffers.lhs", full_at({"self.plan.taking_turns == 1": "True"})),
     "wait at the other's barrier": ("one", "buffers.lhs", accumulate({FULL: ONE_FULL})),
     "fill the other's barrier": ("one", "deadlock", slip(produce, "produce", {FULL: ONE_FULL})),
     "turns by tile": ("two cores", "buffers.lhs", full_at({"piece.ordinal": "piece.tile"})),
@@ -81,7 +81,9 @@ INJECTED = {
     "a tile too few": ("one", "deadlock", pieces({COUNT: "pieces - first"})),
     "a tile too many": ("one", "buffers.full", pieces({COUNT: "pieces - first + every"})),
     "step of one": ("one", "missed phase|TMA load, write", pieces({"turn * every": "turn"})),
-    "nobody but the first": ("one", "buffers.full", run({"COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles": "1"})),
+    "nobody but the first": (
+        "one", "buffers.full", run({"COMPUTE_WARPGROUPS if in_turn else buffers.plan.wg_tiles": "1"})
+    ),
     "drawn by the first": ("scatter", "race", whose({"== warpgroup": "== 0"})),
     "drawn by number": ("scatter, two cores", "race", whose({"piece.ordinal": "piece.tile"})),
     # What each warpgroup stores.
@@ -118,7 +120,7 @@ INJECTED = {
     "terms by warpgroup": ("scatter", "out of bounds",
         compute({"buffers, piece, wg_tile_index)": "buffers, piece, warpgroup)"})),
     "boxes by warpgroup": ("scatter", "out of bounds",
-        stores({"buffers, output.wg_tile_index": "buffers, output.warpgroup"})),
+        stores({"= output.wg_tile_index *": "= output.warpgroup *"})),
     "terms at one barrier": ("scatter", "missed phase", slip(exchange, "sum_of_terms", {FULL: ONE_FULL})),
     "load terms at one": ("scatter", "deadlock", slip(exchange, "load_terms", {FULL: ONE_FULL})),
     "mail for two": ("scatter", "mail.numbers",
@@ -127,12 +129,12 @@ INJECTED = {
     "mail read by the owner": ("scatter", "deadlock",
         slip(drawn, "for_each", {DONE: f"pl.when({OWNER})(lambda: {DONE})"})),
     "send before peers begin": ("one shot", "too early",
-        exchanged({"piece.ordinal < buffers.taking_turns": "piece.ordinal < 0"})),
+        exchanged({"piece.ordinal < buffers.plan.taking_turns": "piece.ordinal < 0"})),
 }
 HARMLESS = {
     # Either warpgroup may begin: each has its own buffers, and barriers belong to the tile.
     "the second begins": ("one", run({"first=warpgroup": "first=1 - warpgroup"})),
     # Before the producer loads the second tile, it has waited for all parts of the first. So all peers have begun.
-    "only the first waits": ("one shot", exchanged({"< buffers.taking_turns": "< 1"})),
+    "only the first waits": ("one shot", exchanged({"< buffers.plan.taking_turns": "< 1"})),
 }
 # fmt: on

@@ -121,7 +121,7 @@ def of_sums(
         assert along == ONE_SHOT or problem.scattered == dimension
     else:
         transport = "ring" if by_ring else None
-        keywords |= {"config": config, "scatter_dimension": ALONG.index(along), "transport": transport}
+        keywords |= {"config": config, "dimension": ALONG.index(along), "transport": transport}
 
     def summed(a: jax.Array, b: jax.Array) -> jax.Array:
         if everywhere:

@@ -25,7 +25,7 @@ def weights(along: str, axis: Any = "x") -> P:
 
 def call(along: str, axis: Any = "x", **kwargs: Any) -> Any:
     dimension = 0 if along == "k" else 1
-    return lambda a, b: overlap.all_gather_rhs_matmul(a, b, axis, gather_dimension=dimension, **kwargs)
+    return lambda a, b: overlap.all_gather_rhs_matmul(a, b, axis, dimension=dimension, **kwargs)
 
 
 def fused(along: str, config: Any = SMALL, **kwargs: Any) -> Any:

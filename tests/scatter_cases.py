@@ -68,7 +68,7 @@ class Layer:
         function: Any = overlap.matmul_all_reduce
         if self.along != EVERYWHERE:
             function = functools.partial(
-                overlap.matmul_reduce_scatter, scatter_dimension=ALONG.index(self.along), transport=self.transport
+                overlap.matmul_reduce_scatter, dimension=ALONG.index(self.along), transport=self.transport
             )
         return function(
             lhs, rhs, self.axis, transpose_lhs=self.transpose_lhs,

@@ -12,7 +12,7 @@ from overlap.collectives import communicator
 from overlap.collectives.reduce import blocks_kernel
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.kernels.tma import drawn, exchange, staging
-from overlap.primitives import PeerGroup, atomics, board, waits
+from overlap.primitives import PeerGroup, atomics, stalls, waits
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 
@@ -77,10 +77,7 @@ def announce_another_tile(patch):
 
 def store_both_halves_in_one_place(patch):
     store = exchange.store_boxes
-    patch.setattr(
-        exchange, "store_boxes", lambda boxes, views, buffers, warpgroup, first: store(
-            boxes, views, buffers, 0 * warpgroup, first)
-    )  # fmt: skip
+    patch.setattr(exchange, "store_boxes", lambda boxes, views, first: store(boxes, views, 0 * first))
 
 
 def drop_the_communicators_proxy_fence(patch):
@@ -216,7 +213,7 @@ def wait_for_terms_with_fences(patch, *fences):
     look_until = waits.look_until
 
     def look(*args, role, **kwargs):
-        look_until(*args, role=role, **kwargs | ({"fences": fences} if role == board.TERMS else {}))
+        look_until(*args, role=role, **kwargs | ({"fences": fences} if role == stalls.TERMS else {}))
 
     patch.setattr(waits, "look_until", look)
 

@@ -119,10 +119,10 @@ class Call:
             case "matmul":
                 return lambda a, b: overlap.matmul(a, b, **fused)
             case "rhs n" | "rhs k":
-                fused["gather_dimension"] = 1 if self.kind == "rhs n" else 0
+                fused["dimension"] = 1 if self.kind == "rhs n" else 0
                 return lambda a, b: overlap.all_gather_rhs_matmul(a, b, self.axes, **fused)
             case "scatter m" | "scatter n" | "scatter by ring":
-                fused["scatter_dimension"] = 1 if self.kind == "scatter n" else 0
+                fused["dimension"] = 1 if self.kind == "scatter n" else 0
                 fused["transport"] = "ring" if self.kind == "scatter by ring" else "push"
                 return lambda a, b: overlap.matmul_reduce_scatter(a, b, self.axes, **fused)
             case "spread" | "one shot":

@@ -52,7 +52,7 @@ def gather_rows(m, *, devices=4, order=None, **keywords):
 
 def gather_weights(dimension, devices=4):
     def call(a, b):
-        return overlap.all_gather_rhs_matmul(a, b, "x", gather_dimension=dimension, implementation="fused")
+        return overlap.all_gather_rhs_matmul(a, b, "x", dimension=dimension, implementation="fused")
 
     shapes = (devices * 512, 512), (512, 1024)
     return text_of(call, layout("x", x=devices).mesh(), (ROWS, (ROWS, COLUMNS)[dimension], ROWS), shapes)

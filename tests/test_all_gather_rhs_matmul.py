@@ -18,6 +18,7 @@ from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.target import Target
 from tests import assembly, oracle
 from tests.assembly import Case
+from tests.explained import answer
 from tests.oracle import make_mesh, on_mesh
 from tests.product_cases import normal, oracle_of
 from tests.rhs_cases import ALONG, ROWS, SMALL, assert_exact, call, fused, gathered, mapped, product, weights
@@ -218,13 +219,13 @@ def trace(lhs, rhs, axis_name="x", *, size=2, **kwargs):
     return jax.eval_shape(jax.shard_map(inner, mesh=make_mesh(x=size), in_specs=(), out_specs=P(), check_vma=False))
 
 
-ALONG_N, ALONG_K, FUSED = {"gather_dimension": 1}, {"gather_dimension": 0}, {"implementation": "fused"}
+ALONG_N, ALONG_K, FUSED = {"dimension": 1}, {"dimension": 0}, {"implementation": "fused"}
 GOOD_N, GOOD_K = (struct(128, 64), struct(64, 256)), (struct(128, 128), struct(64, 256))
 WRONG_CALLS = [  # Each entry: (arguments, keywords, the exception's type, what its message must contain).
-    (GOOD_N, {"gather_dimension": 2}, ValueError, ["`gather_dimension`", "0", "1", "got 2"]),
-    (GOOD_N, {"gather_dimension": True}, ValueError, ["`gather_dimension`", "True"]),
-    (GOOD_N, {"gather_dimension": None}, ValueError, ["`gather_dimension`", "None"]),
-    (GOOD_N, ALONG_K, ValueError, ["`lhs`", "k=64", "k=128", "2 shards", "`gather_dimension`"]),
+    (GOOD_N, {"dimension": 2}, ValueError, ["`dimension`", "0", "1", "got 2"]),
+    (GOOD_N, {"dimension": True}, ValueError, ["`dimension`", "True"]),
+    (GOOD_N, {"dimension": None}, ValueError, ["`dimension`", "None"]),
+    (GOOD_N, ALONG_K, ValueError, ["`lhs`", "k=64", "k=128", "2 shards", "`dimension`"]),
     (GOOD_K, ALONG_N, ValueError, ["`lhs`", "k=128", "k=64"]),
     ((struct(128), struct(64, 256)), ALONG_K, ValueError, ["`lhs`", "2 dimensions", "got 1"]),
     ((struct(128, 64), struct(1, 64, 256)), ALONG_N | FUSED, NotImplementedError, ["`rhs`", "leading", "(1,)"]),
@@ -253,7 +254,7 @@ def test_wrong_calls(args, kwargs, error, fragments):
 
 def test_outside_shard_map():
     with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.all_gather_rhs_matmul(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x", gather_dimension=0)
+        overlap.all_gather_rhs_matmul(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x", dimension=0)
 
 
 def test_shapes_and_an_axis_of_one_device():
@@ -264,7 +265,7 @@ def test_shapes_and_an_axis_of_one_device():
 
 
 def test_explain(monkeypatch):
-    explain = lambda *args, **kwargs: overlap.explain(  # noqa: E731
+    explain = lambda *args, **kwargs: answer(  # noqa: E731
         overlap.all_gather_rhs_matmul, *args, "x", mesh=make_mesh(x=2), **kwargs
     )
     assert explain(*GOOD_N, **ALONG_N).implementation == "xla"
@@ -283,8 +284,8 @@ def test_explain(monkeypatch):
     assert explain(*large, **ALONG_K, config=SMALL).config == SMALL
     ragged = explain(struct(8, 24), struct(12, 256), **ALONG_K)
     assert ragged.implementation == "xla" and "k_shard=12" in ragged.reason
-    with pytest.raises(ValueError, match="`gather_dimension`"):
-        explain(*GOOD_N, gather_dimension=3)
+    with pytest.raises(ValueError, match="`dimension`"):
+        explain(*GOOD_N, dimension=3)
 
 
 # --- Lowered, assembled -----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from overlap.choice import space, tables
 from overlap.choice.problem import LAYOUTS, Problem
 from overlap.kernels.config import Config
+from overlap.kernels.hopper import limits
 from tests import assembly, assembly_members, assembly_registers, assembly_space, assembly_sweep
 from tests.assembly_registers import Registers
 from tests.assembly_space import MATMUL, OPERATIONS, TARGET, UNSEEN, KernelClass, classify
@@ -125,7 +126,7 @@ def test_the_sweep_compares_members_of_classes_that_there_are():
 
 def test_swapped_tiles_of_any_rows_are_in_the_class_of_the_next_more():
     problem = Problem(MATMUL, 1192, 1792, 6464, "bfloat16", "bfloat16")
-    most, some, half = space.MOST_ACCUMULATED, space.MOST_ACCUMULATED_IN_CLUSTERS, space.MOST_ACCUMULATED // 2
+    most, some, half = limits.MOST_ACCUMULATED, limits.MOST_ACCUMULATED_IN_CLUSTERS, limits.MOST_ACCUMULATED // 2
     in_between = ((half + 8, some), (some, some), (most, most), (most + 8, 256))
     for rows, of_class in ((8, half), (half, half), *in_between, (256, 256)):
         config = Config(tile_m=rows, tile_n=128, swap_operands=True)

@@ -36,7 +36,7 @@ CALLS = {
     "ring": gather(config=SMALL, transport="ring"),
     "joined": gather(config=JOINED),
     "gathered rhs": lambda lhs, rhs, axis: overlap.all_gather_rhs_matmul(
-        lhs, rhs, axis, gather_dimension=1, config=SMALL, implementation="fused"
+        lhs, rhs, axis, dimension=1, config=SMALL, implementation="fused"
     ),
 }
 LESSONS = {rung.name: lambda lhs, rhs, axis, rung=rung: rung.matmul(lhs, rhs) for rung in RUNGS}

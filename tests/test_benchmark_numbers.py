@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command, crossover, current, matmul, provenance
+from benchmarks import command, crossover, current, environment, products
 from overlap.choice.crossover import FILE as CROSSOVER
 from overlap.choice.problem import Problem
 from overlap.tuning import timing
@@ -79,11 +79,10 @@ def test_ordinary_calls_are_waited_for_once(clock: Clock) -> None:
 
 
 @pytest.fixture
-def history(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """Makes a small repository with two commits, and a commit of an unrelated history in it."""
+def history(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Makes a small repository with two commits."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
-    monkeypatch.delenv(provenance.VARIABLE, raising=False)
     for name in ("overlap/kernels/a.py", "overlap/kernels-b.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
@@ -92,10 +91,6 @@ def history(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.
     (tmp_path / "overlap/__pycache__/a.pyc").write_bytes(b"\0")
     git(tmp_path, "init", "-q", "-b", "main")
     commit(tmp_path, "first")
-    git(tmp_path, "checkout", "-q", "-b", "other")
-    (tmp_path / "README.md").write_text("other\n")
-    commit(tmp_path, "other")
-    git(tmp_path, "checkout", "-q", "main")
     (tmp_path / "overlap/kernels/a.py").write_text("# changed\n")
     commit(tmp_path, "second")
     return tmp_path
@@ -113,53 +108,43 @@ def commit(root: pathlib.Path, message: str) -> None:
     git(root, "commit", "-q", "-m", message)
 
 
+def facts(named: str | None, root: pathlib.Path) -> dict[str, str]:
+    found = environment.code_facts(named, root)
+    assert found.pop("command").startswith("python ")
+    return found
+
+
 def test_a_clean_tree_is_its_commit(history: pathlib.Path) -> None:
     head = git(history, "rev-parse", "HEAD")
     expected = {"commit": head[:12], "code": f"overlap {git(history, 'rev-parse', 'HEAD:overlap')[:12]}"}
-    assert provenance.facts(root=history) == provenance.facts(head[:7], history) == expected
+    assert facts(None, history) == facts(head[:7], history) == expected
     # Files that no number depends on may differ: documents, and results that are being written.
     (history / "README.md").write_text("new\n")
     (history / "benchmarks/results").mkdir(parents=True)
     (history / "benchmarks/results/a.csv").write_text("1\n")
-    assert provenance.facts(root=history) == expected
+    assert facts(None, history) == expected
     commit(history, "a result")
-    assert provenance.facts(head, history) == expected
+    assert facts(head, history) == expected
 
 
 @pytest.mark.parametrize("path", ["overlap/kernels/a.py", "overlap/new.py", "benchmarks/h.py"])
 def test_a_tree_that_differs_is_refused(history: pathlib.Path, path: str) -> None:
+    with pytest.raises(SystemExit, match="differs from commit"):
+        facts("HEAD~1", history)
     (history / path).write_text("# not committed\n")
-    with pytest.raises(provenance.Refused, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
-        provenance.facts(root=history)
-
-
-def test_what_is_named_must_be_the_code_at_hand_and_of_this_history(history: pathlib.Path, monkeypatch) -> None:
-    with pytest.raises(provenance.Refused, match="differs from commit"):
-        provenance.facts("HEAD~1", history)
-    for name in ("0123456", "other", "--all", "HEAD:overlap"):
-        with pytest.raises(provenance.Refused, match=f"`--commit` must be a commit of this .* got '{name}'"):
-            provenance.facts(name, history)
-    monkeypatch.setenv(provenance.VARIABLE, "0123456")
-    with pytest.raises(provenance.Refused, match="got '0123456'"):
-        provenance.facts(root=history)
+    with pytest.raises(SystemExit, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
+        facts(None, history)
 
 
 def test_without_history_the_commit_is_named_and_can_be_verified_later(history: pathlib.Path, tmp_path_factory) -> None:
     copy = tmp_path_factory.mktemp("copy")
     head, folder = git(history, "rev-parse", "HEAD"), git(history, "rev-parse", "HEAD:overlap")
     (history / ".git").rename(copy / ".git")
-    with pytest.raises(provenance.Refused, match="must be named: --commit HASH"):
-        provenance.facts(root=history)
-    for name in ("HEAD", "main", "012345"):
-        with pytest.raises(provenance.Refused, match="a hash of 7 to 40 digits"):
-            provenance.facts(name, history)
-    found = provenance.facts(head, history)
-    assert found == {"commit": f"{head[:12]} ({provenance.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
-    # The same if the copy has been put into another repository.
-    git(history, "init", "-q")
-    commit(history, "a copy")
-    assert provenance.facts(head, history) == found
-    (history / ".git").rename(copy / "other")
+    for name in (None, "HEAD", "012345"):
+        with pytest.raises(SystemExit, match=f"has no commit {name or 'HEAD'}: add --commit with all 40 digits"):
+            facts(name, history)
+    found = facts(head, history)
+    assert found == {"commit": f"{head[:12]} ({environment.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
     (history / ".git").symlink_to(copy / ".git")
     assert not contradiction(found, history)
     found["code"] = "overlap 0123456789ab"
@@ -167,10 +152,9 @@ def test_without_history_the_commit_is_named_and_can_be_verified_later(history: 
 
 
 def test_the_harness_measures_nothing_of_unknown_code(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(provenance.VARIABLE, "no-commit")
     monkeypatch.setattr(command, "need_gpus", lambda: None)  # As on a machine with GPUs.
-    with pytest.raises(SystemExit, match=r"nothing was measured: .*got 'no-commit'"):
-        matmul.main(["--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"nothing was measured: .* no commit zz"):
+        products.main("matmul", ["--commit", "zz", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
@@ -182,20 +166,20 @@ def contradiction(facts: dict[str, str], root: pathlib.Path) -> str:
     name, _, remark = facts["commit"].partition(" (")
     if remark.startswith("not in this history"):
         return ""
-    commit = provenance.in_history(name, root)
-    if commit is None:
+    commit = environment.git(root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    if commit is None or environment.git(root, "merge-base", "--is-ancestor", commit, "HEAD") is None:
         return f"{name} is no commit of this history, and does not say so"
     code = facts["code"].removeprefix("overlap ")
-    if remark.startswith(provenance.UNVERIFIED) and not code:
+    if remark.startswith(environment.UNVERIFIED) and not code:
         return f"{name} is unverified, and no hash of overlap/ is recorded"
-    told = provenance.git(root, "rev-parse", f"{commit}:overlap") or ""
+    told = environment.git(root, "rev-parse", f"{commit}:overlap") or ""
     differs = code and not remark.startswith(("with changes", "before it")) and not told.startswith(code)
     return f"overlap/ of {name} has another hash than {code}" if differs else ""
 
 
 def test_every_result_names_a_commit_of_the_history_or_says_that_it_cannot() -> None:
-    root = provenance.REPOSITORY
-    if not provenance.has_history() or provenance.git(root, "rev-parse", "--is-shallow-repository") != "false":
+    root = environment.REPOSITORY
+    if not (root / ".git").exists() or environment.git(root, "rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("needs the history: this is a copy without .git, or a shallow clone")
     runs = {(row["env_commit"], row.get("env_code") or "") for table in current.tables() for row in table.rows}
     assert len(runs) > 20

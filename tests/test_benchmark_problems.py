@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from benchmarks import command, current, matmul, methods, report
+from benchmarks import current, methods, products, report
 from benchmarks.harness import Method, Result, Session, Settings
 from benchmarks.problems import DTYPES, LAYOUTS, SUITES, TableProblem, parse
 from overlap.tuning.operations import AXIS, product
@@ -70,7 +70,7 @@ def test_in_every_form_right_methods_are_timed_and_wrong_ones_are_not(mesh: Mesh
     def one_tile_missing(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return product(problem.library, lhs, rhs).at[:8, :8].set(0)
 
-    ours = methods.matmul_methods(problem.library, ["fused", "fused_bf16", "xla"], [], 1)
+    ours = methods.make(problem.library, ["fused", "fused_bf16", "xla"], [])
     *right, wrong = measure(problem, mesh, *ours, Method("wrong", one_tile_missing))
     assert [result.method for result in right] == ["fused"] + ["fused_bf16"] * dtype.startswith("f8") + ["xla"]
     for result in right:
@@ -187,23 +187,24 @@ def test_shapes_carry_a_dtype_and_a_layout() -> None:
         parse("matmul", 1, ["1x2x3"], "f64", None)
 
 
+def problems(table: str, *options: str, devices: int = 1) -> list[TableProblem]:
+    return products.problems(products.parser(table).parse_args(options), table, devices)
+
+
 def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() -> None:
-    parser = command.parser("", matmul.SHAPES, "xla", layouts=("nn", "nt", "tn", "tt"))
-    problems = command.problems(parser.parse_args(["--suite", "standard", "--dtype", "bf16"]), "matmul", 1)
-    assert len(problems) == len(set(problems)) == 13 * 3
-    assert {problem.layout for problem in problems} == {"nn", "nt", "tn"}
-    in_f8 = command.problems(parser.parse_args(["--suite", "standard", "--dtype", "f8_e4m3fn"]), "matmul", 1)
+    found = problems("matmul", "--suite", "standard", "--dtype", "bf16")
+    assert len(found) == len(set(found)) == 13 * 3
+    assert {problem.layout for problem in found} == {"nn", "nt", "tn"}
+    in_f8 = problems("matmul", "--suite", "standard", "--dtype", "f8_e4m3fn")
     assert len(in_f8) == 13 and {problem.layout for problem in in_f8} == {"nt"}
-    for wrong, words in ((["--suite", "none"], "standard"), (["--layouts", "nn,xy"], "nn, nt, tn, tt")):
-        with pytest.raises(SystemExit, match=words):
-            command.problems(parser.parse_args(wrong), "matmul", 1)
-    only_nn = command.parser("", "1x2x3:nt", "xla").parse_args([])
+    with pytest.raises(SystemExit, match="nn, nt, tn, tt"):
+        problems("matmul", "--layouts", "nn,xy")
     with pytest.raises(SystemExit, match="layout nn alone"):
-        command.problems(only_nn, "ladder", 1)
-    gathers = command.parser("", "1x2x3:f8_e5m2,1x2x3:bf16", "xla", devices=True, layouts=("nn", "nt"))
-    assert [p.layout for p in command.problems(gathers.parse_args([]), "all_gather_lhs_matmul", 2)] == ["nt", "nn"]
+        problems("ladder", "--shapes", "1x2x3:nt")
+    gathered = problems(GATHER, "--shapes", "1x2x3:f8_e5m2,1x2x3:bf16", devices=2)
+    assert [problem.layout for problem in gathered] == ["nt", "nn"]
     with pytest.raises(SystemExit, match="layout nn, nt alone"):
-        command.problems(gathers.parse_args(["--shapes", "1x2x3:tn"]), "all_gather_lhs_matmul", 2)
+        problems(GATHER, "--shapes", "1x2x3:tn", devices=2)
 
 
 GATHER, SCATTER = "all_gather_lhs_matmul", "matmul_reduce_scatter"
@@ -211,27 +212,25 @@ GATHER, SCATTER = "all_gather_lhs_matmul", "matmul_reduce_scatter"
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_the_sweep_covers_what_the_chooser_is_asked_about(devices: int) -> None:
-    parser = command.parser("", "1x2x3", "fused,xla", devices=True)
-    problems = command.problems(parser.parse_args(["--suite", "sweep", "--dtype", "bf16"]), GATHER, devices)
-    assert 20 <= len(problems) == len(set(problems)) <= 26
-    assert {problem.layout for problem in problems} == {"nn"}
-    assert {problem.m for problem in problems} == {16, 32, 64, 128, 512, 2048, 8192}
-    assert (min(p.n for p in problems), max(p.n for p in problems)) == (256, 16384)
-    assert (min(p.k for p in problems), max(p.k for p in problems)) == (512, 16384)
+    found = problems(GATHER, "--suite", "sweep", "--dtype", "bf16", devices=devices)
+    assert 20 <= len(found) == len(set(found)) <= 26
+    assert {problem.layout for problem in found} == {"nn"}
+    assert {problem.m for problem in found} == {16, 32, 64, 128, 512, 2048, 8192}
+    assert (min(p.n for p in found), max(p.n for p in found)) == (256, 16384)
+    assert (min(p.k for p in found), max(p.k for p in found)) == (512, 16384)
     # The budget leaves out the problems that take longest.
-    times = [expected_us(problem.library) for problem in problems]
+    times = [expected_us(problem.library) for problem in found]
     assert devices != 4 or times == sorted(times)
     assert max(times[:10]) < min(times[-5:])
     # Results are stated in shard sizes, and fit on a GPU together with their f32 oracle.
-    assert all(10 * problem.library.bytes_per_device < 60e9 for problem in problems)
+    assert all(10 * problem.library.bytes_per_device < 60e9 for problem in found)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
 def test_the_sweep_of_what_is_scattered(devices: int) -> None:
-    parser = command.parser("", "1x2x3", "fused,xla", devices=True)
-    problems = command.problems(parser.parse_args(["--suite", "scatter", "--dtype", "bf16"]), SCATTER, devices)
-    assert (min(p.m for p in problems), max(p.m for p in problems)) == (32, 32768)
-    for problem in problems:
+    found = problems(SCATTER, "--suite", "scatter", "--dtype", "bf16", devices=devices)
+    assert (min(p.m for p in found), max(p.m for p in found)) == (32, 32768)
+    for problem in found:
         # The sizes of one device's product. The device keeps one part of the result and receives a part from each peer.
         assert problem.library.whole == (problem.m, problem.n, problem.k) and problem.m % devices == 0
         assert problem.flops_per_device == 2.0 * problem.m * problem.n * problem.k
@@ -252,7 +251,7 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
 
 def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh, capsys) -> None:
     problem = dataclasses.replace(PROBLEM, m=97, layout="tn")
-    results = measure(problem, mesh, *methods.matmul_methods(problem.library, ["fused", "xla"], [], 1))
+    results = measure(problem, mesh, *methods.make(problem.library, ["fused", "xla"], []))
     assert results[0].status.startswith("NOT SERVED: the copy engine needs the rows of lhs")
     assert not results[0].served and results[1].ok and results[1].served
     report.show(report.Table(problem, results, roof="xla"))
@@ -261,7 +260,7 @@ def test_what_a_method_does_not_serve_is_no_error(mesh: Mesh, capsys) -> None:
 
 def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
     variant = methods.Variant.parse("fused:stages=99")
-    (result,) = measure(PROBLEM, mesh, *methods.matmul_methods(PROBLEM.library, ["fused"], [variant], 1))
+    (result,) = measure(PROBLEM, mesh, *methods.make(PROBLEM.library, ["fused"], [variant]))
     assert result.status.startswith("ERROR ValueError")
 
 
@@ -271,7 +270,8 @@ def test_a_config_that_does_not_fit_is_an_error(mesh: Mesh) -> None:
 def run(folder: pathlib.Path, *options: str, before: str = "") -> subprocess.CompletedProcess[str]:
     """Runs the Python code `before`, then makes a dry run of the table, in a process of its own."""
     program = (
-        f"import sys\nfrom benchmarks import command, harness, matmul\n{before}\nsys.exit(matmul.main(sys.argv[1:]))"
+        f"import sys\nfrom benchmarks import harness, products\n{before}\n"
+        "sys.exit(products.main('matmul', sys.argv[1:]))"
     )
     line = [sys.executable, "-c", program, "--dry-run", "--out", str(folder), *options]
     return subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
@@ -312,7 +312,7 @@ def test_if_one_problem_fails_the_rest_goes_on(tmp_path: pathlib.Path) -> None:
 A_MINUTE_EACH = """
 import time, types
 clock = [0.0]
-command.time = types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time, strftime=time.strftime)
+products.time = types.SimpleNamespace(monotonic=lambda: clock[0], time=time.time, strftime=time.strftime)
 measure_overhead = harness.Session.measure_overhead
 def a_minute_passes(self):
     clock[0] += 60

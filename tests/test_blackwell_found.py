@@ -127,7 +127,9 @@ INJECTED = {
     "wait a tile late": ("one", "accumulators", slip(blackwell, "_await_drained", {">= ACC": "> ACC"})),
     "commit in both": ("pair", "deadlock", slip(blackwell, "_multiply", {"_by_the_first(config, issue)": "issue()"})),
     "tell by tile": ("scatter", "deadlock", slip(blackwell, "_store", {TOLD + "ordinal": TOLD + "tile"})),
-    "other columns": ("192", "accumulators", slip(blackwell.Buffers, "accumulator", {"self.wg_tile.columns": "128"})),
+    "other columns": (
+        "192", "accumulators", slip(blackwell.Buffers, "accumulator", {"self.plan.wg_tile.columns": "128"})
+    ),
     "load too early": ("scatter", "term_boxes", slip(TERMS, "__call__", {LOAD: "\n", READ: LOAD + "        " + READ})),
     "refill one late": ("pair", "TMA load, write", slip(produce, "produce", {">= config.stages": "> config.stages"})),
     "same columns": ("pair", "Mismatch", slip(produce, "_operand_loads", {"rhs_start + me *": "rhs_start + 0 *"})),

@@ -15,10 +15,9 @@ from overlap.choice.dispatch import logger
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates, heuristic
 from overlap.emulation import emulate
-from overlap.kernels import limits
-from overlap.kernels.limits import Sizes
 from overlap.kernels.target import current_target, emulating
 from tests.blackwell_cases import B200, ONE, PAIR, product
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import integers
 
@@ -109,7 +108,7 @@ def test_xla_is_chosen_where_nothing_was_measured(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "current_target", lambda mesh=None: B200)
     struct = jax.ShapeDtypeStruct((4096, 4096), BF16)
     with caplog.at_level("WARNING", logger=logger.name):
-        choice = overlap.explain(overlap.matmul, struct, struct)
+        choice = answer(overlap.matmul, struct, struct)
     assert choice.implementation == "xla"
     assert "not measured on this GPU yet" in choice.reason
     assert 'implementation="fused"' in choice.reason
@@ -140,7 +139,7 @@ def test_the_model_finds_configurations_of_blackwell():
 def test_wrong_configurations(fields, words):
     config = overlap.Config(**({"tile_m": 128, "tile_n": 128, "stages": 2} | fields))
     with pytest.raises(ValueError, match=words):
-        limits.check(Sizes(4096, 4096, 4096, BF16, BF16), config, B200)
+        Problem("matmul", 4096, 4096, 4096, "bfloat16", "bfloat16").check(config, B200)
 
 
 def test_a_ring_is_chosen_without_pairs():
@@ -149,7 +148,7 @@ def test_a_ring_is_chosen_without_pairs():
     with emulating("blackwell"):
         given = overlap.all_gather_lhs_matmul, lhs, rhs, "x"
         by = {
-            transport: overlap.explain(*given, mesh=make_mesh(x=2), transport=transport, implementation="fused").config
+            transport: answer(*given, mesh=make_mesh(x=2), transport=transport, implementation="fused").config
             for transport in ("pull", "ring")
         }
     assert (by["pull"].cluster, by["ring"].cluster) == (2, 1)
@@ -157,7 +156,7 @@ def test_a_ring_is_chosen_without_pairs():
 
 def test_pairs_cannot_pass_tiles_on():
     with pytest.raises(ValueError, match="`cluster` must be 1 by the transport 'ring' on Blackwell"):
-        limits.check(Sizes(4096, 4096, 4096, BF16, BF16, transport="ring"), PAIR, B200)
+        Problem("all_gather_lhs_matmul", 4096, 4096, 4096, "bfloat16", "bfloat16", 2).check(PAIR, B200, "ring")
 
 
 def test_a_cpu_stands_for_either():

@@ -19,6 +19,7 @@ from overlap.emulation import emulate
 from overlap.kernels.target import emulating
 from tests import oracle
 from tests.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product
+from tests.explained import answer
 
 # --- By XLA --------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ def test_by_xla(left, right, batch):
     types = jax.tree.map(jax.typeof, (product.lhs, product.rhs, product.scales))
     lhs, rhs, scales = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     with emulating("blackwell"):
-        explained = overlap.explain(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
+        explained = answer(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
     assert explained.implementation == "fused" and explained.config.tile_n <= 128
 
 
@@ -43,10 +44,10 @@ def mesh(devices):
 
 COLLECTIVES = [  # The operation, its keywords, specs of both operands (k is the second dimension), the result's spec.
     (overlap.all_gather_lhs_matmul, {}, P("x", None), P("x", None), P(None, "x")),
-    (overlap.all_gather_rhs_matmul, dict(gather_dimension=0), P("x", None), P("x", None), P("x", None)),
-    (overlap.all_gather_rhs_matmul, dict(gather_dimension=1), P("x", None), P(None, "x"), P("x", None)),
-    (overlap.matmul_reduce_scatter, dict(scatter_dimension=0), P(None, "x"), P(None, "x"), P("x", None)),
-    (overlap.matmul_reduce_scatter, dict(scatter_dimension=1), P(None, "x"), P(None, "x"), P(None, "x")),
+    (overlap.all_gather_rhs_matmul, dict(dimension=0), P("x", None), P("x", None), P("x", None)),
+    (overlap.all_gather_rhs_matmul, dict(dimension=1), P("x", None), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(dimension=0), P(None, "x"), P(None, "x"), P("x", None)),
+    (overlap.matmul_reduce_scatter, dict(dimension=1), P(None, "x"), P(None, "x"), P(None, "x")),
     (overlap.matmul_all_reduce, {}, P(None, "x"), P(None, "x"), P()),
 ]
 

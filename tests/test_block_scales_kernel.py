@@ -16,13 +16,14 @@ from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels import target
 from overlap.kernels.blackwell import limits, scales
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.limits import Sizes
+from overlap.kernels.limits import RESERVED_BYTES
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import emulating
-from overlap.kernels.tma.limits import RESERVED_BYTES
 from overlap.tuning import operations
 from tests import assembly
 from tests.block_scale_cases import E4M3, E5M2, Product, config
+from tests.explained import answer
 
 B200, H200 = target.Target("gpu", "NVIDIA B200", 148), target.Target("gpu", "NVIDIA H200", 132)
 
@@ -155,7 +156,7 @@ def test_wrong_configurations_and_devices():
     product = Product(14, 128, 256, 128)
     with emulating("blackwell"), pytest.raises(ValueError, match=r"`tile_n` must be at most 128 .* got 256"):
         product("fused", config=config(tile_n=256))
-    sizes = Sizes(128, 256, 128, E4M3, jnp.bfloat16, OperandLayouts(False, True), block_scaled=True)
+    sizes = OperandTypes(128, E4M3, E4M3, jnp.bfloat16, OperandLayouts(False, True), block_scaled=True)
     with pytest.raises(
         ValueError, match=r"needs 520 columns of tensor memory, and there are 512: reduce `stages` .33."
     ):
@@ -169,13 +170,13 @@ def test_xla_runs_what_the_kernel_cannot(monkeypatch):
 
     def reason(kind, product):
         monkeypatch.setattr(dispatch, "target", lambda mesh=None: kind)
-        explained = overlap.explain(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
+        explained = answer(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
         assert explained.implementation == "xla" and explained.config is None
         return explained.reason
 
     assert "the tensor cores of Hopper take no block scales" in reason(H200, product)
     assert "needs the rows of rhs to be multiples of 16 bytes, got n=120" in reason(B200, unaligned)
-    assert reason(B200, product) == crossover.NOTHING_MEASURED
+    assert reason(B200, product) == crossover.NOTHING_MEASURED.reason
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])

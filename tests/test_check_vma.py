@@ -74,10 +74,10 @@ CASES = {
     "several right sides": Case(several, *TENSOR[:2], ((GATHERED, GATHERED), P("data", None))),
     "several, joined": Case(several, *TENSOR[:2], ((GATHERED, GATHERED), P("data", None)), config=JOINED),
     "weights sharded along k": Case(
-        lambda *a, **b: overlap.all_gather_rhs_matmul(*a, "x", gather_dimension=0, **b), ALL_ROWS, ROWS, ALL_ROWS
+        lambda *a, **b: overlap.all_gather_rhs_matmul(*a, "x", dimension=0, **b), ALL_ROWS, ROWS, ALL_ROWS
     ),
     "weights sharded along n": Case(
-        lambda *a, **b: overlap.all_gather_rhs_matmul(*a, "x", gather_dimension=1, **b),
+        lambda *a, **b: overlap.all_gather_rhs_matmul(*a, "x", dimension=1, **b),
         ALL_ROWS, P(None, "x"), ALL_ROWS,
     ),
     # The left operand is the same along "data"; the weights are not.

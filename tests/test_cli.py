@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import overlap
-from overlap.cli import demo, doctor, ending, main, trace_files
+from overlap.cli import demo, devices, doctor, ending, main, trace_files
 from overlap.kernels.target import emulating
 from overlap.tuning import trace
 from overlap.tuning.programs import draw_operands, mesh_of
@@ -32,7 +32,7 @@ def test_demo_runs_emulated_and_draws(repository, tmp_path):
     out = tmp_path / "picture.png"
     process = run_overlap(repository, "demo", "--out", out)
     assert process.returncode == 0, process.stderr
-    errors = [(name, float(error)) for name, error in re.findall(r"(fused|xla)\s.*?(\d\.\d+e-\d\d)", process.stdout)]
+    errors = [(name, float(error)) for name, error in re.findall(r"(fused|xla): .*?(\d\.\d+e-\d\d)", process.stdout)]
     assert [name for name, _ in errors] == ["fused", "xla"] * 2, process.stdout
     for (_, fused), (_, xla) in zip(errors[::2], errors[1::2], strict=True):
         assert 0 < fused <= 2 * xla < 0.01
@@ -67,7 +67,7 @@ def test_an_argument_that_makes_no_sense_is_refused_by_name(capsys, line, said):
 def test_demo_on_more_devices_than_there_are(monkeypatch, capsys):
     assert main(["demo", "--emulate", "--devices", "99"]) == 2
     assert capsys.readouterr().err == "demo: --devices must be at most 8 where they are emulated, got 99\n"
-    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
+    monkeypatch.setattr(devices, "why_not_gpus", lambda: None)
     assert main(["demo", "--devices", "99"]) == 2
     assert capsys.readouterr().err == "demo: --devices must be at most 8 on this machine, got 99\n"
 
@@ -82,7 +82,7 @@ def test_demo_as_on_gpus(factor, monkeypatch, capsys):
         return {"fused": lambda lhs, rhs: xla(lhs, rhs) * factor, "xla": xla}
 
     monkeypatch.setattr(demo, "_methods", by_xla)
-    monkeypatch.setattr(demo, "why_not_gpus", lambda: None)
+    monkeypatch.setattr(devices, "why_not_gpus", lambda: None)
     monkeypatch.setattr(demo, "_ON_GPUS", (32, 8, 16))
     monkeypatch.setattr(demo, "_WARM_UP_S", 0.0)
     monkeypatch.setattr(trace, "record", lambda *_, emulated: trace.Trace([], not emulated))
@@ -91,7 +91,7 @@ def test_demo_as_on_gpus(factor, monkeypatch, capsys):
     said = capsys.readouterr().out
     if factor == 1.0:
         assert (status, pictures) == (0, ["x.png"])
-        assert len(re.findall(r"xla .* 1\.00 ", said)) == len(re.findall(r"roof .* 1\.000 ", said)) == 2
+        assert len(re.findall(r"xla: .* 1\.00 ", said)) == len(re.findall(r"cuBLAS alone .* 1\.000 ", said)) == 2
     else:
         assert (status, pictures) == (1, []) and "FAILED" in said
 

@@ -76,7 +76,7 @@ def test_a_dimension_that_there_is_not():
 
 COLLECTIVES = [
     (overlap.all_gather_lhs_matmul, {}, P("x"), P(None, "x"), P(None, "x")),
-    (overlap.all_gather_rhs_matmul, {"gather_dimension": 0}, P(), P("x"), P()),
+    (overlap.all_gather_rhs_matmul, {"dimension": 0}, P(), P("x"), P()),
     (overlap.matmul_reduce_scatter, {}, P(None, "x"), P("x"), P("x")),
     (overlap.matmul_all_reduce, {}, P(None, "x"), P("x"), P()),
 ]

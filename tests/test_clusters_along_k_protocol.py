@@ -14,7 +14,7 @@ import overlap
 from overlap.emulation import EmulationError
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
-from overlap.kernels.layouts import PLAIN
+from overlap.kernels.operations import PLAIN
 from overlap.kernels.target import Target
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL

@@ -18,12 +18,12 @@ from jaxlib.mlir.dialects import gpu
 
 import overlap
 from overlap import _compat, _requirements, _settings, primitives
-from overlap._compat import mend
+from overlap._compat import patch
 from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels.config import Config
 from overlap.kernels.hopper.mainloop import Hopper
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, shared_semaphores
 from overlap.primitives.clique import IN_CLIQUES
@@ -34,7 +34,7 @@ TOO_NEW = ".".join(map(str, _requirements.JAX_BELOW)) + ".0"
 
 @pytest.fixture
 def nothing_applied(monkeypatch):
-    monkeypatch.setattr(mend, "_applied", set())
+    monkeypatch.setattr(patch, "_applied", set())
     monkeypatch.delenv(_settings.UNCHECKED_JAX_VARIABLE, raising=False)
     _settings.unchecked_jax.cache_clear()
     yield
@@ -63,14 +63,14 @@ SHAPES = (4096, 512), (512, 2048)
 
 def a_mend(name="something"):
     made = []
-    return made, mend.Mend(name, lambda: made.append(name))
+    return made, patch.Patch(name, lambda: made.append(name))
 
 
 def test_a_change_is_made_once_and_what_it_needs_before(nothing_applied):
     first, (made, second) = a_mend()[1], a_mend("more")
     order = []
-    inner = mend.Mend("inner", lambda: order.append("inner"))
-    outer = mend.Mend("outer", lambda: order.append("outer"), needs=(inner,))
+    inner = patch.Patch("inner", lambda: order.append("inner"))
+    outer = patch.Patch("outer", lambda: order.append("outer"), needs=(inner,))
     _compat.apply(outer, inner)
     _compat.apply(outer, first, second, second)
     assert order == ["inner", "outer"] and made == ["more"]
@@ -83,7 +83,7 @@ def test_a_version_that_was_not_checked_is_refused_with_the_way_out(too_new):
     for word in (
         "kernels do things",
         f"jax {TOO_NEW} is",
-        mend.CHECKED,
+        patch.CHECKED,
         'implementation="xla"',
         "OVERLAP_UNCHECKED_JAX=1",
     ):
@@ -121,16 +121,16 @@ def test_there_kernels_run_emulated(too_new):
     x = jnp.ones((64, 64), jnp.bfloat16)
     with emulate():
         out = jax.jit(lambda x: overlap.matmul(x, x, implementation="fused", config=Config(tile_n=64, stages=2)))(x)
-    assert (out == 64).all() and not mend._applied
+    assert (out == 64).all() and not patch._applied
 
 
 def test_tracing_changes_nothing(nothing_applied, monkeypatch):
     """Tracing a kernel changes nothing, even with peers; lowering does."""
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
     _, lower = lowered(gather("fused"), *SHAPES)
-    assert not mend._applied
+    assert not patch._applied
     lower()
-    assert {IN_CLIQUES, _compat.WARP_LOOPS} < mend._applied
+    assert {IN_CLIQUES, _compat.WARP_LOOPS} < patch._applied
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_tracing_changes_nothing(nothing_applied, monkeypatch):
 )
 def test_a_mainloop_asks_for_what_it_needs(layouts, config, forwards, expected):
     kinds = types.SimpleNamespace(layouts=OperandLayouts(**layouts), forwards=forwards)
-    needed = Hopper().mends(Config(**config), kinds)
+    needed = Hopper().patches(Config(**config), kinds)
     assert set(needed) == {getattr(_compat, name) for name in expected}
 
 
@@ -161,7 +161,7 @@ HAS_OFFSETS = jax.__version_info__ >= (0, 12)
 
 
 def cluster_refs_of_jax():
-    return mend.private("jax.experimental.mosaic.gpu.utils", "get_cluster_ref")
+    return patch.private("jax.experimental.mosaic.gpu.utils", "get_cluster_ref")
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def reads_of_another_cta(part):
     "part", [lambda buffer: buffer.at[1], lambda buffer: buffer.at[lax.axis_index("rank")]], ids=["static", "dynamic"]
 )
 def test_a_part_of_a_buffer_of_another_cta_is_read(jaxs_own_cluster_refs, part):
-    """jax 0.12 can do it. jax 0.11 can do it with the mend only."""
+    """jax 0.12 can do it. jax 0.11 can do it with the patch only."""
     if not HAS_OFFSETS:
         with pytest.raises(ValueError, match=r"Expected type memref<128xf32, strided<\[1\], offset: \?>"):
             reads_of_another_cta(part)()
@@ -227,7 +227,7 @@ def test_a_reference_to_another_cta_keeps_its_offset(jaxs_own_cluster_refs, offs
 )
 def test_a_name_that_jax_has_not_got_is_said(module, path):
     with pytest.raises(RuntimeError, match=rf"{module}\.{path}.*jax {jax.__version__} has not got it: install"):
-        mend.private(module, path)
+        patch.private(module, path)
 
 
 def test_another_copy_of_the_library_changes_nothing_again(monkeypatch):
@@ -235,7 +235,7 @@ def test_another_copy_of_the_library_changes_nothing_again(monkeypatch):
     module.function = lambda: 1
     monkeypatch.setitem(__import__("sys").modules, "module", module)
     for _ in range(2):
-        mend.replace("module", "function", "doubles", lambda given: lambda: 2 * given())
+        patch.replace("module", "function", "doubles", lambda given: lambda: 2 * given())
     assert module.function() == 2
 
 
@@ -243,7 +243,7 @@ def test_a_kernel_of_a_user_is_prepared_for_explicitly(nothing_applied, monkeypa
     """Without explicit preparation, the kernel is refused instead of being lowered for unknown devices."""
     name = "mpmd_map_mgpu_lowering_rule"
     registration = "jax._src.pallas.mosaic_gpu.pallas_call_registration"
-    rule = mend.private(registration, name)
+    rule = patch.private(registration, name)
     monkeypatch.setattr(f"{registration}.{name}", getattr(rule, "__wrapped__", rule))
 
     def body(x_gmem, out_gmem):

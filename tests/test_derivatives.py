@@ -155,7 +155,7 @@ def gather(op):
             (lhs * scale).astype(lhs.dtype),
             rhs,
             "x",
-            gather_dimension=0 if op == "k" else 1,
+            dimension=0 if op == "k" else 1,
             implementation=implementation,
         )
 
@@ -273,9 +273,7 @@ def test_gathers_as_the_gradient_of_the_plain_operations(dtype, op):
             keywords = dict(lhs_scale=factor, preferred_element_type=F32 if dtype == F32 else None)
             y = overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation="fused", **keywords)
         else:
-            y = overlap.all_gather_rhs_matmul(
-                lhs, rhs, "x", gather_dimension=0 if op == "k" else 1, implementation="fused"
-            )
+            y = overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=0 if op == "k" else 1, implementation="fused")
         return y.astype(F32)
 
     def gradients(f):

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.kernels.target import SMEM_BYTES, Target
+from tests.explained import answer
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 H200 = Target("gpu", "NVIDIA H200", 132)
@@ -94,7 +95,7 @@ def test_configs_that_do_not_fit(fields, fragments):
 OPERATIONS = {
     overlap.matmul: ((), {}),
     overlap.all_gather_lhs_matmul: (("x",), {}),
-    overlap.all_gather_rhs_matmul: (("x",), {"gather_dimension": 1}),
+    overlap.all_gather_rhs_matmul: (("x",), {"dimension": 1}),
     overlap.matmul_reduce_scatter: (("x",), {}),
     overlap.matmul_all_reduce: (("x",), {}),
     overlap.sharded_matmul: ((), {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}),
@@ -107,8 +108,11 @@ def test_a_config_is_checked_even_if_xla_runs(op, implementation):
     args, kwargs = OPERATIONS[op]
 
     def explained(config):
-        given = kwargs | {"implementation": implementation, "config": config, "mesh": mesh(x=2)}
-        return overlap.explain(op, *GOOD, *args, **given)
+        given = kwargs | {"implementation": implementation, "config": config}
+        if op is overlap.sharded_matmul:
+            with jax.set_mesh(mesh(x=2)):
+                return answer(op, *GOOD, *args, **given)
+        return answer(op, *GOOD, *args, mesh=mesh(x=2), **given)
 
     with pytest.raises(ValueError, match="`tile_n` must be a multiple of 64"):
         explained(overlap.Config(tile_n=96))
@@ -220,34 +224,32 @@ def test_devices_without_a_kernel(monkeypatch, target, fragment):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target)
     with pytest.raises(NotImplementedError, match=fragment):
         trace(*GOOD, implementation="fused")
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=mesh(x=2))
+    choice = answer(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=mesh(x=2))
     assert choice.implementation == "xla" and fragment in choice.reason
 
 
 def test_a_fallback_on_the_right_gpu_is_a_warning(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 513)), "x", mesh=mesh(x=2))
+    answer(overlap.all_gather_lhs_matmul, struct((100, 64)), struct((64, 513)), "x", mesh=mesh(x=2))
     (record,) = [r for r in caplog.records if r.name == "overlap" and r.levelname == "WARNING"]
     assert "n=513" in record.message
 
 
 def test_explain_and_choice(monkeypatch):
     on = mesh(x=2)
-    assert overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on).implementation == "xla"
-    asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused")
+    assert answer(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on).implementation == "xla"
+    asked = answer(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused")
     assert asked.implementation == "fused" and asked.source == "heuristic" and asked.config is not None
     given = overlap.Config(tile_n=128)
-    asked = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused", config=given)
+    asked = answer(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on, implementation="fused", config=given)
     assert asked.config == given and asked.source == "given"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    chosen = overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on)
+    chosen = answer(overlap.all_gather_lhs_matmul, *GOOD, "x", mesh=on)
     assert chosen.implementation == "fused"
-    ragged = overlap.explain(overlap.all_gather_lhs_matmul, struct((100, 65)), struct((65, 256)), "x", mesh=on)
+    ragged = answer(overlap.all_gather_lhs_matmul, struct((100, 65)), struct((65, 256)), "x", mesh=on)
     assert ragged.implementation == "xla" and "k=65" in ragged.reason and "k=65" in str(ragged)
-    with pytest.raises(ValueError, match="`op`"):
-        overlap.explain(print)
     with pytest.raises(ValueError, match=r"inside `jax.shard_map`"):
-        overlap.explain(overlap.all_gather_lhs_matmul, *GOOD, "x")
+        answer(overlap.all_gather_lhs_matmul, *GOOD, "x")
 
 
 def test_a_choice_is_said_once(caplog):

@@ -12,7 +12,7 @@ PACKAGE = pathlib.Path(overlap.__file__).parent
 FLOORS = (
     ("_cuda", "_requirements", "_settings", "_version", "_xla_flags", "emulation"),
     ("_compat",),
-    ("primitives", "_departures"),
+    ("primitives",),
     ("kernels", "distributed"),
     ("choice",),
     ("frame",),

@@ -1,5 +1,6 @@
 """Tests added because injected defects had gone unnoticed, in sums by ring and in fused gradients of weights."""
 
+import dataclasses
 import types
 
 import jax
@@ -14,6 +15,7 @@ from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.emulation import emulate
 from overlap.kernels.hooks import Tile
 from overlap.kernels.hopper import mainloop
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import normal
 from tests.scatter_cases import BF16, F16, F32, SMALL, assert_close
@@ -23,9 +25,9 @@ DEVICES = 4
 
 @pytest.mark.parametrize("by_ring", [False, True])
 def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
-    schedule = ReduceScatterSchedule.of(
-        DEVICES, "m", (1, 64, 128), (2, 64, 64), 2, overlap.Config(tile_m=64, tile_n=128), uses_ring=by_ring
-    )
+    config = overlap.Config(tile_m=64, tile_n=128)
+    schedule = ReduceScatterSchedule.of(DEVICES, "m", (1, 64, 128), (2, 64, 64), 2, config)
+    schedule = dataclasses.replace(schedule, uses_ring=by_ring)
     loop = lambda first, end: lambda act: [act(index) for index in range(first, end)]  # noqa: E731
     monkeypatch.setattr(blocks_kernel, "pl", types.SimpleNamespace(loop=loop))
     for me in range(DEVICES):
@@ -43,7 +45,7 @@ def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
 @pytest.mark.parametrize("transport", [None, "push", "ring"])
 def test_of_one_device_nothing_travels(transport):
     operand = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
-    explanation = overlap.explain(
+    explanation = answer(
         overlap.matmul_reduce_scatter, operand, operand, "x", mesh=make_mesh(x=1), transport=transport,
         implementation="fused", config=overlap.Config(tile_m=64, tile_n=128, stages=2),
     )  # fmt: skip
@@ -80,13 +82,15 @@ def gradients(operation, in_specs, out_specs, operands, **options):
 
 
 def test_gradients_go_by_ring_only_where_the_call_does(monkeypatch):
-    by_ring, of = [], ReduceScatterSchedule.of
+    by_ring, schedule_of = [], blocks_kernel._schedule
     monkeypatch.setattr(RingTransport, "hook_in", lambda self, *args: by_ring.append("gather"))
-    monkeypatch.setattr(
-        ReduceScatterSchedule,
-        "of",
-        lambda *args, **kwargs: by_ring.append("sum") if kwargs["uses_ring"] else of(*args, **kwargs),
-    )
+
+    def found(*args):
+        schedule, *rest = schedule_of(*args)
+        by_ring.extend(["sum"] * schedule.uses_ring)
+        return schedule, *rest
+
+    monkeypatch.setattr(blocks_kernel, "_schedule", found)
     operands = normal(0, 64, 64), normal(1, 64, 64)
     gradients(overlap.matmul_reduce_scatter, (COLUMNS, ROWS), ROWS, operands, implementation="fused", config=SMALL)
     gradients(overlap.all_gather_lhs_matmul, (ROWS, COLUMNS), COLUMNS, operands, implementation="fused", config=SMALL)

@@ -14,6 +14,7 @@ from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels.target import Target
 from tests import oracle
+from tests.explained import answer
 
 BF16, F16, F32, E4M3 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn
 SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
@@ -139,7 +140,7 @@ def test_operands_that_are_the_same_everywhere(dimension):
         keywords = {"implementation": implementation, "config": SMALL if implementation == "fused" else None}
         if dimension is None:
             return overlap.all_gather_lhs_matmul(lhs, rhs, "x", **keywords)
-        return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=dimension, **keywords)
+        return overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=dimension, **keywords)
 
     def both(implementation):
         def value_and_grads(lhs, rhs):
@@ -167,7 +168,7 @@ def h200(monkeypatch):
 def test_several_right_sides_are_chosen_for_as_one_of_their_total_width(m, h200):
     def config(rhs):
         given = overlap.all_gather_lhs_matmul, struct(m, 4096), rhs, "x"
-        return overlap.explain(*given, mesh=mesh(), implementation="fused").config
+        return answer(*given, mesh=mesh(), implementation="fused").config
 
     assert config([struct(4096, 128), struct(4096, 3968)]) == config(struct(4096, 4096))
 
@@ -175,14 +176,14 @@ def test_several_right_sides_are_chosen_for_as_one_of_their_total_width(m, h200)
 def test_leading_dimensions_are_chosen_for_as_more_rows(h200):
     def config(lhs):
         given = overlap.all_gather_rhs_matmul, lhs, struct(4096, 2048), "x"
-        return overlap.explain(*given, gather_dimension=1, mesh=mesh(), implementation="fused").config
+        return answer(*given, dimension=1, mesh=mesh(), implementation="fused").config
 
     assert config(struct(16, 128, 4096)) == config(struct(2048, 4096)) != config(struct(128, 4096))
 
 
 def test_both_ways_to_split_k_at_once(h200):
     with pytest.raises(ValueError, match="`split_k` must be 1 with stream_k=2"):
-        overlap.explain(overlap.matmul, struct(256, 4096), struct(4096, 4096),
+        answer(overlap.matmul, struct(256, 4096), struct(4096, 4096),
                         config=overlap.Config(split_k=2, stream_k=2))  # fmt: skip
 
 

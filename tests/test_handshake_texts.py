@@ -25,13 +25,13 @@ from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
     PeerGroup,
-    board,
     each_drawn,
     fence_async_proxy,
     semaphore_signal,
     semaphore_signal_peer,
     semaphore_wait_peer,
     shared_semaphores,
+    stalls,
 )
 from overlap.primitives.waits import wait_for_word
 from tests.emulation.inline_cases import inline, on_words
@@ -98,7 +98,7 @@ def run(seeds, only=None):
 
 # (text to find, replacement)
 REPORTED = {
-    # The beacon.
+    # The ready flag.
     "raised without a release": (r"fence\.acq_rel\.sys;(\s*@first st)", r"\1"),
     "raised with a release within the GPU": (r"fence\.acq_rel\.sys(;\s*@first st)", r"fence.acq_rel.gpu\1"),
     "raised with an acquire": (r"fence\.acq_rel\.sys(;\s*@first st)", r"fence.acquire.sys\1"),
@@ -228,7 +228,7 @@ def test_a_harmless_text(which, monkeypatch):
 # --- A wait that takes long -------------------------------------------------------------------------------------------
 
 LIMIT_S = 50
-FIELDS = [board.OPERATION, board.POSITION, board.PEER, board.ROLE, board.EXPECTED, board.GOT, board.WAITED]
+FIELDS = [stalls.OPERATION, stalls.POSITION, stalls.PEER, stalls.ROLE, stalls.EXPECTED, stalls.GOT, stalls.WAITED]
 
 
 def read_record(state, out, words):
@@ -236,12 +236,12 @@ def read_record(state, out, words):
 
     As the host does. The fields are read by plain loads: a race, unless they are released before the state is written.
     """
-    one, two = board.RECORD_BYTES, 3 * board.RECORD_BYTES
+    one, two = stalls.RECORD_BYTES, 3 * stalls.RECORD_BYTES
     fields = (f"ld.global.b32 field, [at+{4 * f}]; st.global.b32 [$0+{4 * i}], field;" for i, f in enumerate(FIELDS))
     text = f"""{{ .reg .pred other; .reg .b32 a, b, field; .reg .b64 at;
         LOOK: ld.relaxed.sys.global.b32 a, [$1+{one}]; ld.relaxed.sys.global.b32 b, [$1+{two}];
         max.u32 field, a, b; setp.ne.u32 other, field, {state}; @other bra LOOK; fence.acquire.sys;
-        ld.relaxed.sys.global.b32 a, [$1+{one + 4 * board.OPERATION}]; setp.eq.u32 other, a, 0;
+        ld.relaxed.sys.global.b32 a, [$1+{one + 4 * stalls.OPERATION}]; setp.eq.u32 other, a, 0;
         selp.b32 a, {two}, {one}, other; mad.wide.u32 at, a, 1, $1; {"".join(fields)}
         mov.u32 field, %clock; }}"""
     inline(text, out, words.at[0])
@@ -263,31 +263,31 @@ def wait_long(patch, state, seen):
         @plgpu.warp_map
         def _roles(warp):
             is_host = lax.axis_index("cta") == 1
-            wait = lambda: wait_for_word(words.at[0], 3, group, 1, operation=7, role=board.FLAG)  # noqa: E731
+            wait = lambda: wait_for_word(words.at[0], 3, group, 1, operation=7, role=stalls.FLAG)  # noqa: E731
             pl.when((warp == 0) & ~is_host)(wait)
 
             @pl.when((warp == 0) & is_host)
             def _host():
                 read_record(state, out.at[0], words)
-                if state != board.GIVEN_UP:
+                if state != stalls.GIVEN_UP:
                     semaphore_signal(words.at[0], 3)
-                    read_record(board.OVER, out.at[1], words)
+                    read_record(stalls.OVER, out.at[1], words)
 
-    patch.setattr(board, "address", lambda: "$0")
-    patch.setattr(board, "MOST_DEVICES", 2)
+    patch.setattr(stalls, "address", lambda: "$0")
+    patch.setattr(stalls, "MOST_DEVICES", 2)
     patch.setattr(_settings, "wait_timeout_s", lambda: LIMIT_S)
     patch.setattr(registers, "CLOCK", clock)
     patch.setattr(PeerGroup, "me", lambda self: 0)
-    return on_words(act, 4 * board.RECORD_BYTES // 4, ctas=2, results=(2, len(FIELDS)), step_limit=20_000)
+    return on_words(act, 4 * stalls.RECORD_BYTES // 4, ctas=2, results=(2, len(FIELDS)), step_limit=20_000)
 
 
 def check_long_waits(patch):
     seen = []
-    (*waiting, ticks), (*over, _) = wait_long(patch, board.STILL_WAITING, [])
-    assert waiting == [7, 0, 1, board.FLAG, 3, 0] and over == [*waiting[:-1], 3]
-    assert board.REPORT_AFTER_S <= ticks * board.TICK_S < board.REPORT_AFTER_S + 3
+    (*waiting, ticks), (*over, _) = wait_long(patch, stalls.STILL_WAITING, [])
+    assert waiting == [7, 0, 1, stalls.FLAG, 3, 0] and over == [*waiting[:-1], 3]
+    assert stalls.REPORT_AFTER_S <= ticks * stalls.TICK_S < stalls.REPORT_AFTER_S + 3
     with pytest.raises(ProtocolError, match="the kernel trapped"):
-        wait_long(patch, board.GIVEN_UP, seen)
+        wait_long(patch, stalls.GIVEN_UP, seen)
     assert seen
 
 

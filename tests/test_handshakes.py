@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 
-from overlap.primitives import board, handshake, semaphore_wait
+from overlap.primitives import handshake, semaphore_wait, stalls
 from overlap.primitives.handshake import Handshake
 from overlap.primitives.waits import wait_for_word
 from tests import handshake_cases as defects
@@ -43,31 +43,33 @@ def test_clean_if_one_cta_runs_at_a_time(kernel):
 
 
 def raise_late(patch, victim):
-    """A device raises its beacon only after its own CTAs have seen all peers' beacons."""
-    raise_beacon = Handshake._raise
+    """A device raises its ready flag only after its own CTAs have seen all peers' ready flags."""
+    raise_ready_flag = Handshake._raise
 
     def stall_and_raise(self):
         late = lax.axis_index("x") == victim
 
-        @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to raise the beacon still has to look for peers.
+        @pl.when(late & (self.cta == 0))  # Any other CTA that is asked to raise it still has to look for peers.
         def _stall():
             semaphore_wait(self.flags.at[handshake._BEGUN], self.looks)
-            raise_beacon(self)
+            raise_ready_flag(self)
 
-        pl.when(lax.axis_index("x") != victim)(lambda: raise_beacon(self))
+        pl.when(lax.axis_index("x") != victim)(lambda: raise_ready_flag(self))
 
     patch.setattr(Handshake, "_raise", stall_and_raise)
 
 
 def begin_late(patch):
-    """On each device, CTA 0's communicator begins after the other CTAs have lowered the beacon."""
+    """On each device, CTA 0's communicator begins after the other CTAs have lowered the ready flag."""
     begin = Handshake._begin
 
     def stall_and_begin(self, look):
         @pl.when(self.cta == 0)
         def _stall():
             me = self.group.me()
-            wait_for_word(self.flags.at[0], handshake._LOWERED, self.group, me, operation=0, role=handshake.board.BEGUN)
+            wait_for_word(
+                self.flags.at[0], handshake._LOWERED, self.group, me, operation=0, role=handshake.stalls.BEGUN
+            )
 
         return begin(self, look)
 
@@ -94,10 +96,10 @@ def test_more_peers_than_ctas():
 
 
 EVERYWHERE = [
-    defects.never_raise_the_beacon,
+    defects.never_raise_the_ready_flag,
     defects.do_not_look,
     defects.look_for_nobody,
-    defects.look_at_the_own_beacon,
+    defects.look_at_the_own_ready_flag,
     defects.tell_before_looking,
     defects.begin_at_once,
     defects.begin_when_all_but_one_have,
@@ -110,8 +112,8 @@ EVERYWHERE = [
     defects.without_waiting_for("seen"),
     defects.without_waiting_for("done"),
     defects.wait_for_all_but_one_to_be_done,
-    defects.never_lower_the_beacon,
-    defects.lower_the_beacon_after_telling,
+    defects.never_lower_the_ready_flag,
+    defects.lower_the_ready_flag_after_telling,
     defects.say_done_to_nobody,
     defects.say_done_to_the_wrong_peer,
     defects.say_done_by_the_wrong_bit,
@@ -167,7 +169,7 @@ OF_ALL = [
     (SPREAD, defects.speak_before_the_transfers),
     (SPREAD, defects.count_a_transfer_too_few),
     (ONE_SHOT, defects.without_waiting_for("seen")),
-    (ONE_SHOT, defects.never_lower_the_beacon),
+    (ONE_SHOT, defects.never_lower_the_ready_flag),
     (ONE_SHOT, defects.leave_without_a_word),
     (ONE_SHOT, defects.speak_before_the_transfers),
 ]
@@ -186,9 +188,9 @@ def test_each_defect_of_the_ring_is_reported(defect, monkeypatch):
 
 
 @ALL
-def test_a_beacon_that_is_raised_again_is_reported(kernel, monkeypatch):
+def test_a_ready_flag_that_is_raised_again_is_reported(kernel, monkeypatch):
     begin_late(monkeypatch)
-    defects.raise_the_beacon_again_when_late(monkeypatch)
+    defects.raise_the_ready_flag_again_when_late(monkeypatch)
     assert KERNELS[kernel](3).report(cores=2, laps=3, step_limit=STEPS)
 
 
@@ -201,19 +203,28 @@ def test_the_report_of_a_wait_shows_that_orders_differ(got, seen, monkeypatch):
     store = types.SimpleNamespace(texts={})
     store.key_value_set = lambda key, text, allow_overwrite: store.texts.update({key: text})
     store.key_value_dir_get = lambda folder: store.texts.items()
-    monkeypatch.setattr(board._compat, "job_store", lambda: store)
+    monkeypatch.setattr(stalls._compat, "job_store", lambda: store)
     waits, records = [], []
     for process, operation in enumerate(("gather 8x8x8", "scatter 8x8x8")):
-        record = np.zeros(board.RECORD_BYTES // 4, np.uint32)
-        record[[board.OPERATION, board.POSITION, board.PEER]] = board.describe(operation, group), process, 1 - process
-        record[[board.STATE, board.ROLE, board.EXPECTED, board.GOT]] = board.STILL_WAITING, board.BEGUN, 0xABCDEF01, got
+        record = np.zeros(stalls.RECORD_BYTES // 4, np.uint32)
+        record[[stalls.OPERATION, stalls.POSITION, stalls.PEER]] = (
+            stalls.describe(operation, group),
+            process,
+            1 - process,
+        )
+        record[[stalls.STATE, stalls.ROLE, stalls.EXPECTED, stalls.GOT]] = (
+            stalls.STILL_WAITING,
+            stalls.BEGUN,
+            0xABCDEF01,
+            got,
+        )
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        waits = board._exchanged([f"{board._who(record)} waits for {board._for_whom(record)}"])
+        waits = stalls._exchanged([f"{stalls._who(record)} waits for {stalls._for_whom(record)}"])
         records.append(record)
     assert len(waits) == 2
-    assert f"shows {got:#x} ({seen})" in board.line(records[1]) and "0xabcdef01" in board.line(records[1])
-    elsewhere = board._elsewhere(waits[1], waits)
+    assert f"shows {got:#x} ({seen})" in stalls.line(records[1]) and "0xabcdef01" in stalls.line(records[1])
+    elsewhere = stalls._elsewhere(waits[1], waits)
     assert "gather 8x8x8 along 'x' of 2 devices: position 0 (GPU ?, process 0) waits for position 1" in elsewhere
     assert "scatter" not in elsewhere and elsewhere.endswith("the same operations in the same order")
     # A device that waits in the same operation is no sign of different orders.
-    assert "order" not in board._elsewhere(waits[1], [waits[1], waits[1].replace("position 1 (", "position 5 (")])
+    assert "order" not in stalls._elsewhere(waits[1], [waits[1], waits[1].replace("position 1 (", "position 5 (")])

@@ -17,6 +17,7 @@ from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.emulation import emulate
 from overlap.emulation.state.races import RaceDetector
 from tests import assembly, oracle, several_sides_cases
+from tests.explained import answer
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of
 from tests.tuning_cases import H200
@@ -317,7 +318,7 @@ def test_explain_says_so(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     x, w = jax.ShapeDtypeStruct((16, 4096), BF16), jax.ShapeDtypeStruct((4096, 4096), BF16)
     mesh = oracle.make_mesh(x=4)
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh, implementation="fused")
+    choice = answer(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh, implementation="fused")
     assert choice.config is not None and choice.config.joined and "joined=True" in str(choice)
 
 

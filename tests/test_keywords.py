@@ -56,8 +56,8 @@ class Case:
         along = {
             "m": {},
             None: {},
-            "n": {"gather_dimension": 1 - swapped["rhs"]},
-            "k": {"gather_dimension": int(swapped["rhs"])},
+            "n": {"dimension": 1 - swapped["rhs"]},
+            "k": {"dimension": int(swapped["rhs"])},
             "sum": {},
             "whole sum": {},
         }
@@ -266,7 +266,7 @@ def test_loops_of_a_kernel_stay_loops_without_jit():
     """Rows of weights gathered along k are found by the k step, which would be a plain number in an unrolled loop."""
     lhs, rhs = draw(0, 16, 256).astype(jnp.bfloat16), draw(1, 256, 128).astype(jnp.bfloat16)
     gathers = lambda lhs, rhs: overlap.all_gather_rhs_matmul(  # noqa: E731
-        lhs, rhs, "x", gather_dimension=0, config=CONFIG, implementation="fused"
+        lhs, rhs, "x", dimension=0, config=CONFIG, implementation="fused"
     )
     mapped = jax.shard_map(gathers, mesh=mesh(), in_specs=(P(), P("x")), out_specs=P(), check_vma=False)
     with emulate(cores=2), jax.disable_jit():

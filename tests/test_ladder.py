@@ -140,7 +140,7 @@ def test_a_cluster_needs_pairs_of_tile_rows():
 
 
 def test_a_dry_run_of_the_table_has_a_row_for_every_rung(tmp_path, repository):
-    line = [sys.executable, "-m", "benchmarks.ladder", "--dry-run", "--out", str(tmp_path)]
+    line = [sys.executable, "-m", "benchmarks", "ladder", "--dry-run", "--out", str(tmp_path)]
     done = subprocess.run(line, cwd=repository, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     (table,) = current.tables(tmp_path)

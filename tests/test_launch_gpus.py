@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from overlap import _cuda
-from overlap.distributed import aborting, cards, gpus, launchers, meeting, ports, start
+from overlap.distributed import aborting, cards, failures, gpus, launchers, meeting, ports, start
 
 
 def _job(**changes: object) -> cards.Job:
@@ -75,7 +75,7 @@ def job(monkeypatch):
     job.joined, job.keywords, job.hooks = [], [], []
 
     def meet(place, card, port, timeout_s):
-        return cards.Agreement(job.coordinator, tuple(job.met), job.held, lambda status: None)
+        return cards.Agreement(job.coordinator, tuple(job.met), job.held)
 
     def initialize(*arguments, **keywords):
         job.joined.append(arguments)
@@ -86,7 +86,7 @@ def job(monkeypatch):
     monkeypatch.setattr(aborting, "_ending", None)
     monkeypatch.setattr(aborting, "abort_job_on_failure", lambda abort: job.hooks.append("failure"))
     monkeypatch.setattr(aborting, "abort_at_exit", lambda rank, abort: job.hooks.append("exit"))
-    monkeypatch.setattr(start._departures, "watch", lambda rank: None)
+    monkeypatch.setattr(failures, "watch", lambda rank: None)
     monkeypatch.setattr(gpus, "warn_about_binding", lambda job: None)
     monkeypatch.setattr(gpus, "uses_gpus", lambda: True)
     monkeypatch.setattr(start._compat, "backends_are_initialized", lambda: False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import subprocess
@@ -13,8 +12,7 @@ import jax
 import pytest
 
 import overlap
-from overlap import _departures
-from overlap.distributed import aborting, by_mpi, cards, launchers
+from overlap.distributed import aborting, by_mpi, failures, launchers
 
 pytestmark = pytest.mark.one_jax
 
@@ -147,7 +145,7 @@ def test_each_job_has_a_key_of_its_own(environ, changed):
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 is set, but not PMI_RANK"),
         ({"PMI_SIZE": "4", "PMI_RANK": "0", "PMI_FD": "987"}, "PMI_FD=987 is not open in this process"),
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 is set, but not SLURM_JOB_ID, SLURM_STEP_NUM_TASKS"),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_PROCID=3 is set, but not SLURM_JOB_ID, SLURM_ST"),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 is set, but not SLURM_JOB_ID, "),
         (SRUN | {"SLURM_STEP_NUM_TASKS": "eight"}, "SLURM_STEP_NUM_TASKS=eight should be"),
         ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "RANK": "0"}, "but not LOCAL_RANK, LOCAL_WORLD_SIZE, MAS"),
         ({"TORCHELASTIC_RUN_ID": "a"}, "TORCHELASTIC_RUN_ID=a is set, but not WORLD_SIZE"),
@@ -202,9 +200,8 @@ def test_no_time(timeout_s):
 # --- Several hosts of mpirun ------------------------------------------------------------------------------------------
 
 
-def _by_mpi(environ, port=None):
-    place = launchers.find_place(environ)
-    return by_mpi.meet(place, cards.own_card(place), port, 30)
+def _by_mpi(environ):
+    return by_mpi.with_host(launchers.find_place(environ), 30)
 
 
 @pytest.mark.parametrize(
@@ -234,29 +231,10 @@ def test_mpirun_and_mpi4py_of_different_installations(monkeypatch):
         _by_mpi(MPICH)
 
 
-def test_by_mpi_all_ranks_hear_that_the_port_is_taken_or_the_versions_differ(monkeypatch):
-    """The fake gathers process 0's offer and this process's message, as any rank sees them."""
-    place = launchers.find_place(MPICH)
-    other = cards.Card(1, "b", "b", 7, "0.1", overlap.__version__, None)
-    _fake_mpi(monkeypatch, size=2, rank=0, allgather=lambda own: [own, (other, None)])
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(
-            RuntimeError, match=rf"`coordinator_port`={port} cannot be used on .*: Address already in use"
-        ):
-            by_mpi.meet(place, cards.own_card(place), port, 30)
-    with pytest.raises(RuntimeError, match="different versions of jax"):
-        by_mpi.meet(place, cards.own_card(place), None, 30)
-
-
-def test_by_mpi_a_given_port_is_free_again_for_the_coordinator(monkeypatch):
-    mate = lambda own: (dataclasses.replace(own[0], rank=1), None)  # noqa: E731
-    _fake_mpi(monkeypatch, size=2, rank=0, allgather=lambda own: [own, mate(own)])
-    with socket.create_server(("", 0)) as free:
-        port = free.getsockname()[1]
-    agreement = _by_mpi(MPICH, port)
-    assert (agreement.coordinator, agreement.held) == (f"{socket.gethostname()}:{port}", None)
-    socket.create_server(("", port)).close()
+def test_mpi_tells_where_the_processes_meet(monkeypatch):
+    _fake_mpi(monkeypatch, size=2, rank=1, bcast=lambda own, root: ("gpu7", "key"))
+    place = _by_mpi(MPICH)
+    assert (place.rank, place.host, place.key) == (1, "gpu7", "MPI key")
 
 
 # --- A process that fails ---------------------------------------------------------------------------------------------
@@ -321,13 +299,13 @@ def test_a_process_that_fails_waits_until_its_output_is_read(reads):
 
 _HEARS_OF_A_FAILURE = """
 import sys, threading
-from overlap import _departures
+from overlap.distributed import failures
 class Store:
     def key_value_dir_get(self, folder):
-        return [(folder + "1", "3")] if folder == _departures._FAILED else []
-_departures._LOOK_EVERY_S = 0.01
+        return [(folder + "1", "3")] if folder == failures._FOLDER else []
+failures._LOOK_EVERY_S = 0.01
 sys.stdout.write("half a line")
-_departures._look(Store(), 0, threading.Event())
+failures._look(Store(), 0, threading.Event())
 """
 
 
@@ -340,15 +318,16 @@ def test_an_end_after_the_store_is_gone_is_quiet(monkeypatch):
             raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
 
     told, handlers = [], []
-    monkeypatch.setattr(_departures._compat, "job_store", Gone)
-    monkeypatch.setattr(_departures.atexit, "register", lambda *call: handlers.append(call))
+    monkeypatch.setattr(failures._compat, "job_store", Gone)
+    monkeypatch.setattr(failures.atexit, "register", lambda *call: handlers.append(call))
     for fails in (False, True):
-        note_failure = _departures.watch(1)
-        function, *arguments = handlers.pop()
+        note_failure = failures.watch(1)
+        ((end,),) = [handlers.pop()]
         if fails:
             note_failure(3)
-        function(*arguments)
-    assert told == [("overlap/ended/1", "0"), ("overlap/failed/1", "3")]
+        end()
+        note_failure(4)
+    assert told == [("overlap/failed/1", "3")]
 
 
 def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output():

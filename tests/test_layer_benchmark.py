@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from benchmarks import layer, layer_runs, profile_kinds
+from benchmarks import layer, layer_runs
 
 pytestmark = pytest.mark.one_jax
 METHODS = ("chosen", "layers xla", "xla", "xla windowed")
@@ -37,19 +37,6 @@ def test_a_wrong_layer_is_noticed(monkeypatch):
         layer.measure(case(False), ("chosen", "xla"), rounds=1, turns=2)
 
 
-def test_kernels_are_told_apart_by_their_names():
-    kinds = {
-        "overlap_all_gather_lhs_matmul": "fused",
-        "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "gather",
-        "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL": "scatter",
-        "ncclDevKernel_SendRecv": "communication",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
-        "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT": "products",
-        "loop_multiply_fusion": "rest",
-    }
-    assert {name: profile_kinds.kind_of(name) for name in kinds} == kinds
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -62,7 +49,7 @@ def test_kernels_are_told_apart_by_their_names():
 )
 def test_what_makes_no_sense_is_refused(options, words, monkeypatch):
     monkeypatch.setattr(layer_runs.command, "need_gpus", lambda *_: None)
-    monkeypatch.setattr(layer_runs.command, "code_facts", lambda *_, **__: {})
+    monkeypatch.setattr(layer_runs.environment, "code_facts", lambda *_, **__: {})
     monkeypatch.setattr(layer_runs.overlap, "initialize", lambda: None)
     with pytest.raises(layer_runs.WrongArguments, match=words):
         layer.main(options.split())

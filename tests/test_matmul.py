@@ -105,7 +105,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
                 wait_stores_landed()
 
     types = jax.ShapeDtypeStruct((m, n), lhs.dtype), jax.ShapeDtypeStruct((m, k), lhs.dtype)
-    operands = OperandTypes(m, lhs.dtype, rhs.dtype, lhs.dtype, forwards=True)
+    operands = OperandTypes(m, lhs.dtype, rhs.dtype, lhs.dtype, transport="ring")
     kernel = ProductKernel("forwarding", Target("cpu", "cpu", cores), config, operands, work)
     with emulate(cores=cores) as run:
         out, copy = jax.jit(lambda *operands: kernel.launch(operands, types, Body))(lhs, rhs)

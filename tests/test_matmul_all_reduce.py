@@ -304,7 +304,7 @@ def test_by_xla_in_other_dtypes_and_with_nothing_to_multiply():
 
 @pytest.mark.parametrize("config", [SMALL, ONCE], ids=["blocks", "one shot"])
 def test_the_same_bits_with_x64(config):
-    layer = Layer(EVERYWHERE, dtype=BF16, activation=lambda y: jnp.tanh(y * np.float64(0.5)))
+    layer = Layer(EVERYWHERE, dtype=BF16, activation=lambda y: jnp.tanh(y * 0.5))
     arrays = {"lhs": normal(0, 48, 2 * 72), "rhs": normal(1, 2 * 72, 48)}
     in_float64 = {"lhs_scale": np.linspace(0.5, 1, 48)[None, :, None], "bias": np.linspace(-1, 1, 48)}
     results = []

@@ -275,7 +275,7 @@ def test_nothing_to_multiply():
             layer = Layer(along, dtype=BF16)
             check(layer, make_mesh(x=2), layer.integers(2, m, n, 8), implementation=None)
         # jax 0.11 cannot compile a program whose sharded arguments are all empty.
-        no_products = trace(struct(8, 0), struct(0, 8), scatter_dimension=ALONG.index(along))
+        no_products = trace(struct(8, 0), struct(0, 8), dimension=ALONG.index(along))
         assert no_products.shape == ((4, 8) if along == "m" else (8, 4))
 
 
@@ -283,7 +283,7 @@ def test_nothing_to_multiply():
 
 
 def test_the_same_bits_with_x64():
-    layer = Layer("m", dtype=BF16, activation=lambda y: jnp.tanh(y * np.float64(0.5)))
+    layer = Layer("m", dtype=BF16, activation=lambda y: jnp.tanh(y * 0.5))
     arrays = {"lhs": normal(0, 48, 2 * 72), "rhs": normal(1, 2 * 72, 48)}
     in_float64 = {"lhs_scale": np.linspace(0.5, 1, 48)[None, :, None], "bias": np.linspace(-1, 1, 48)}
     results = []

@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import _compat
 from overlap.choice import dispatch
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, clique
 from tests import assembly, mesh_cases, oracle
+from tests.explained import answer
 from tests.mesh_cases import layout
 from tests.product_cases import normal
 
@@ -265,7 +266,7 @@ def test_xla_is_given_positions_of_an_abstract_mesh(hopper):
     case = layout("x", PERMUTED, x=4)
     text = lowered(case, case.mesh().abstract_mesh, sharded=True)
     assert ids_for_xla(text) == [0, 1, 2, 3]
-    # The beacon's key cannot name the devices, so jax's own barrier runs before the kernel.
+    # The ready flag's key cannot name the devices, so jax's own barrier runs before the kernel.
     assert "skip_device_barrier = false" in text
 
 
@@ -327,11 +328,11 @@ OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruc
 @pytest.mark.parametrize("order", [None, PERMUTED], ids=["ordered", "permuted"])
 def test_explain_takes_a_tuple_for_an_axis_of_as_many_devices(order, hopper):
     two, one = layout(("b", "a"), order, a=2, b=2).mesh(), layout("x", order, x=4).mesh()
-    by_tuple = overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, ("b", "a"), mesh=two)
-    by_name = overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=one)
+    by_tuple = answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("b", "a"), mesh=two)
+    by_name = answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=one)
     assert by_tuple.implementation == "fused" and by_tuple == by_name
-    half = overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, ("b",), mesh=two)
-    assert half == overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=layout("x", x=2).mesh())
+    half = answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("b",), mesh=two)
+    assert half == answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=layout("x", x=2).mesh())
 
 
 @pytest.mark.parametrize(
@@ -358,9 +359,9 @@ def test_wrong_axes(axis_name, manual, fragments):
         assert fragment in str(caught.value)
     if manual is None:
         with pytest.raises(ValueError, match="`axis_name`"):
-            overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, axis_name, mesh=mesh)
+            answer(overlap.all_gather_lhs_matmul, *OPERANDS, axis_name, mesh=mesh)
 
 
 def test_a_tuple_outside_shard_map():
     with pytest.raises(ValueError, match=r"inside `jax.shard_map`.*\('a', 'b'\)"):
-        overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, ("a", "b"))
+        answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("a", "b"))

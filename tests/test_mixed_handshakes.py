@@ -1,7 +1,7 @@
 """Launches that need one neighbour's memory, then launches that need all peers': no launch mistakes one for the other.
 
-A device that needs only one neighbour leaves without waiting for the others, whose beacons may still be raised. So the
-key of the beacon also says which peers a launch looks for.
+A device that needs only one neighbour leaves without waiting for the others, whose ready flags may still be raised. So
+the key of the ready flag also says which peers a launch looks for.
 """
 
 import pytest
@@ -18,7 +18,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("mixed", MIXED)
-def test_a_beacon_for_one_neighbour_is_none_for_all(mixed):
+def test_a_ready_flag_for_one_neighbour_is_none_for_all(mixed):
     calls = tuple(Call(THREE, "x", kind, shape) for kind, shape in MIXED[mixed])
     for seed in range(SEEDS):
         settings = {

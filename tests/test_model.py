@@ -137,7 +137,7 @@ def test_what_is_chosen_is_not_far_behind_the_better_of_both(gpu):
     ratios = []
     for problem, (_, config) in fit_model.losses(times).items():
         xla, fused = times[problem][None], times[problem][config]
-        ratios.append(min(xla, fused) / (xla if crossover.xla_is_faster(problem, gpu) else fused))
+        ratios.append(min(xla, fused) / (xla if crossover.verdict(problem, gpu).xla_runs else fused))
     assert statistics.mean(ratios) >= 0.96 and fit_model._at(ratios, 0.05) >= 0.85
 
 
@@ -146,7 +146,7 @@ def test_what_is_chosen_is_seldom_slower_than_xla(gpu):
     """Asked for are a mean of at least 1.00 and a 5th percentile of at least 0.95."""
     times = fit_model.load(fit_model.held_out(gpu), gpu)
     ratios = [
-        1.0 if crossover.xla_is_faster(problem, gpu) else times[problem][None] / times[problem][config]
+        1.0 if crossover.verdict(problem, gpu).xla_runs else times[problem][None] / times[problem][config]
         for problem, (_, config) in fit_model.losses(times).items()
     ]
     assert statistics.geometric_mean(ratios) >= 1.0 and fit_model._at(ratios, 0.05) >= 0.95

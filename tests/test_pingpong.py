@@ -15,8 +15,8 @@ from overlap.emulation import EmulationError, emulate
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.layouts import PLAIN
-from overlap.kernels.limits import Sizes
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import PLAIN
 from overlap.kernels.target import Target
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
@@ -214,7 +214,7 @@ def test_what_does_no_harm(program, change, monkeypatch):
 
 
 def check_limits(target: Target, config: overlap.Config) -> None:
-    mainloop_of(target).check_config(Sizes(512, 512, 512, jnp.dtype(BF16), jnp.dtype(BF16)), config, target)
+    mainloop_of(target).check_config(OperandTypes(512, BF16, BF16, BF16), config, target)
 
 
 @pytest.mark.parametrize(

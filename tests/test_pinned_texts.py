@@ -107,6 +107,6 @@ def test_the_lanes_of_a_warp_meet(texts):
         assert found.count(MEET) == 1, "once for all roles of the transfer warpgroup"
 
 
-def test_the_beacon_is_lowered_where_others_may_look(texts):
+def test_the_ready_flag_is_lowered_where_others_may_look(texts):
     """A device of another launch may look at it meanwhile, and does not mind which value it sees."""
     assert any("st.relaxed.sys.global.b32 [$0], 1;" in text for text in texts)

@@ -23,7 +23,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels import partial_sums, product_kernel
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
 from overlap.kernels.hopper import mainloop as hopper
-from overlap.kernels.layouts import PLAIN
+from overlap.kernels.operations import PLAIN
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tma import finish, produce, staging

@@ -43,7 +43,7 @@ def pull_last(patch, victim, devices):
             others = (1 << devices) - 1 - (1 << victim)
             me = self.group.me()
             wait_for_word(
-                self.flags.at[handshake._DONE], others, self.group, me, operation=0, role=handshake.board.DONE
+                self.flags.at[handshake._DONE], others, self.group, me, operation=0, role=handshake.stalls.DONE
             )
 
     patch.setattr(Handshake, "await_peers", await_late)

@@ -15,6 +15,7 @@ from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.collectives.gather.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, waits
 from overlap.primitives.handshake import Handshake
@@ -246,7 +247,7 @@ def lay_the_shard_into_the_place_of_this_step(patch):
 
 
 def forget_the_arrival_of_the_forwarder(patch):
-    patch.setattr(ring.RingTransport, "forwards", False)
+    patch.setattr(OperandTypes, "forwards", False)
 
 
 def refill_when_the_own_cta_has_consumed(patch):

@@ -8,6 +8,7 @@ import overlap
 from overlap.choice import crossover, dispatch
 from overlap.choice.problem import Problem
 from overlap.kernels.target import Target
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.scatter_cases import BF16, EVERYWHERE, F16, F32, SMALL, Layer, struct, trace
 
@@ -19,13 +20,13 @@ FUSED = {"implementation": "fused"}
 # --- Errors and choices -----------------------------------------------------------------------------------------------
 
 
-GOOD, COLUMNS = (struct(128, 64), struct(64, 256)), {"scatter_dimension": 1}
+GOOD, COLUMNS = (struct(128, 64), struct(64, 256)), {"dimension": 1}
 OF_8_BITS = struct(128, 64, dtype=E4M3), struct(64, 256, dtype=E4M3)
 WRONG_CALLS = [  # arguments, keywords, type, what the message must contain
-    (GOOD, {"scatter_dimension": 2}, ValueError, ["`scatter_dimension`", "0", "1", "got 2"]),
-    (GOOD, {"scatter_dimension": -1}, ValueError, ["`scatter_dimension`", "got -1"]),
-    (GOOD, {"scatter_dimension": True}, ValueError, ["`scatter_dimension`", "True"]),
-    (GOOD, {"scatter_dimension": None}, ValueError, ["`scatter_dimension`", "None"]),
+    (GOOD, {"dimension": 2}, ValueError, ["`dimension`", "0", "1", "got 2"]),
+    (GOOD, {"dimension": -1}, ValueError, ["`dimension`", "got -1"]),
+    (GOOD, {"dimension": True}, ValueError, ["`dimension`", "True"]),
+    (GOOD, {"dimension": None}, ValueError, ["`dimension`", "None"]),
     ((struct(127, 64), struct(64, 256)), {}, ValueError, ["rows of `lhs`", "m=127", "2 devices", "multiple of 2"]),
     ((struct(128, 64), struct(64, 201)), COLUMNS, ValueError, ["columns of `rhs`", "n=201", "2 devices"]),
     ((struct(127, 64), struct(64, 256)), FUSED, ValueError, ["m=127", "2 devices", "pad"]),
@@ -153,8 +154,8 @@ def test_outside_shard_map():
     with pytest.raises(ValueError, match=r"`matmul_all_reduce` must be called inside `jax.shard_map`"):
         overlap.matmul_all_reduce(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x")
     # The call in the message has all arguments that are needed.
-    with pytest.raises(ValueError, match=r"overlap.all_gather_rhs_matmul\(x, w, 'x', gather_dimension=…\), mesh=mesh"):
-        overlap.all_gather_rhs_matmul(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x", gather_dimension=0)
+    with pytest.raises(ValueError, match=r"overlap.all_gather_rhs_matmul\(x, w, 'x', dimension=…\), mesh=mesh"):
+        overlap.all_gather_rhs_matmul(jnp.zeros((8, 8)), jnp.zeros((8, 8)), "x", dimension=0)
 
 
 def test_shapes_and_dtypes():
@@ -169,7 +170,7 @@ def test_shapes_and_dtypes():
 
 
 def explain(*args, **keywords):
-    return overlap.explain(overlap.matmul_reduce_scatter, *args, "x", mesh=make_mesh(x=2), **keywords)
+    return answer(overlap.matmul_reduce_scatter, *args, "x", mesh=make_mesh(x=2), **keywords)
 
 
 def test_explain(monkeypatch):
@@ -196,15 +197,15 @@ def test_explain(monkeypatch):
     assert explain(*GOOD, config=SMALL).config == SMALL
     refused = explain(GOOD[0], struct(64, 201))
     assert refused.implementation == "xla" and "n=201" in refused.reason
-    with pytest.raises(ValueError, match="`scatter_dimension`"):
-        explain(*GOOD, scatter_dimension=3)
+    with pytest.raises(ValueError, match="`dimension`"):
+        explain(*GOOD, dimension=3)
     with pytest.raises(ValueError, match="m=127"):
         explain(struct(127, 64), GOOD[1])
 
 
 def test_explain_of_sums_for_all(monkeypatch):
     def explain(*args, **keywords):
-        return overlap.explain(overlap.matmul_all_reduce, *args, "x", mesh=make_mesh(x=4), **keywords)
+        return answer(overlap.matmul_all_reduce, *args, "x", mesh=make_mesh(x=4), **keywords)
 
     assert explain(*GOOD).implementation == "xla"
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)

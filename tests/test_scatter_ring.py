@@ -20,6 +20,7 @@ from overlap.primitives.handshake import Handshake
 from overlap.primitives.integers import remainder
 from tests import handshake_cases, mesh_cases
 from tests import scatter_defects as defects
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import normal
 from tests.protocol_cases import SUMS, SUMS_BY_RING, of_sums
@@ -77,18 +78,19 @@ def test_meshes(case):
 
 def test_gradients_go_the_same_way(monkeypatch):
     """The ring also gathers the cotangent of lhs, and sums the cotangent of a gather by ring."""
-    used, hook_in, of = [], RingTransport.hook_in, ReduceScatterSchedule.of
+    used, hook_in, schedule_of = [], RingTransport.hook_in, blocks_kernel._schedule
 
     def gathered_by_ring(self, *args):
         used.append("gather")
         return hook_in(self, *args)
 
-    def summed_by(*args, uses_ring):
-        used.append("sum" if uses_ring else "pushed sum")
-        return of(*args, uses_ring=uses_ring)
+    def summed_by(*args):
+        schedule, *rest = schedule_of(*args)
+        used.append("sum" if schedule.uses_ring else "pushed sum")
+        return schedule, *rest
 
     monkeypatch.setattr(RingTransport, "hook_in", gathered_by_ring)
-    monkeypatch.setattr(ReduceScatterSchedule, "of", summed_by)
+    monkeypatch.setattr(blocks_kernel, "_schedule", summed_by)
     mesh, operands = make_mesh(x=3), (normal(0, 3 * 16, 3 * 64), normal(1, 3 * 64, 3 * 64))
     rows, columns, summed = P("x", None), P(None, "x"), overlap.matmul_reduce_scatter
     ways = [  # The operation, the same with XLA, the specs, the kernels that run.
@@ -233,7 +235,7 @@ def test_what_has_come_is_added_to_what_is_passed_on(monkeypatch):
 
 def test_explain_says_how_parts_travel():
     mesh, (lhs, rhs) = make_mesh(x=4), (jax.ShapeDtypeStruct(shape, BF16) for shape in ((64, 64), (64, 64)))
-    explain = functools.partial(overlap.explain, overlap.matmul_reduce_scatter, lhs, rhs, "x", mesh=mesh, config=SMALL)
+    explain = functools.partial(answer, overlap.matmul_reduce_scatter, lhs, rhs, "x", mesh=mesh, config=SMALL)
     asked, unasked = (explain(implementation="fused", transport=name) for name in ("ring", None))
     assert (asked.transport, asked.transport_reason) == ("ring", "asked for") and asked.ctas_at_once == 1
     assert unasked.transport == "push" and "one hop" in unasked.transport_reason

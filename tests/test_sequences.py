@@ -64,7 +64,7 @@ def faults_of(pair, kind, *, detect):
 
 @pytest.fixture
 def one_key(monkeypatch):
-    """Injects a defect: all launches use the same beacon."""
+    """Injects a defect: all launches use the same ready flag."""
     sequences.launch_of.cache_clear()
     monkeypatch.setattr(handshake, "_key", lambda context, group, only: [7, 8, 9, 10])
     yield
@@ -101,7 +101,7 @@ def test_a_key_says_who_talks_to_whom():
     assert key(only=1) != key(only=3)
 
 
-def test_no_key_begins_with_the_word_of_a_lowered_beacon(monkeypatch):
+def test_no_key_begins_with_the_word_of_a_lowered_ready_flag(monkeypatch):
     zeros = types.SimpleNamespace(digest=lambda: bytes(32))
     monkeypatch.setattr(handshake, "hashlib", types.SimpleNamespace(sha256=lambda text: zeros))
     assert key()[0] > handshake._LOWERED

@@ -9,6 +9,7 @@ import pytest
 
 import overlap
 from overlap import _settings, primitives
+from tests.explained import answer
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, nam
     x = jax.ShapeDtypeStruct((128, 128), "bfloat16")
     for op, axis in ((overlap.matmul, ()), (overlap.all_gather_lhs_matmul, ("x",))):
         with pytest.raises(RuntimeError, match=rf"`{name}` must be .*, got 'soon': correct the variable, or unset it"):
-            overlap.explain(op, x, x, *axis, mesh=mesh, implementation=implementation)
+            answer(op, x, x, *axis, mesh=mesh, implementation=implementation)
     with pytest.raises(RuntimeError, match=f"`{name}` must be .*, got 'soon'"):
         primitives.prepare()
 

@@ -22,6 +22,7 @@ from overlap.kernels.target import Target
 from overlap.primitives import clique
 from overlap.primitives.clique import Clique
 from tests import assembly, mesh_cases, oracle
+from tests.explained import answer
 from tests.mesh_cases import layout
 from tests.test_meshes import ids_for_xla, lowered
 
@@ -129,7 +130,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
         lowered(case, case.mesh())
     # `explain` receives the devices, so it knows in advance.
     with pytest.raises(NotImplementedError, match=message):
-        overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
+        answer(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
 
 
 def test_an_abstract_mesh_is_refused_where_there_are_several_hosts(two_hosts):
@@ -144,10 +145,11 @@ def test_a_topology_of_several_hosts_is_refused():
     program = """
 import jax, numpy as np, overlap
 from tests.assembly_targets import topology
+from tests.explained import answer
 operands = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
 for hosts, devices in ((1, 8), (2, 4)):
     mesh = jax.sharding.Mesh(np.array(topology("h200", devices, hosts)).reshape(2, 4), ("data", "x"))
-    print(overlap.explain(overlap.all_gather_lhs_matmul, *operands, "x", mesh=mesh))
+    print(answer(overlap.all_gather_lhs_matmul, *operands, "x", mesh=mesh))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=assembly.child_environment(), capture_output=True, text=True, check=True,
@@ -167,16 +169,16 @@ def test_a_kernel_without_peers_does_not_care(two_hosts):
 
 
 @pytest.mark.parametrize(
-    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"gather_dimension": 1})]
+    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"dimension": 1})]
 )
 def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplog):
     mesh = layout("x", data=2, x=4).mesh()
     with caplog.at_level(logging.WARNING, "overlap"):
-        chosen = overlap.explain(op, *OPERANDS, "x", mesh=mesh, **keywords)
+        chosen = answer(op, *OPERANDS, "x", mesh=mesh, **keywords)
     assert chosen.implementation == "xla" and "several hosts" in chosen.reason and "several hosts" in caplog.text
-    assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
+    assert answer(op, *OPERANDS, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
     # An explicit `config=` means that the caller wants the fused kernel.
-    assert overlap.explain(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
+    assert answer(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])

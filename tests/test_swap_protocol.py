@@ -17,7 +17,7 @@ import overlap
 from overlap.emulation import EmulationError, emulate
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.tma import staging
 from overlap.single_gpu import product

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import pathlib
-import xml.etree.ElementTree
 from collections import defaultdict
 
 import jax
@@ -14,8 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import timeline as benchmark
-from benchmarks import timeline_picture
 from overlap.choice.problem import Problem
 from overlap.cli import main, trace_files
 from overlap.emulation import emulate
@@ -227,7 +223,7 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
         ),
         (["--out", "x.png"], "--picture must be another file than --out, got x.png"),
         (["--out", "x.json", "--picture", "./x.json"], "--picture must be another file than --out, got x.json"),
-        (["--layout", "tn"], "--layout must be one of nn, nt for all_gather_lhs_matmul, got tn"),
+        (["--layout", "tn"], "takes no `transpose_lhs` yet"),
         (["--op", "matmul", "--devices", "2"], "--devices is for a collective, and matmul runs on one device, got 2"),
         (["--config", "joined=1"], "--config: joined must be of the type of False, got 1"),
     ],
@@ -241,71 +237,3 @@ def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsy
     assert status == 2
     assert said in capsys.readouterr().err.replace("\n", " ")
     assert not list(tmp_path.iterdir())
-
-
-# --- The timeline of the README: python -m benchmarks.timeline --------------------------------------------------------
-
-FIGURES = pathlib.Path(__file__).resolve().parent.parent / "docs" / "figures"
-
-
-def recorded(raw: pathlib.Path):
-    """Writes traces of two GPUs, in which XLA takes 300 µs and the fused kernel 200 µs."""
-    names = "ncclDevKernel_AllGather_RING_LL", "nvjet_sm90_tst", "overlap_all_gather_lhs_matmul"
-    listed = "".join(
-        f'event_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }}' for key, name in enumerate(names)
-    )
-
-    def write(method: str, *kernels: tuple[int, int, int]) -> None:
-        # A kernel: (name, start, duration). Each is on a stream of its own. Of the two bursts only the last calls are
-        # as fast as that.
-        lines = "".join(
-            f'lines {{ id: {1 + key} name: "Stream #{key}" ' + "".join(
-                f"events {{ metadata_id: {key} offset_ps: {(1000 * call + start) * 10**6} "
-                f"duration_ps: {(us + 9 * (call % 4 < 3)) * 10**6} }}"
-                for call in range(8)
-            ) + "}"
-            for key, start, us in kernels
-        )  # fmt: skip
-        planes = "".join(f'planes {{ name: "/device:GPU:{gpu}" {lines} {listed} }}' for gpu in range(2))
-        data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(planes)
-        (raw / f"{method}.xplane.pb").write_bytes(data)
-
-    write("xla", (0, 0, 100), (1, 110, 190))
-    write("fused", (2, 0, 198))
-    spans = [
-        Span(gpu, cta, role, work, 0, 0, float(start), float(end))
-        for gpu in range(2)
-        for cta in range(2)
-        for role, work, start, end in (
-            ("compute 0", Work.MULTIPLY, 0, 100), ("compute 1", Work.MULTIPLY, 50, 200 - 100 * cta),
-            ("communicator", Work.COPY, 100, 150),
-        )
-    ]  # fmt: skip
-    trace_files.write_trace([Timeline("kernel", 2, "µs", spans, 0, 0.0)], raw / "marks.json.gz")
-    facts = {"devices": "2 of 2 x NVIDIA H200 (one process)"}
-    (raw / "facts.json").write_text(json.dumps({"measured": False, "sizes": [1024, 512, 256], "facts": facts}))
-
-
-def test_a_timeline_of_two_traces(tmp_path: pathlib.Path) -> None:
-    recorded(tmp_path)
-    file = tmp_path / "timeline.json"
-    assert benchmark.main(["condense", "--raw", str(tmp_path), "--out", str(file)]) == 0
-    content = json.loads(file.read_text())
-    call = [["ncclDevKernel_AllGather_RING_LL", 0.0, 100.0], ["nvjet_sm90_tst", 110.0, 190.0]]
-    assert content["xla"] == [call] * 2 and content["fused_us"] == [198.0] * 2
-    for gpu in content["fused"]:
-        assert gpu["us"] == 200.0 and gpu["multiply"] == [100] * 100 + [50] * 100
-        assert gpu["copy"] == [0] * 100 + [100] * 50 + [0] * 50
-    assert benchmark.main(["draw", str(file)]) == 0
-    for theme in ("light", "dark"):
-        picture = (tmp_path / f"timeline-{theme}.svg").read_text()
-        assert all(f">{words}<" in picture for words in ("300 µs", "200 µs", "1.5×", "idle", "NCCL", "cuBLAS"))
-        assert "NOT MEASURED" in picture and xml.etree.ElementTree.fromstring(picture) is not None
-
-
-@pytest.mark.skipif(not (FIGURES / "timeline.json").exists(), reason="docs/figures/timeline.json is not recorded yet")
-def test_the_timeline_of_the_readme_is_drawn_from_its_traces() -> None:
-    content = json.loads((FIGURES / "timeline.json").read_text())
-    assert content["measured"] and (FIGURES / "timeline.json").stat().st_size < 60_000
-    for theme in timeline_picture.THEMES:
-        assert (FIGURES / f"timeline-{theme}.svg").read_text() == timeline_picture.svg(content, theme)

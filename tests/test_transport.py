@@ -1,6 +1,7 @@
 """The choice between the transports, what each transport needs, and an exhaustive walk of the ring's schedule."""
 
 import collections
+import dataclasses
 import itertools
 import math
 
@@ -13,11 +14,12 @@ import overlap
 from overlap.choice import dispatch
 from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.hopper.limits import smem_bytes
+from overlap.kernels.limits import BARRIER_BYTES
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import SMEM_BYTES, Target
-from overlap.kernels.tma.limits import BARRIER_BYTES
 from tests import assembly, oracle
 from tests.assembly import Case
+from tests.explained import answer
 from tests.product_cases import pieces_of
 
 OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
@@ -26,7 +28,7 @@ H200 = Target("gpu", "NVIDIA H200", 132)
 
 def explain(devices=4, **keywords):
     mesh = oracle.make_mesh(x=devices)
-    return overlap.explain(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
+    return answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
 
 
 @pytest.fixture
@@ -128,7 +130,9 @@ def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along,
 @pytest.mark.parametrize("devices", [2, 3, 6])
 @pytest.mark.parametrize("keeps_own", [False, True])
 def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, keeps_own):
-    schedule = AllGatherSchedule.of(devices, (200, 64), (64,), 2, overlap.Config(), keeps_own=keeps_own)
+    schedule = dataclasses.replace(
+        AllGatherSchedule.of(devices, (200, 64), (64,), 2, overlap.Config()), keeps_own=keeps_own
+    )
     for me in range(devices):
         previous = (me + devices - 1) % devices
         places = [schedule.scratch_index(previous, step + 1) for step in range(devices - 1)]

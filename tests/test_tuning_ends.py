@@ -17,7 +17,7 @@ from overlap.cli import main
 from overlap.kernels.target import Target
 from overlap.tuning import search
 from overlap.tuning.settings import Settings
-from overlap.tuning.stop import Stop, stopped_by_signals
+from overlap.tuning.stop import Stop, stopped_by_ctrl_c
 from tests.tuning_cases import H200, bench, no_tables, problem
 
 __all__ = ["bench", "no_tables"]
@@ -120,8 +120,7 @@ def test_an_unexpected_error_loses_nothing(bench, tmp_path, capsys, monkeypatch)
     assert [e.problem.shape for e in tables.read(tmp_path / "table.json")] == SHAPES[:1]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_command_with_what_was_found(bench, tmp_path, capsys, number, status):
+def test_ctrl_c_ends_the_command_with_what_was_found(bench, tmp_path, capsys):
     out, started, sampled = tmp_path / "table.json", [], []
 
     def hook(what, config):
@@ -129,47 +128,29 @@ def test_a_signal_ends_the_command_with_what_was_found(bench, tmp_path, capsys, 
         sampled.extend([config] * (len(started) == 2 and what == "sample" and config is not None))
         if len(sampled) == 2:
             started.append("the signal")
-            signal.raise_signal(number)
+            signal.raise_signal(signal.SIGINT)
 
     bench.hook = staticmethod(hook)
-    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert tune("--out", out) == status
+        assert tune("--out", out) == 130
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGINT, before)
     said = capsys.readouterr().out
     assert "Interrupted: 1 problems were not begun" in said and f"The results are in {out}" in said
     assert {e.problem.shape: e.complete for e in tables.read(out)} == {SHAPES[0]: True, SHAPES[1]: False}
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
 
 
-def test_autotune_ends_the_process_as_sigterm_does_once_all_is_written(bench, tmp_path, monkeypatch):
-    sampled, raised, raise_signal = [], [], signal.raise_signal
-
-    def hook(what, config):
-        sampled.extend([config] * (what == "sample" and config is not None))
-        if len(sampled) == 2 and not raised:
-            raised.append("by the hook")
-            raise_signal(signal.SIGTERM)
-
-    bench.hook = staticmethod(hook)
-    monkeypatch.setattr(autotune.signal, "raise_signal", lambda number: raised.append((number, handler())))
-    handler = lambda: signal.getsignal(signal.SIGTERM)  # noqa: E731
-    with pytest.raises(KeyboardInterrupt):  # A real signal would have ended the process here.
-        overlap.autotune(fn, X, W, path=tmp_path / "table.json")
-    assert raised == ["by the hook", (signal.SIGTERM, signal.SIG_DFL)]
-    assert len(tables.read(tmp_path / "table.json")) == 1
-
-
-def test_a_handler_of_the_programs_own_stays(tmp_path):
+def test_a_handler_of_the_programs_own_stays():
     came = []
-    before = signal.signal(signal.SIGTERM, lambda *_: came.append("own"))
+    before = signal.signal(signal.SIGINT, lambda *_: came.append("own"))
     try:
-        with stopped_by_signals() as stop:
-            signal.raise_signal(signal.SIGTERM)
-            assert (came, stop.signal) == (["own"], 0)
+        with stopped_by_ctrl_c() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert (came, stop.interrupted) == (["own"], False)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_failed_last_check_of_xla_leaves_a_readable_entry(bench, tmp_path):
@@ -195,6 +176,7 @@ def test_faults_of_a_table_are_said_while_tuning_and_kept(bench, tmp_path, caplo
     out.write_text(json.dumps({"format": 1, "entries": ["no entry"]}))
     with caplog.at_level(logging.WARNING, "overlap"):
         assert tune("--out", out) == 0
-    assert f"{out}: 1 of its entries is ignored: entries[0]: an entry must be an object" in caplog.text
+    ignored = "1 entries of this tuning table are ignored, the first: entries[0]: an entry must be an object"
+    assert f"{out}: {ignored}" in caplog.text
     assert len(json.loads(out.read_text())["entries"]) == 4
     assert bench.compiled

@@ -42,7 +42,7 @@ def gather(lhs, rhs, slope, **keywords):
 
 
 def weights(lhs, rhs, slope, **keywords):
-    return overlap.all_gather_rhs_matmul((lhs * slope).astype(lhs.dtype), rhs, "x", gather_dimension=0, **keywords)
+    return overlap.all_gather_rhs_matmul((lhs * slope).astype(lhs.dtype), rhs, "x", dimension=0, **keywords)
 
 
 # Name -> (the layer, the spec of its right operand, the spec of its result). The right operand is replicated along

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-_MACHINERY = {"__init__", "mend"}
+_MACHINERY = {"__init__", "patch"}
 
 
 def lower(body, *scratch_types, **cluster):

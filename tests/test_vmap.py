@@ -117,14 +117,14 @@ def test_gradients_of_each(wrapped):
         assert np.linalg.norm(ours - theirs) < 2e-2 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("gather_dimension", [0, 1])
-def test_of_gathered_weights(gather_dimension):
-    shard = (32, 72) if gather_dimension == 0 else (64, 40)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_of_gathered_weights(dimension):
+    shard = (32, 72) if dimension == 0 else (64, 40)
     lhs, rhs = normal(0, 2, 3, 24, 64), normal(1, *shard)
 
     def call(x, w):
         return overlap.all_gather_rhs_matmul(
-            own(x), own(w), "x", gather_dimension=gather_dimension, implementation="fused", config=TILES
+            own(x), own(w), "x", dimension=dimension, implementation="fused", config=TILES
         )
 
     def one_by_one(lhs, rhs):
@@ -151,7 +151,7 @@ def test_over_anything_else_it_is_refused_if_asked_for_and_left_to_xla_if_not(bo
         def op(kind, lhs, rhs, **keywords):
             if kind == "lhs":
                 return overlap.all_gather_lhs_matmul(lhs, rhs, "x", implementation=implementation, **keywords)
-            return overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=1, implementation=implementation)
+            return overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=1, implementation=implementation)
 
         mapped = jax.shard_map(
             lambda lhs, rhs: body(op, lhs, rhs), mesh=make_mesh(x=2), in_specs=P(), out_specs=P(), check_vma=False

@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "example
 for package in ("flax", "optax", "orbax.checkpoint"):
     pytest.importorskip(package, reason=f"{package} is not installed (extra `examples`)")
 
-from gpt import options  # noqa: E402
+import train  # noqa: E402
 
 TINY = (
     "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2 "
@@ -21,10 +21,10 @@ TINY = (
 )
 
 
-def told(out: pathlib.Path, arguments: str = "", *, devices: int = 8, processes: int = 1) -> argparse.Namespace:
+def told(out: pathlib.Path, arguments: str = "", *, devices: int = 8) -> argparse.Namespace:
     """Parses the options of the tiny model, followed by further arguments. The model needs 8 devices."""
-    given = options.parser().parse_args([*TINY.split(), "--out", str(out), *arguments.split()])
-    options.complete(given, devices=devices, processes=processes, gpus=False)
+    given = train.parser().parse_args([*TINY.split(), "--out", str(out), *arguments.split()])
+    train.complete(given, devices=devices, gpus=False)
     return given
 
 

@@ -21,43 +21,32 @@ def right_calls(x: jax.Array, w: jax.Array, sides: Several, loaded: np.ndarray[A
     assert_type(overlap.all_gather_lhs_matmul(x, w, "x", transport="ring"), jax.Array)
     assert_type(overlap.all_gather_lhs_matmul(x, [w, w], ("x", "y"), bias=[None, loaded], rhs_scale=2), Several)
     assert_type(overlap.all_gather_lhs_matmul(x, sides, "x", rhs_scale=[0.5, w], config=overlap.Config()), Several)
-    assert_type(overlap.all_gather_lhs_matmul(x, (w, loaded), "x", preferred_element_type=jnp.float32), Pair)
-    assert_type(overlap.all_gather_lhs_matmul(loaded, loaded, "x", return_gathered=True), tuple[jax.Array, jax.Array])
+    assert_type(overlap.all_gather_lhs_matmul(x, (w, w), "x", preferred_element_type=jnp.float32), Pair)
+    assert_type(overlap.all_gather_lhs_matmul(loaded, w, "x", return_gathered=True), tuple[jax.Array, jax.Array])
     assert_type(overlap.all_gather_lhs_matmul(x, sides, "x", return_gathered=True), tuple[Several, jax.Array])
     assert_type(overlap.all_gather_lhs_matmul(x, (w, w), "x", return_gathered=True), tuple[Pair, jax.Array])
     assert_type(overlap.all_gather_lhs_matmul(x, [w, w], "x", activation=lambda gate, up: gate * up), jax.Array)
     assert_type(overlap.matmul_reduce_scatter([x, x], [w, loaded], "x"), jax.Array)
-    assert_type(overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=1, implementation="xla"), jax.Array)
+    assert_type(overlap.all_gather_rhs_matmul(x, w, "x", dimension=1, implementation="xla"), jax.Array)
     assert_type(overlap.matmul_reduce_scatter(x, w, "x", transport="push", activation=jax.nn.gelu), jax.Array)
     assert_type(overlap.matmul_all_reduce(x, w, "x", addend=x, lhs_scale=np.float32(2)), jax.Array)
     assert_type(overlap.matmul(x, loaded, activation=jnp.tanh, implementation="fused"), jax.Array)
 
 
 def asks_beforehand(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> None:
-    assert_type(overlap.explain(overlap.matmul, x, w).implementation, Literal["fused", "xla"])
+    assert_type(overlap.explain(overlap.matmul, x, w)[0].implementation, Literal["fused", "xla"])
     with overlap.autotune(overlap.matmul, x, w, budget_s=1) as tuning:
         assert_type(tuning.outcomes[0].complete, bool)
 
 
-def returns_what_its_caller_asks_for(x: jax.Array, w: jax.Array, gathered: bool) -> None:
-    out = overlap.all_gather_lhs_matmul(x, w, "x", return_gathered=gathered)
-    assert_type(out, jax.Array | tuple[jax.Array, jax.Array])
-    several = overlap.all_gather_lhs_matmul(x, [w], "x", return_gathered=gathered)
-    assert_type(several, Several | tuple[Several, jax.Array])
-    pair = overlap.all_gather_lhs_matmul(x, (w,), "x", return_gathered=gathered)
-    assert_type(pair, Pair | tuple[Pair, jax.Array])
-
-
 def wrong_calls(x: jax.Array, w: jax.Array) -> list[jax.Array]:
-    overlap.all_gather_lhs_matmul(x, w, "x", transport="push")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    overlap.all_gather_lhs_matmul(x, w, "x", implementation="cuda")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    overlap.all_gather_lhs_matmul(x, w, "x", bias=[w])  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    overlap.all_gather_lhs_matmul(x, [w, w], "x", bias=w)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    overlap.all_gather_lhs_matmul(x, [w, 1.0], "x")  # type: ignore[type-var]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    overlap.all_gather_lhs_matmul(x, w, "x", transport="push")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    overlap.all_gather_lhs_matmul(x, w, "x", implementation="cuda")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    overlap.all_gather_lhs_matmul(x, [w, 1.0], "x")  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     overlap.all_gather_lhs_matmul(x, w, "x", trasport="pull")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     overlap.matmul(overlap.all_gather_lhs_matmul(x, [w, w], "x"), w)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    gate: list[jax.Array] = overlap.all_gather_lhs_matmul(x, w, "x")  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    overlap.all_gather_rhs_matmul(x, [w, w], "x", gather_dimension=0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    gate: list[jax.Array] = overlap.all_gather_lhs_matmul(x, w, "x")  # type: ignore[arg-type]  # pyright: ignore[reportAssignmentType]
+    overlap.all_gather_rhs_matmul(x, [w, w], "x", dimension=0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     overlap.all_gather_rhs_matmul(x, w, "x")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     overlap.matmul_reduce_scatter(x, w, "x", transport="pull")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     overlap.matmul_all_reduce(x, w, "x", implementation="ring")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -18,14 +18,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.primitives import board
+from overlap.primitives import stalls
 from tests.oracle import make_mesh
 
 SECONDS = {"late": 6.0, "never": 45.0}
 
 
 def main(mode: str, transport: str) -> None:
-    board.REPORT_AFTER_S = 2.0
+    stalls.REPORT_AFTER_S = 2.0
     overlap.initialize()
     devices = jax.device_count()
     mesh = make_mesh(x=devices)

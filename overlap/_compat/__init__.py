@@ -5,11 +5,11 @@ Two kinds of modules:
     reads     `backends.py`, `job_store.py` and `varying_axes.py` use a private name of jax and change nothing. They
               work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no private name: the
               first depends on jax's version, the second on how jax names the axes of kernels
-    mends     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
+    patches     `cliques.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
               `cluster_arrivals.py`, `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules.
-              Only `apply` makes these changes, and only with a version of jax on which they were checked (`mend.py`)
+              Only `apply` makes these changes, and only with a version of jax on which they were checked (`patch.py`)
 
-Where mends are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
+Where patches are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no
 jax.
 
@@ -24,8 +24,8 @@ from overlap._compat.cluster_refs import CLUSTER_REFS
 from overlap._compat.equal_texts import equal_texts
 from overlap._compat.job_store import job_store
 from overlap._compat.kernel_axes import has_axis_of_jax
-from overlap._compat.mend import Mend, apply
 from overlap._compat.nccl_versions import oldest_nccl_of_one_process
+from overlap._compat.patch import Patch, apply
 from overlap._compat.square_tiles import SQUARE_TILES
 from overlap._compat.told_addresses import peer_table, told_addresses
 from overlap._compat.unequal_tiles import UNEQUAL_TILES
@@ -38,7 +38,7 @@ __all__ = [
     "SQUARE_TILES",
     "UNEQUAL_TILES",
     "WARP_LOOPS",
-    "Mend",
+    "Patch",
     "apply",
     "backends_are_initialized",
     "device_ids",

@@ -10,7 +10,7 @@ For upstream: docs/upstream.md#started-backends.
 
 from __future__ import annotations
 
-from overlap._compat.mend import private
+from overlap._compat.patch import private
 
 
 def backends_are_initialized() -> bool:

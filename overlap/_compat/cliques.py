@@ -1,4 +1,4 @@
-"""Mend: Pallas lowers a Mosaic GPU kernel for its clique, the devices that it can talk to, not for its whole mesh.
+"""Patch: Pallas lowers a Mosaic GPU kernel for its clique, the devices that it can talk to, not for its whole mesh.
 
 Reason: jax refuses a mesh whose devices are permuted, and makes one clique of devices on several hosts, which cannot
 reach each other's memory. `overlap/primitives/clique.py` says which devices and numbers are right. The kernel's
@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from overlap._compat.mend import Mend, private, replace
 from overlap._compat.mirrored_ranks import MIRRORED_RANKS, mirrored
+from overlap._compat.patch import Patch, private, replace
 from overlap._compat.told_addresses import ADDRESSES_TOLD, Addresses, Told, told
 
 _MARK = "lowers_by_cliques"
@@ -35,7 +35,7 @@ def device_ids() -> tuple[int, ...] | None:
     """The ids of the devices of the mesh, in order, of the kernel that is being lowered; None if they are not known.
 
     Raises:
-      RuntimeError: the mend `kernels_in_cliques` has not been applied in this process, so the ids are never known.
+      RuntimeError: the patch `kernels_in_cliques` has not been applied in this process, so the ids are never known.
     """
     rule = private("jax._src.pallas.mosaic_gpu.pallas_call_registration", "mpmd_map_mgpu_lowering_rule")
     if not getattr(rule, _MARK, False):
@@ -55,8 +55,8 @@ def _known(ids: tuple[int, ...] | None) -> Iterator[None]:
         _device_ids.reset(token)
 
 
-def kernels_in_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> Mend:
-    """Makes the mend. The arguments pass in parts of `overlap.primitives`, which this package may not import.
+def kernels_in_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], addresses: Addresses) -> Patch:
+    """Makes the patch. The arguments pass in parts of `overlap.primitives`, which this package may not import.
 
     Args:
       clique_of: called as `clique_of(mesh, axes)` for each kernel in a `shard_map` over `mesh`; `axes` are the names of
@@ -75,7 +75,7 @@ def kernels_in_cliques(clique_of: Callable[[Any, frozenset[Hashable]], Any], add
             lambda lower: _by_cliques(lower, clique_of, addresses),
         )  # fmt: skip
 
-    return Mend("kernels talk to their peers", change, needs=(MIRRORED_RANKS, ADDRESSES_TOLD))
+    return Patch("kernels talk to their peers", change, needs=(MIRRORED_RANKS, ADDRESSES_TOLD))
 
 
 def _by_cliques(lower: Callable[..., Any], clique_of: Callable[..., Any], addresses: Addresses) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Mend: a single warp (`plgpu.warp_map`) arrives at a `ClusterBarrier`, as a warpgroup can.
+"""Patch: a single warp (`plgpu.warp_map`) arrives at a `ClusterBarrier`, as a warpgroup can.
 
 Reason: in a cluster the forwarder warp gives a pipeline stage back to both CTAs, which load into each other's shared
 memory. Pallas's rule for `plgpu.barrier_arrive` refuses a cluster's barrier in a warp, though an arrival needs only one
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import Mend, marked, private
+from overlap._compat.patch import Patch, marked, private
 
 
 class _OfWarp:
@@ -73,4 +73,4 @@ def _change() -> None:
         rules[primitive] = marked(rules[primitive], "reaches_clusters", make)
 
 
-CLUSTER_ARRIVALS = Mend("a single warp arrives at barriers of a cluster", _change)
+CLUSTER_ARRIVALS = Patch("a single warp arrives at barriers of a cluster", _change)

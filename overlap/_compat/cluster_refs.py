@@ -1,4 +1,4 @@
-"""Mend: a CTA reads a part of a buffer of another CTA (`plgpu.cluster_ref`) that begins at an offset (jax 0.11).
+"""Patch: a CTA reads a part of a buffer of another CTA (`plgpu.cluster_ref`) that begins at an offset (jax 0.11).
 
 Reason: a CTA reads a part of a buffer in the shared memory of another CTA of its cluster (`cluster_along="k"`). jax
 0.11.2 adds the part's offset to the pointer, and gives the reference a type with offset 0. The instruction that reads
@@ -6,7 +6,7 @@ the part expects a type with the part's offset. So jax refuses the kernel: "Expe
 
 Change: for a part with an offset, `get_cluster_ref` maps the reference with offset 0 to the other CTA, and then gives
 the result the part's offset and type. A reference with offset 0 is left to jax's own function. jax 0.12 keeps offsets
-itself, so there the mend does nothing (compared: the code of jax 0.11.2 and 0.12.0.1).
+itself, so there the patch does nothing (compared: the code of jax 0.11.2 and 0.12.0.1).
 
 Replaced by: `get_cluster_ref` in jax 0.12.
 For upstream: docs/upstream.md#parts-of-a-buffer-in-a-cluster.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import Mend, replace
+from overlap._compat.patch import Patch, replace
 
 # LLVM's numbers of address spaces: of generic addresses, of this CTA's shared memory, and of the cluster's.
 _GENERIC, _SHARED, _CLUSTER = 0, 3, 7
@@ -66,4 +66,4 @@ def _make(given: Any) -> Any:
     return get_cluster_ref
 
 
-CLUSTER_REFS = Mend("a CTA reads a part of a buffer of another CTA of its cluster", _change)
+CLUSTER_REFS = Patch("a CTA reads a part of a buffer of another CTA of its cluster", _change)

@@ -1,4 +1,4 @@
-"""Mend: equal kernels get equal texts, in every program and process (jax 0.11).
+"""Patch: equal kernels get equal texts, in every program and process (jax 0.11).
 
 Reason: jax 0.11 numbers the kernels that a process lowers, and writes the number into each kernel's text
 (`mosaic_gpu.dump_basename`, the name of files for debugging). So Mosaic GPU, which keeps compiled kernels by their
@@ -8,7 +8,7 @@ inference of jax 0.11 puts values that have equal layouts into an order that dep
 
 Change: the number is removed when the text is written; whoever compiles the text gives it a number of its own. Values
 with equal layouts stay in the order of the program. This also saves a quarter of the time of lowering, since jax 0.11
-prints whole loops in order to sort values. jax 0.12 does both itself, so there no mend is needed (compared: the code
+prints whole loops in order to sort values. jax 0.12 does both itself, so there no patch is needed (compared: the code
 and the texts of jax 0.11.2 and 0.12.0.1).
 
 Replaced by: jax 0.12.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import Mend, private, replace
+from overlap._compat.patch import Patch, private, replace
 
 _MARK, _NUMBERED = "makes_equal_texts", "mosaic_gpu.dump_basename"
 
@@ -58,11 +58,11 @@ def _change() -> None:
     replace("jax.experimental.mosaic.gpu.core", "_run_serde_pass", _MARK, without_number)
 
 
-_EQUAL_TEXTS = Mend("equal kernels have equal texts", _change)
+_EQUAL_TEXTS = Patch("equal kernels have equal texts", _change)
 
 
-def equal_texts() -> tuple[Mend, ...]:
-    """The mend, if this version of jax needs it."""
+def equal_texts() -> tuple[Patch, ...]:
+    """The patch, if this version of jax needs it."""
     import jax
 
     return (_EQUAL_TEXTS,) if tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12) else ()

@@ -1,4 +1,4 @@
-"""Mend: a kernel runs in a clique whose ranks are in reverse order of the positions in its mesh.
+"""Patch: a kernel runs in a clique whose ranks are in reverse order of the positions in its mesh.
 
 Rank 0 is the device at the last position.
 
@@ -22,7 +22,7 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
-from overlap._compat.mend import Mend, private, replace
+from overlap._compat.patch import Patch, private, replace
 
 _MARK = "mirrors_ranks"
 _is_mirrored: contextvars.ContextVar[bool] = contextvars.ContextVar("overlap_mirrored_ranks", default=False)
@@ -75,4 +75,4 @@ def _change() -> None:
     )
 
 
-MIRRORED_RANKS = Mend("ranks that count against positions", _change)
+MIRRORED_RANKS = Patch("ranks that count against positions", _change)

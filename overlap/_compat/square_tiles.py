@@ -1,4 +1,4 @@
-"""Mend: wgmma and tcgen05 take operands in tiles of S × S elements, besides 8 × S. S elements are 128 bytes.
+"""Patch: wgmma and tcgen05 take operands in tiles of S × S elements, besides 8 × S. S elements are 128 bytes.
 
 Reason: an operand that is contiguous along m or n, not along k, is loaded as several boxes, each clipped exactly at the
 matrix's end. Boxes beside each other lie in shared memory as tiles of S × S (`overlap/kernels/tma/staging.py`). The
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from overlap._compat.mend import Mend, private, replace
+from overlap._compat.patch import Patch, private, replace
 
 _MARK = "offers_square_tiles"
 
@@ -55,4 +55,4 @@ def _change() -> None:
     replace("jax.experimental.mosaic.gpu.mma_utils", "create_descriptor", _MARK, of_squares)
 
 
-SQUARE_TILES = Mend("operands of a product lie in square tiles", _change)
+SQUARE_TILES = Patch("operands of a product lie in square tiles", _change)

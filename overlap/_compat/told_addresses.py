@@ -1,4 +1,4 @@
-"""Mend: a kernel reads its peers' addresses at the beginning of its flags, where another kernel has written them.
+"""Patch: a kernel reads its peers' addresses at the beginning of its flags, where another kernel has written them.
 
 Reason: with a process per GPU, XLA copies at every call all operands and results of a kernel with peers to or from
 symmetric memory. `overlap/primitives/addresses.py` says how two kernels avoid these copies. The first kernel asks XLA
@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from overlap._compat.mend import Mend, private, replace
 from overlap._compat.mirrored_ranks import MIRRORED_RANKS
+from overlap._compat.patch import Patch, private, replace
 
 _MARK = "reads_told_addresses"
 
@@ -169,7 +169,7 @@ def _change() -> None:
     replace("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer", _MARK, by_row)
 
 
-ADDRESSES_TOLD = Mend("a kernel is told its peers' addresses by another kernel", _change, needs=(MIRRORED_RANKS,))
+ADDRESSES_TOLD = Patch("a kernel is told its peers' addresses by another kernel", _change, needs=(MIRRORED_RANKS,))
 
 
 def _pointer(context: Any, parameter: int) -> Any:

@@ -1,4 +1,4 @@
-"""Mend: the two operands of a wgmma lie in different tiles, 8 × S and S × S (`square_tiles.py`).
+"""Patch: the two operands of a wgmma lie in different tiles, 8 × S and S × S (`square_tiles.py`).
 
 Reason: an operand whose rows run across k must lie in tiles of S × S. An operand whose number of rows per output tile
 may be any multiple of 8 cannot lie in such tiles. A product may have one operand of each kind (`Config.swap_operands`).
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from overlap._compat.mend import Mend, marked, private
+from overlap._compat.patch import Patch, marked, private
 
 
 def _change() -> None:
@@ -40,4 +40,4 @@ def _change() -> None:
         rules[name] = marked(rules[name], "operands_may_differ", make)
 
 
-UNEQUAL_TILES = Mend("the operands of a product lie in different tiles", _change)
+UNEQUAL_TILES = Patch("the operands of a product lie in different tiles", _change)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from overlap._compat.mend import private
+from overlap._compat.patch import private
 
 
 def without_varying_axes() -> AbstractContextManager[Any]:

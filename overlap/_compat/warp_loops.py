@@ -1,4 +1,4 @@
-"""Mend: a single warp (`plgpu.warp_map`) runs a `lax.while_loop` over scalars, as a warpgroup can.
+"""Patch: a single warp (`plgpu.warp_map`) runs a `lax.while_loop` over scalars, as a warpgroup can.
 
 Reason: a loop that draws numbers from a counter ends when the counter is used up, so its length is not known before
 (`loop_while` in `overlap/primitives/atomics.py`). Pallas lowers such a loop in a warp to `scf.while`. Mosaic GPU then
@@ -14,7 +14,7 @@ For upstream: docs/upstream.md#loops-in-warps.
 
 from __future__ import annotations
 
-from overlap._compat.mend import Mend, private
+from overlap._compat.patch import Patch, private
 
 
 def _change() -> None:
@@ -24,4 +24,4 @@ def _change() -> None:
     supported.add(scf.WhileOp.OPERATION_NAME)
 
 
-WARP_LOOPS = Mend("a single warp runs while loops", _change)
+WARP_LOOPS = Patch("a single warp runs while loops", _change)

@@ -10,12 +10,13 @@ import pathlib
 import jax
 
 from overlap.choice import crossover, tables
-from overlap.choice.crossover import Measured
+from overlap.choice.crossover import Measured, Verdict
 from overlap.choice.problem import Problem
 from overlap.choice.rates import gpu_of, rates_of
 from overlap.choice.session import session
-from overlap.choice.space import heuristic, spills
+from overlap.choice.space import heuristic
 from overlap.kernels.config import Config
+from overlap.kernels.hopper.limits import spills
 from overlap.kernels.target import Target
 
 # Every device has room for this configuration, so its check names what a problem lacks.
@@ -104,7 +105,7 @@ def is_collecting() -> bool:
     return session.value is not None and session.value.collects
 
 
-def verdict(problem: Problem, target: Target) -> tuple[bool, str]:
+def verdict(problem: Problem, target: Target) -> Verdict:
     """Returns whether XLA runs instead of the fused kernel, and why: which was or should be faster.
 
     The fused kernel is assumed to run with the configuration of `choose_config`. If that configuration was measured,
@@ -116,10 +117,10 @@ def verdict(problem: Problem, target: Target) -> tuple[bool, str]:
         return active.measured[problem].verdict
     source, entry = _entry(problem, target)
     if entry is not None and "xla" in entry.others:
-        xla_runs, why = Measured(entry.problem, entry.us, entry.others["xla"]).verdict
-        return xla_runs, f"{why} ({source})"
+        measured = Measured(entry.problem, entry.us, entry.others["xla"]).verdict
+        return measured._replace(reason=f"{measured.reason} ({source})")
     if not rates_of(target).measured:
-        return True, crossover.NOTHING_MEASURED
+        return crossover.NOTHING_MEASURED
     return crossover.verdict(problem, gpu_of(target))
 
 

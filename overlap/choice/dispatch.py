@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from overlap import emulation
 from overlap.choice.choose import choose_config, is_collecting, verdict
-from overlap.choice.crossover import NOT_MEASURED
+from overlap.choice.crossover import Cause, Verdict
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates
 from overlap.kernels.config import Config
@@ -22,18 +21,22 @@ from overlap.kernels.target import Target, current_target
 Implementation = Literal["fused", "xla"]
 IMPLEMENTATIONS = get_args(Implementation)
 logger = logging.getLogger("overlap")
-_logged: set[tuple[Any, ...]] = set()
+_logged: set[tuple[Problem | None, Explanation]] = set()
+# For these causes users of this library, who expect the fused kernel, are warned that XLA runs.
+_MISSED = (Cause.NOT_SERVED, Cause.NOT_BY_DEFAULT, Cause.NOT_MEASURED)
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns: which implementation a call would run, and why.
+    """What `explain` says of one call: which implementation it would run, and why.
 
     Attributes:
       op: the operation's name.
+      shapes: the sizes m x n x k of a device's operands, and their dtype.
       implementation: "fused" or "xla".
       config: the fused kernel's configuration, None for "xla".
       reason: one sentence.
+      cause: what decided, for programs.
       target: the device that the decision is for.
       source: where the configuration comes from: "given", a table, or the heuristic.
       transport: how data travels in a fused collective: "pull", "push" or "ring"; empty if the call is not fused, or if
@@ -44,14 +47,14 @@ class Explanation:
         core while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
-      plan: for `sharded_matmul`, what it runs along which mesh axes; in `backward`, what is computed; else empty.
-      backward: the collective operations of the backward pass, if they were asked for. XLA computes its other products.
+      plan: for a product of global arrays, what runs along which mesh axes; in a backward pass, what is computed.
     """
 
     op: str
     implementation: Implementation
     config: Config | None
     reason: str
+    cause: Cause
     target: Target
     source: str = ""
     transport: str = ""
@@ -59,16 +62,20 @@ class Explanation:
     ctas_at_once: int = 0
     scratch_bytes: int = 0
     plan: str = ""
-    backward: tuple[Explanation, ...] = ()
+    shapes: str = ""
 
-    def __str__(self) -> str:
-        config = f" with {self.config} ({self.source})" if self.config else ""
+    @property
+    def why(self) -> str:
+        """The reason, and what a fused kernel needs."""
         transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
         needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
         scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
+        return f"{self.reason}{transport}{needs}{scratch}"
+
+    def __str__(self) -> str:
+        config = f" with {self.config} ({self.source})" if self.config else ""
         plan = f"{self.plan}: " if self.plan else ""
-        text = f"{plan}{self.op}: {self.implementation}{config}: {self.reason}{transport}{needs}{scratch}"
-        return "\n".join((text, *map(str, self.backward)))
+        return f"{plan}{self.op}: {self.implementation}{config}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,50 +164,45 @@ def decide(
     if implementation == "xla":
         if config is not None:
             _require_valid(config, device, check)
-        return Explanation(op, "xla", None, "asked for", device)
+        return Explanation(op, "xla", None, "asked for", Cause.ASKED_FOR, device)
     source = "given"
     if config is None:
         config, source = _first_that_fits(*choose_config(problem, device), problem, device, check)
-    transport = circumstances.transport, circumstances.transport_reason
-    at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
+
+    def fused(reason: str, cause: Cause) -> Explanation:
+        transport = circumstances.transport, circumstances.transport_reason
+        at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
+        scratch = circumstances.scratch_bytes(config, device)
+        return Explanation(op, "fused", config, reason, cause, device, source, *transport, at_once, scratch)
+
     if implementation == "fused":
         check(config, device)
-        if device.platform == "cpu":
-            if jax.process_count() > 1:
-                raise NotImplementedError(
-                    f"the emulator runs all devices in one process, and there are {jax.process_count()}: start one "
-                    'process, or use implementation="xla"'
-                )
-            emulation.enable()
-        scratch = circumstances.scratch_bytes(config, device)
-        return Explanation(op, "fused", config, "asked for", device, source, *transport, at_once, scratch)
-    missed = False
+        if device.platform == "cpu" and jax.process_count() > 1:
+            raise NotImplementedError(
+                f"the emulator runs all devices in one process, and there are {jax.process_count()}: start one "
+                'process, or use implementation="xla"'
+            )
+        return fused("asked for", Cause.ASKED_FOR)
     if device.platform == "cpu" and not is_collecting():
         if source == "given":
             _require_valid(config, device, check)
-        choice = Explanation(op, "xla", None, "on a CPU the fused kernel runs emulated, for tests only", device)
+        choice = Explanation(op, "xla", None, Cause.EMULATED.value, Cause.EMULATED, device)
     else:
         try:
             check(config, device)
-            by_default = None if source == "given" else circumstances.why_not_by_default
-            if by_default:
-                xla_runs, reason = True, by_default
-            elif source == "given" or is_collecting():
-                # There is nothing to compare: who names a configuration wants the fused kernel, and a session that
-                # collects problems measures XLA itself.
-                xla_runs, reason = False, "the fused kernel serves this problem"
-            else:
-                xla_runs, reason = verdict(problem, device)
-            if xla_runs:
-                missed = reason == by_default or reason.startswith(NOT_MEASURED)
-                choice = Explanation(op, "xla", None, reason, device)
-            else:
-                scratch = circumstances.scratch_bytes(config, device)
-                choice = Explanation(op, "fused", config, reason, device, source, *transport, at_once, scratch)
+            # A caller who names a configuration wants the kernel. A session that collects problems measures XLA itself.
+            found = Verdict(False, "the fused kernel serves this problem", Cause.ASKED_FOR)
+            if source != "given" and circumstances.why_not_by_default:
+                found = Verdict(True, circumstances.why_not_by_default, Cause.NOT_BY_DEFAULT)
+            elif source != "given" and not is_collecting():
+                found = verdict(problem, device)
         except NotImplementedError as cannot:
-            missed = True
-            choice = Explanation(op, "xla", None, str(cannot), device)
-    _log(choice, problem, missed)
+            found = Verdict(True, str(cannot), Cause.NOT_SERVED)
+        if found.xla_runs:
+            choice = Explanation(op, "xla", None, found.reason, found.cause, device)
+        else:
+            choice = fused(found.reason, found.cause)
+    _log(choice, problem)
     return choice
 
 
@@ -213,18 +215,16 @@ def leave_to_xla(op: str, implementation: str | None, device: Target, reason: st
     if implementation == "fused":
         raise NotImplementedError(f'{reason}, or use implementation="xla"')
     if implementation == "xla":
-        return Explanation(op, "xla", None, "asked for", device)
-    choice = Explanation(op, "xla", None, reason, device)
-    _log(choice, None, missed=True)
+        return Explanation(op, "xla", None, "asked for", Cause.ASKED_FOR, device)
+    choice = Explanation(op, "xla", None, reason, Cause.NOT_SERVED, device)
+    _log(choice, None)
     return choice
 
 
-def _log(choice: Explanation, problem: Problem | None, missed: bool) -> None:
-    """Logs a decision, once for each problem; `missed`: whether XLA runs though it was not measured to be faster."""
+def _log(choice: Explanation, problem: Problem | None) -> None:
+    """Logs a decision, once for each problem."""
     if (problem, choice) in _logged or is_collecting():
         return
     _logged.add((problem, choice))
-    # Log a warning if XLA runs on a GPU for which there are fused kernels, unless XLA was measured to be faster: users
-    # of this library expect the fused kernel.
-    warns = missed and choice.target.platform == "gpu" and (choice.target.is_hopper or choice.target.is_blackwell)
-    logger.log(logging.WARNING if warns else logging.INFO, "%s", choice)
+    is_served = choice.target.platform == "gpu" and (choice.target.is_hopper or choice.target.is_blackwell)
+    logger.log(logging.WARNING if is_served and choice.cause in _MISSED else logging.INFO, "%s", choice)

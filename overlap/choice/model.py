@@ -7,8 +7,6 @@ are in `rates.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
 
 import jax.numpy as jnp
 
@@ -17,14 +15,12 @@ from overlap.choice.rates import Rates, rates_of
 from overlap.choice.shared_loads import OperandTiles, operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.hopper import limits as hopper
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import ceil_div
 
-# The values of `Config.order_minor` and `Config.order_width`.
-type Order = tuple[Literal["m", "n"], int]
 F32_BYTES = 4
 # The exponent with which `_at_power_limit` combines the time at full clocks and the time that the power limit allows.
 # The larger it is, the more abruptly the clock rate begins to fall where work reaches the power limit.
@@ -95,12 +91,13 @@ def predicted_us(
     # The rates for operations over several devices let the loads of a GPC take no time.
     if with_order and not problem.communicates:
         loads = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
-    l2_rate = min(rates.l2_bytes_per_cycle_alone, rates.l2_bytes_per_cycle * target.num_cores / active)
+    # Cores that load share what the L2 can deliver.
+    l2_rate = rates.l2_bytes_per_cycle * target.num_cores / active
     per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)
     cycles = _core_cycles(config, problem, rates, work, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
     depth = work.tiles * config.cluster // config.ctas_per_tile * work.k_steps * tile_k(problem.dtype)
-    us = _at_power_limit(us, depth, per_depth, hbm_bytes, rates) + rates.launch_us
+    us = _at_power_limit(us, depth, per_depth, rates) + rates.launch_us
     if work.cuts:
         # CTAs that share a tile exchange and add their sums at the end, when no other work hides the time of this.
         added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
@@ -112,37 +109,13 @@ def predicted_us(
         us = _with_one_shot(us, work, config, problem, rates)
     elif problem.communicates and problem.scattered:
         us = _with_scatter(us, work, config, problem, rates)
-    if work.cuts:
-        us += rates.zero_flags_us
     if config.ctas_per_tile > 1:
         us += work.pieces(0) * _exchange_cycles(config, rates) / rates.cycles_per_us
-    if config.cluster > 1:
-        us += rates.cluster_us
     if config.split_k > 1:
         # A second kernel reads the partial results, mostly from the L2, and adds them.
         partial_bytes = config.split_k * problem.batch * problem.m * problem.n * F32_BYTES
         us += rates.next_launch_us + partial_bytes / rates.sum_bytes_per_us
     return us
-
-
-def orders_us(config: Config, problem: Problem, target: Target, orders: Sequence[Order]) -> list[float]:
-    """Returns, for each tile order, the part of the model's time in µs by which orders differ if all else is the same.
-
-    Args:
-      orders: these replace that of `config`.
-    """
-    rates, work = rates_of(target), work_of(config, problem, target)
-    m, n, _ = problem.grid(config)
-    lhs = rates.rows_loaded(config, m, problem.dtype, problem.transpose_lhs) * problem.itemsize
-    rhs, depth = config.tile_n * problem.itemsize, work.total_k_steps(0) * tile_k(problem.dtype)
-    grid, found = TileOrder.of(m, n, config), []
-    for minor, width in orders:
-        order = dataclasses.replace(grid, minor=minor, width=width)
-        loads = operand_tiles(order, work, config.cluster)
-        of_group = loads.at_work * _loaded_by_gpc(config, loads, lhs, rhs)
-        us = depth * of_group / rates.group_bytes_per_cycle / rates.cycles_per_us
-        found.append(us + _read_again(order, config, problem, work, rates) / rates.hbm_bytes_per_us)
-    return found
 
 
 def _read_again(order: TileOrder, config: Config, problem: Problem, work: StreamK, rates: Rates) -> float:
@@ -175,15 +148,11 @@ class _PerDepth:
       cycles: time, in cycles of the core.
       multiplied: multiply-adds times the bytes of an operand's element.
       loaded: bytes loaded from the L2.
-      of_group: the same, but a byte that several cores of a group load counts once.
-      read: bytes of shared memory that the tensor cores read.
     """
 
     cycles: float
     multiplied: float
     loaded: float
-    of_group: float
-    read: float
 
     @staticmethod
     def of(config: Config, problem: Problem, rates: Rates, loads: OperandTiles, l2_rate: float) -> _PerDepth:
@@ -220,7 +189,7 @@ class _PerDepth:
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / tile_k(problem.dtype) + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
-        return _PerDepth(busy + step / tile_k(problem.dtype), multiplied, loaded, of_group, read)
+        return _PerDepth(busy + step / tile_k(problem.dtype), multiplied, loaded)
 
 
 def _loaded_by_gpc(config: Config, loads: OperandTiles, lhs: float, rhs: float) -> float:
@@ -261,27 +230,21 @@ def _core_cycles(config: Config, problem: Problem, rates: Rates, work: StreamK, 
         # warpgroup multiplies.
         mainloop *= rates.gathering_in_turn if problem.communicates and problem.gathered else rates.in_turn
         turn = mainloop / max(tiles, 1) + store
-        return max(mainloop + tiles * rates.turn_cycles, ceil_div(tiles, 2) * turn - store) + store
+        return max(mainloop, ceil_div(tiles, 2) * turn - store) + store
     return mainloop + tiles * store
 
 
-def _at_power_limit(us: float, depth: int, per_depth: _PerDepth, hbm_bytes: float, rates: Rates) -> float:
+def _at_power_limit(us: float, depth: int, per_depth: _PerDepth, rates: Rates) -> float:
     """Returns the time, at the clock rate that the power limit allows, of work that takes `us` at full clocks.
 
     Args:
       us: the time at full clocks.
       depth: elements of k of all tiles together.
       per_depth: the costs of each of them.
-      hbm_bytes: bytes moved to and from the device's memory.
       rates: the rates of the GPU.
     """
     # How long the work would take if power were the only limit.
-    energy_us = hbm_bytes / rates.moved_per_us + depth * (
-        per_depth.multiplied / rates.multiplied_per_us
-        + per_depth.loaded / rates.loaded_per_us
-        + per_depth.of_group / rates.group_loaded_per_us
-        + per_depth.read / rates.read_per_us
-    )
+    energy_us = depth * (per_depth.multiplied / rates.multiplied_per_us + per_depth.loaded / rates.loaded_per_us)
     # A lower clock rate allows a lower voltage, which saves power as well. So the clock rate falls by a smaller factor
     # than the power.
     return us * (1 + (energy_us / us) ** _LIMITED) ** (rates.clock_exponent / _LIMITED) if us else us

@@ -8,10 +8,10 @@ import math
 import jax.numpy as jnp
 
 from overlap.kernels import limits
+from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import BY_NAME, LAYOUTS, Dimension, Layout, OperationSpec, Transport
-from overlap.kernels.placement import clusters_at_once
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import BY_NAME, LAYOUTS, Dimension, Layout, OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 from overlap.primitives.integers import ceil_div
 
@@ -204,34 +204,48 @@ class Problem:
         sizes = {name: bucket(getattr(self, name)) for name in ("m", "n", "k")}
         return dataclasses.replace(self, **sizes, batch=bucket(self.batch, least=1))
 
-    def check(self, config: Config, target: Target) -> None:
-        """Calls `check_blocks` and `limits.check` for this problem, which raise if `config` cannot run it."""
-        self.check_blocks(config)
+    def types(self, config: Config, transport: Transport) -> OperandTypes:
+        """Returns what a mainloop must know of the operands."""
         # With split-k, partial products are stored in f32.
-        out_dtype = self.out_dtype if config.split_k == 1 else "float32"
-        layouts, transport = OperandLayouts(self.transpose_lhs, self.transpose_rhs), self.transport(config)
-        m, n = (self.m, self.n) if transport == "one_shot" else self.block
-        sizes = limits.Sizes(
-            m,
-            n // self.sides,
-            self.k,
-            self.dtype,
-            out_dtype,
-            layouts,
-            transport,
-            block_scaled=self.block_scaled,
-            sides=self.sides,
-        )
-        limits.check(sizes, config, target)
+        out_dtype = "float32" if config.split_k > 1 and not transport else self.out_dtype
+        layouts = OperandLayouts(self.transpose_lhs, self.transpose_rhs)
+        m = self.m if transport == "one_shot" else self.block[0]
+        of_scales = self.block_scaled, self.sides
+        return OperandTypes(m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales)
 
-    def check_blocks(self, config: Config) -> None:
-        """Raises NotImplementedError if a sum that all devices get cannot be cut into equal blocks, one per device."""
+    def check(self, config: Config, target: Target, transport: Transport = "") -> None:
+        """Checks that the fused kernel can run this problem with `config`. Raises as `limits.check` does.
+
+        `transport` is the one that the caller named; "": the usual one.
+        """
+        self._check_blocks(config)
+        transport = transport or self.transport(config)
+        part: Dimension = "" if transport == "one_shot" else self.scattered
+        m, n = (self.m, self.n) if transport == "one_shot" else self.block
+        names = {"m": "m_shard" if self.gathered == "m" else "m", "n": "n"}
+        if part:
+            names[part] += f" / {self.devices}"
+        sizes = {"m": (names["m"], m), "n": (names["n"], n // self.sides), "k": ("k", self.whole[2])}
+        limits.check(mainloop_of(target), self.types(config, transport), sizes, config, target, part)
+
+    def _check_blocks(self, config: Config) -> None:
+        """Raises NotImplementedError if operands cannot be cut into equal blocks, one per device.
+
+        These are a sum that all devices get, and the left operand where the right one is gathered along k.
+        """
         cut = {"m": self.m, "n": self.n}.get(self.scattered, 0)
         if self.transport(config) == "broadcast" and cut % self.units[self.scattered]:
             raise NotImplementedError(
                 f"the fused kernel of `{self.op}` sums up a block of rows or columns on each of the {self.devices} "
                 f"devices, got m={self.m} and n={self.n}: pad m to a multiple of {self.units['m']} or n to one of "
                 f'{self.units["n"]}, name a config with one_shot=True, or use implementation="xla"'
+            )
+        unit = limits.TMA_ROW_BYTES // self.itemsize
+        if self.gathered == "k" and self.k % unit and self.communicates and not self.transpose_lhs:
+            raise NotImplementedError(
+                f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
+                f"bytes, got k_shard={self.k} elements of {self.itemsize} bytes: pad k_shard to a multiple of "
+                f'{unit}, or use implementation="xla"'
             )
 
     def accepts(self, config: Config, target: Target) -> bool:
@@ -240,53 +254,9 @@ class Problem:
             self.check(config, target)
         except (ValueError, NotImplementedError):
             return False
-        return target.is_blackwell or not self._crowds_registers(config, target)
-
-    def _crowds_registers(self, config: Config, target: Target) -> bool:
-        """Whether a thread on Hopper may need a few more registers than it has.
-
-        These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
-
-        - with 32-bit results, `stream_k` above 1, a cluster, and an epilogue that uses all of its features: tiles of
-          256 rows, or the largest tiles if both operands are transposed
-        - where peers' parts are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
-        - where finished tiles are sent to all peers as well: the largest tiles, with 8-bit operands or 32-bit results
-
-        In the producer, in operations that gather:
-
-        - the schedule "pingpong" in a cluster, or with the smallest tiles
-        - tiles of 256 × 64 with `stream_k` above 1, in a cluster
-        - swapped operands with `stream_k` above 1: some of these kernels
-
-        In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
-
-        - more tiles than clusters. Then some kernels with 8-bit operands, 3 stages and exactly 8 k steps per CTA spill
-          152 bytes, and some with swapped operands need 224 of the 232 registers of a compute thread
-        """
-        if config.ctas_per_tile > 1:
-            tiles = self.batch * ceil_div(self.m, config.tile_m) * ceil_div(self.n, config.tile_n)
-            if tiles > clusters_at_once(target.num_cores, config.cluster):
-                return True
-        transport = self.transport(config)
-        fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
-        if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):
-            return True
-        if config.in_turn and transport == "pull" and (config.cluster > 1 or config.tile_m * config.tile_n <= 64 * 64):
-            return True
-        if (
-            transport == "pull"
-            and (config.tile_m, config.tile_n) == (256, 64)
-            and min(config.cluster, config.stream_k) > 1
-        ):
-            return True
-        if config.swap_operands and transport == "pull" and config.stream_k > 1:
-            return True
-        has_wide_results = jnp.dtype(self.out_dtype).itemsize == 4
-        is_large = config.tile_m * config.tile_n >= 128 * 256
-        if transport == "broadcast" and is_large and (self.itemsize == 1 or has_wide_results):
-            return True
-        wide = has_wide_results and (config.tile_m == 256 or (is_large and self.layout == "tt"))
-        return wide and config.cluster > 1 and config.stream_k > 1
+        types, (rows, columns, products) = self.types(config, self.transport(config)), self.grid(config)
+        tiles = products * ceil_div(rows, config.tile_m) * ceil_div(columns, config.tile_n)
+        return not mainloop_of(target).crowds_registers(types, tiles, config, target)
 
 
 def default_out_dtype(dtype: str) -> str:

@@ -17,13 +17,13 @@ import dataclasses
 import json
 import pathlib
 import re
-from typing import Any, Literal
+from typing import Literal
 
+from overlap.kernels import limits as tma
 from overlap.kernels.blackwell.limits import rhs_columns
 from overlap.kernels.config import Config
 from overlap.kernels.hopper import limits as hopper
 from overlap.kernels.target import Target
-from overlap.kernels.tma import limits as tma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Rates:
         each other.
       smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
       l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
-      l2_bytes_per_cycle_alone: bytes per cycle that one core loads from the L2 while no other core loads.
       group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its cores. A byte
         that several of them load counts once.
       unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
@@ -50,7 +49,6 @@ class Rates:
       store_bytes_per_cycle: bytes per cycle that one core stores.
       store_wait_cycles: cycles until an epilogue buffer has been read and can be filled again.
       tile_cycles: cycles to fill and to drain the pipeline, per tile.
-      turn_cycles: with the schedule "pingpong", cycles between one warpgroup's products and the other's.
       in_turn: the factor by which a core's products take longer with the schedule "pingpong" than with "cooperative".
       gathering_in_turn: the factor that replaces `in_turn` in operations that gather, whose buffers leave less room for
         stages. Measured on 2 H200s: 1.03 to 1.11.
@@ -70,15 +68,9 @@ class Rates:
         shared memory of its cluster's CTAs. Measured by traces on an H200: 1.2 µs for 32 KB.
       launch_us: µs to launch a kernel.
       next_launch_us: µs to launch a second kernel right after the first.
-      zero_flags_us: µs that the kernel takes that sets the flags to 0.
-      cluster_us: µs in which the two CTAs of a cluster wait for each other at the start and the end.
       multiplied_per_us: multiply-adds, times bytes of an element, that the device could compute per µs if all of its
         power went into products.
       loaded_per_us: bytes that the device could load from the L2 per µs if all of its power went into these loads.
-      group_loaded_per_us: as `loaded_per_us`, for bytes counted as in `group_bytes_per_cycle`.
-      read_per_us: bytes of shared memory that the tensor cores could read per µs if all power went into these reads.
-      moved_per_us: bytes that could be moved to and from the device's memory per µs if all power went into these
-        copies.
       clock_exponent: if work at full clocks would take more power than the limit allows, the clock rate is divided by
         (power / limit) ** clock_exponent.
       pulled_bytes_per_us: bytes that the communicators of one device move over NVLink per µs.
@@ -93,7 +85,6 @@ class Rates:
     cluster_step_cycles: float
     smem_bytes_per_cycle: float
     l2_bytes_per_cycle: float
-    l2_bytes_per_cycle_alone: float
     group_bytes_per_cycle: float
     unaligned_lines: float
     overlap_exponent: float
@@ -101,7 +92,6 @@ class Rates:
     store_bytes_per_cycle: float
     store_wait_cycles: float
     tile_cycles: float
-    turn_cycles: float
     in_turn: float
     gathering_in_turn: float
     load_latency_cycles: float
@@ -115,13 +105,8 @@ class Rates:
     exchange_bytes_per_cycle: float
     launch_us: float
     next_launch_us: float
-    zero_flags_us: float
-    cluster_us: float
     multiplied_per_us: float
     loaded_per_us: float
-    group_loaded_per_us: float
-    read_per_us: float
-    moved_per_us: float
     clock_exponent: float
     pulled_bytes_per_us: float
     sent_bytes_per_us: float
@@ -188,36 +173,32 @@ def file_of(name: str) -> pathlib.Path:
     return pathlib.Path(__file__).parent / f"rates_{name}.json"
 
 
-def _fitted(name: str) -> dict[str, Any]:
-    return json.loads(file_of(name).read_text(encoding="utf-8"))["rates"]
+def _fitted(name: str) -> Rates:
+    return Rates(**json.loads(file_of(name).read_text(encoding="utf-8"))["rates"])
 
 
-H200, H100 = Rates(**_fitted("h200")), Rates(**_fitted("h100"))
+H200, H100 = _fitted("h200"), _fitted("h100")
 # For operations over several devices. The configurations that the model chooses with these rates were measured on 2 and
 # 4 H200s. These rates were fitted before neighbouring cores' loads were counted, so they let such loads take no time.
-COLLECTIVES = Rates(**_fitted("collectives"))
-BLACKWELL = BlackwellRates(
+COLLECTIVES = _fitted("collectives")
+BLACKWELL = dataclasses.replace(
+    BlackwellRates(**vars(COLLECTIVES)),
     overlaps_epilogue=True,
     measured=False,
-    **_fitted("collectives")
-    | dict(
-        cycles_per_us=1700.0,
-        tensor_core_rate=7200.0,
-        step_cycles=80.0,
-        smem_bytes_per_cycle=128.0,
-        l2_bytes_per_cycle=55.0,
-        l2_bytes_per_cycle_alone=64.0,
-        store_bytes_per_cycle=64.0,
-        store_wait_cycles=0.0,
-        tile_cycles=600.0,
-        hbm_bytes_per_us=6.4e6,
-        l2_bytes=100e6,
-        sum_bytes_per_us=9.0e6,
-        # `cycles_per_us` above is already the clock rate at the power limit.
-        clock_exponent=0.0,
-        pulled_bytes_per_us=0.7e6,
-        sent_bytes_per_us=0.8e6,
-    ),
+    cycles_per_us=1700.0,
+    tensor_core_rate=7200.0,
+    step_cycles=80.0,
+    smem_bytes_per_cycle=128.0,
+    l2_bytes_per_cycle=55.0,
+    store_bytes_per_cycle=64.0,
+    store_wait_cycles=0.0,
+    tile_cycles=600.0,
+    hbm_bytes_per_us=6.4e6,
+    l2_bytes=100e6,
+    sum_bytes_per_us=9.0e6,
+    clock_exponent=0.0,  # `cycles_per_us` above is already the clock rate at the power limit.
+    pulled_bytes_per_us=0.7e6,
+    sent_bytes_per_us=0.8e6,
 )
 
 

@@ -1,4 +1,4 @@
-"""Holds the active `overlap.autotune` session in a module of its own, since it must exist before anything is traced."""
+"""Holds the active `overlap.autotune` and `overlap.explain`, in a module that is loaded before anything is traced."""
 
 from __future__ import annotations
 
@@ -11,3 +11,5 @@ import jax
 # was traced inside a session is traced again after the session, so that it no longer uses the configurations of the
 # session.
 session: Any = jax.make_user_context(None)
+# A new object for each `overlap.explain`, else None. It is a part of that key too, so `explain` traces all calls again.
+explaining: Any = jax.make_user_context(None)

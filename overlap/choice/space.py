@@ -3,7 +3,7 @@
 All of them pass the kernel's own check. The fields of a configuration are of two kinds. The *shape* (`SHAPE`: the tile,
 the size of a stage, how the last wave is cut) determines most of the time that the model predicts. Of the *fine* fields
 (`FINE` and `CHUNKS`) only the tile order enters the model, and for each shape the best order is taken (`_ordered`). The
-first value of any other fine field is the usual one, and each other value ranks a configuration a little lower.
+first value of any other fine field is the usual one.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from overlap.choice.model import Order, orders_us, predicted_us, waves, work_of
+from overlap.choice.model import predicted_us, waves, work_of
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates, rates_of
 from overlap.kernels.config import Config, tile_k
-from overlap.kernels.hopper.limits import MAX_ACCUMULATOR_REGISTERS, accumulator_registers
+from overlap.kernels.hopper.limits import accumulator_registers, spills
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 
-SHAPE: dict[str, tuple[Any, ...]] = {
-    "tile_m": (128, 256, 64),
-    "tile_n": (256, 192, 128, 64),
+TILE_M, TILE_N, SPLIT_K, STREAM_K = (128, 256, 64), (256, 192, 128, 64), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3, 4)
+SHAPE: dict[str, tuple[int | str, ...]] = {
+    "tile_m": TILE_M,
+    "tile_n": TILE_N,
     "schedule": ("cooperative", "pingpong"),
     "swap_operands": (False,),
     "cluster": (1, 2),
     "cluster_along": ("m", "n"),
-    "split_k": (1, 2, 3, 4, 6, 8, 12, 16),
-    "stream_k": (1, 2, 3, 4),
+    "split_k": SPLIT_K,
+    "stream_k": STREAM_K,
     "joined": (False, True),
     "one_shot": (False, True),
 }
 # The first value of each field is the usual one.
-FINE: dict[str, tuple[Any, ...]] = {
+FINE: dict[str, tuple[int | str, ...]] = {
     "order_minor": ("m", "n"),
     "order_width": (8, 4, 16, 2),
 }
@@ -57,13 +56,12 @@ MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
 # Replaces entries of SHAPE for tiles with swapped operands. Their `tile_m` is chosen so that the last tile is full
 # (`_rows_of_swapped`).
-SWAPPED: dict[str, tuple[Any, ...]] = {"tile_n": (256, 128, 64), "swap_operands": (True,), "one_shot": (False,)}
-MOST_COLUMNS = 256
-# The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
-# (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
-# but not with 128.
-MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
-MOST_ACCUMULATED_IN_CLUSTERS = 128
+TILE_N_OF_SWAPPED = (256, 128, 64)
+SWAPPED: dict[str, tuple[int | str, ...]] = {
+    "tile_n": TILE_N_OF_SWAPPED,
+    "swap_operands": (True,),
+    "one_shot": (False,),
+}
 # Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
 CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
@@ -76,13 +74,9 @@ STAGES = (8, 7, 6, 5, 4, 3, 2)
 _NOT_MEASURED = 1.05
 # Fine fields are varied only for this many of the best shapes.
 MOST_VARIED = 32
-# The share by which a configuration is assumed to be slower for each fine field whose value is not the usual one.
-_DEVIATION_COST = 0.015
-# How much the tile order matters: of two orders of the same tiles, the one whose `orders_us` is twice as long was
-# measured to take 2 ** _ORDER_EXPONENT times as long (1,000 pairs on an H100 and an H200; some differ by half). The
-# usual order is left only if that shortens `orders_us` by _LEAST_GAIN. Orders whose `orders_us` differ by less than
-# _TOLERANCE count as equal.
-_ORDER_EXPONENT, _LEAST_GAIN, _TOLERANCE = 0.15, 0.2, 0.05
+# The factor on the predicted time of configurations that differ in a fine field from the best of their shape. So the
+# tuner, which tries the first configurations, tries other shapes before the model's ties.
+_VARIED = 1.015
 
 
 def candidates(problem: Problem, target: Target) -> list[Config]:
@@ -109,28 +103,18 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
             break
         base = _base(shape, problem, target)
         if base is not None:
-            rank_of_base = _expected_us(base, problem, target), -base.tile_n, place
+            rank_of_base = expected_us(base, problem, target), -base.tile_n, place
             chosen, rank_of_chosen = min((chosen, rank_of_chosen), (base, rank_of_base), key=lambda item: item[1])
     return chosen
 
 
-def rank(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
-    """Returns what `candidates` sorts by: the model's time in µs, plus a little for each unusual fine field."""
-    us = _expected_us(config, problem, target, rates)
-    shape = dataclasses.replace(_usual(problem), **{name: getattr(config, name) for name in SHAPE})
-    base = _base(shape, problem, target)
-    if base is None:
-        return us
-    return us * _deviation_factor(config, base, problem, target)
-
-
-def _expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
+def expected_us(config: Config, problem: Problem, target: Target, rates: Rates | None = None) -> float:
     """Returns the model's time in µs, plus a little for a configuration of a kind that was never measured."""
     return predicted_us(config, problem, target, rates) * _unmeasured_factor(config, problem)
 
 
 def _least_us(shape: Config, problem: Problem, target: Target) -> float:
-    """Returns a lower bound of `_expected_us` for all configurations with a shape (the fields in `SHAPE`).
+    """Returns a lower bound of `expected_us` for all configurations with a shape (the fields in `SHAPE`).
 
     In the model a call takes no longer with more stages. So this is the time with the most, without the tile order's
     part.
@@ -147,19 +131,6 @@ def _unmeasured_factor(config: Config, problem: Problem) -> float:
     return _NOT_MEASURED if new else 1.0
 
 
-def _deviation_factor(config: Config, base: Config, problem: Problem, target: Target) -> float:
-    """Returns the factor by which `config` is assumed to take longer than `base`. They differ in fine fields only."""
-    fine = (*FINE, *CHUNKS, "stages")
-    deviations = sum(getattr(config, name) != getattr(base, name) for name in fine)
-    order: Order = config.order_minor, config.order_width
-    usual: Order = base.order_minor, base.order_width
-    slower = 1.0
-    if order != usual:
-        us, usual_us = orders_us(config, problem, target, (order, usual))
-        slower = max(us / usual_us, 1.0) ** _ORDER_EXPONENT
-    return (1 + _DEVIATION_COST * deviations) * slower
-
-
 def differences(config: Config) -> str:
     """Returns a configuration as text: its tile, and the other fields in which it differs from `Config()`."""
     usual, tile = vars(Config()), ("tile_m", "tile_n")
@@ -170,18 +141,18 @@ def differences(config: Config) -> str:
 @functools.lru_cache(maxsize=1024)
 def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
     found = (_base(shape, problem, target) for shape in _shapes(problem, target))
-    bases = [(_expected_us(base, problem, target), base) for base in found if base is not None]
+    bases = [(expected_us(base, problem, target), base) for base in found if base is not None]
     # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
     # rows.
     bases.sort(key=lambda pair: (pair[0], -pair[1].tile_n))
     ranked: dict[Config, float] = {}
-    seen: set[Any] = set()
+    seen: set[Config] = set()
     for place, (us, base) in enumerate(bases):
         for config in _variations(base, problem) if place < MOST_VARIED else (base,):
             same = _on_grid(config, problem)
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
-                ranked[config] = us * _deviation_factor(config, base, problem, target)
+                ranked[config] = us if config == base else us * _VARIED
     return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
 
 
@@ -217,8 +188,8 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
     if problem.communicates or not target.is_hopper:
         return
     usual, k_steps = _usual(problem), -(-problem.k // tile_k(problem.dtype))
-    upright = itertools.product((False,), SHAPE["tile_m"], SHAPE["tile_n"])
-    swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), SWAPPED["tile_n"])
+    upright = itertools.product((False,), TILE_M, TILE_N)
+    swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), TILE_N_OF_SWAPPED)
     tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())
     for (swap, rows, columns), cluster in itertools.product(tiles, CLUSTERS_ALONG_K):
         count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
@@ -234,7 +205,7 @@ def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
     work = work_of(whole, problem, target)
     if not work.full_waves and not problem.communicates:
         # Cut each tile into at most as many pieces as fill one wave, each with at least two k steps.
-        for parts in SHAPE["split_k"][1:]:
+        for parts in SPLIT_K[1:]:
             if parts * work.left <= work.num_ctas and work.k_steps >= 2 * parts:
                 if not whole.swap_operands:
                     yield dataclasses.replace(whole, split_k=parts)
@@ -242,7 +213,7 @@ def _cut(whole: Config, problem: Problem, target: Target) -> Iterator[Config]:
                     yield dataclasses.replace(whole, stream_k=parts)
         return
     seen = {work.workers}
-    for parts in SHAPE["stream_k"][1:] + (MORE_PARTS if whole.joined else ()):
+    for parts in STREAM_K[1:] + (MORE_PARTS if whole.joined else ()):
         cut = dataclasses.replace(work, max_pieces=parts)
         if cut.workers not in seen and work.k_steps >= 2 * parts:
             seen.add(cut.workers)
@@ -312,18 +283,6 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     return filled or not few
 
 
-def spills(shape: Config) -> bool:
-    """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
-    # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
-    # 156 bytes; with 64 rows nothing is spilled, but no register is left.
-    in_clusters = shape.in_turn and shape.tile_n == MOST_COLUMNS and shape.cluster > 1
-    # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
-    # ones in a cluster (144 spill 40 bytes, 128 leave no register) or if warpgroups take turns (152 leave no register).
-    crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
-    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED_IN_CLUSTERS if shape.cluster > 1 else MOST_ACCUMULATED
-    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
-
-
 def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     """Returns the configuration with a shape (the fields in `SHAPE`) and the usual fine fields; None if it cannot run.
 
@@ -332,43 +291,36 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
     least = dataclasses.replace(shape, stages=min(STAGES))
     if not problem.accepts(least, target):
         return None
-    least = _ordered(least, problem, target)
     work = work_of(shape, problem, target)
     filled = max(math.ceil(waves(shape, problem, target) * work.k_steps), least.stages)
     deeper = (dataclasses.replace(least, stages=stages) for stages in STAGES if stages <= filled)
-    return next((config for config in deeper if problem.accepts(config, target)), least)
+    deepest = next((config for config in deeper if problem.accepts(config, target)), least)
+    return _ordered(deepest, problem, target)
 
 
-def _ordered(shape: Config, problem: Problem, target: Target) -> Config:
-    """Returns the shape with its tile order.
-
-    For a plain product it is the first order whose `orders_us` is at most _TOLERANCE longer than the shortest.
-    """
-    if problem.communicates or not rates_of(target).measured:
-        low = shape.tile_m < LEAST_ROWS_TO_SHARE
-        if shape.in_turn and shape.order_minor == "m" and (low or problem.scattered):
-            # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so
-            # that it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles:
-            # this was measured to be up to 7% faster (2 H200s).
-            return dataclasses.replace(shape, order_width=2 * shape.order_width)
-        return shape
-    orders = [(minor, width) for width in FINE["order_width"] for minor in FINE["order_minor"]]
-    orders.sort(key=lambda order: order[1] < 4)
-    costs = orders_us(shape, problem, target, orders)
-    least, usual = min(costs), costs[0]
-    short = least / (1 - _LEAST_GAIN) if usual <= least / (1 - _LEAST_GAIN) else (1 + _TOLERANCE) * least
-    minor, width = next(order for order, us in zip(orders, costs, strict=True) if us <= short)
-    return dataclasses.replace(shape, order_minor=minor, order_width=width)
+def _ordered(config: Config, problem: Problem, target: Target) -> Config:
+    """Returns a configuration with the best tile order: for plain products the one with the shortest predicted time."""
+    if not problem.communicates and rates_of(target).measured:
+        orders = itertools.product(FINE["order_width"], FINE["order_minor"])
+        ordered = [dataclasses.replace(config, order_minor=minor, order_width=width) for width, minor in orders]
+        return min(ordered, key=lambda config: predicted_us(config, problem, target))
+    low = config.tile_m < LEAST_ROWS_TO_SHARE
+    if config.in_turn and config.order_minor == "m" and (low or problem.scattered):
+        # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so that
+        # it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles: this was
+        # measured to be up to 7% faster (2 H200s).
+        return dataclasses.replace(config, order_width=2 * config.order_width)
+    return config
 
 
 def _variations(base: Config, problem: Problem) -> Iterator[Config]:
     """Yields `base`, and each copy of `base` in which one fine field is changed."""
     yield base
     in_chunks = CHUNKS if problem.transport(base) not in ("", "one_shot") else {}
-    fields = dict(FINE, stages=(base.stages, base.stages - 1), **in_chunks)
-    for name, values in fields.items():
+    fewer = (base.stages - 1,) if base.stages > min(STAGES) else ()
+    for name, values in {**FINE, "stages": fewer, **in_chunks}.items():
         for value in values:
-            if value != getattr(base, name) and not (name == "stages" and value < min(STAGES)):
+            if value != getattr(base, name):
                 yield base.replace(**{name: value})
 
 

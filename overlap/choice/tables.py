@@ -1,13 +1,15 @@
 """Keeps measurements on disk: one JSON file per kind of GPU, in the user's cache and shipped with the library.
 
-Each call of an operation looks up its configuration here, so lookups never raise. An entry that breaks a rule
-(`table_entry`) is left out, and a file that is not a table counts as empty. Both are reported once, in a warning that
-names the file and the entry. Only tuning raises for a file that is not a table, since it would overwrite the file.
+Each call of an operation looks up its configuration here, so lookups never raise. An entry that cannot be used is left
+out, and a file that is not a table counts as empty; one warning says so. Only tuning raises for a file that is not a
+table, since it would overwrite the file.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import logging
@@ -15,40 +17,106 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+import tempfile
+from collections.abc import Iterable, Iterator
 
-from overlap.choice import table_files
+import jax.numpy as jnp
+
+from overlap._version import __version__
 from overlap.choice.problem import Problem
-from overlap.choice.table_entry import Entry, name_of
-from overlap.choice.table_files import replace
+from overlap.kernels.config import FLOAT8, FLOAT16, Config
 from overlap.kernels.target import Target
-
-__all__ = ["Entry", "Table", "add", "find", "load", "parse", "read", "replace", "shipped_files", "text_of", "user_file"]
 
 FORMAT = 1
 DIRECTORY_VARIABLE = "OVERLAP_TUNING_DIR"
 SHIPPED = pathlib.Path(__file__).parent / "tables"
-# An entry has about 700 bytes. A file larger than this is not a table, and reading it would delay the first call.
-LARGEST_BYTES = 16 * 2**20
-_FAULTS_SHOWN = 4
+# Sizes are int32 in a kernel.
+LARGEST_SIZE = 2**31 - 1
+DTYPES = tuple(dtype.name for dtype in (*FLOAT16, jnp.dtype(jnp.float32), *FLOAT8))
+type Json = bool | int | float | str | list[Json] | dict[str, Json] | None
 logger = logging.getLogger("overlap")
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
-    """The content of a table's file.
+class Entry:
+    """The result of tuning one problem.
 
     Attributes:
-      entries: the entries that satisfy the rules, one for each key.
-      faults: for each of the other entries, a text that says what is wrong with it.
-      unread: entries that break a rule, as JSON values. They are written back unchanged: a newer version of the library
-        may be able to read them.
+      problem: the problem that was tuned.
+      kind: the name of the kind of GPU (`Target.kind`).
+      jax: the version of jax that ran.
+      config: the fastest configuration whose result was right.
+      us: its time per call, in microseconds.
+      others: the times per call, in microseconds, of what `config` was compared with. The keys are "xla", "heuristic",
+        and for the next best configurations the texts of `space.differences`.
+      tried: how many configurations were compiled and checked.
+      complete: False if the search was cut short.
+      date: when `config` was measured, in ISO 8601.
+      overlap: the version of this library that ran; "" if the file does not say.
+
+    Raises:
+      ValueError: a later computation could fail with one of these values.
     """
 
-    entries: tuple[Entry, ...] = ()
-    faults: tuple[str, ...] = ()
-    unread: tuple[Any, ...] = ()
+    problem: Problem
+    kind: str
+    jax: str
+    config: Config
+    us: float
+    others: dict[str, float] = dataclasses.field(default_factory=dict)
+    tried: int = 0
+    complete: bool = True
+    date: str = ""
+    overlap: str = __version__
+
+    def __post_init__(self) -> None:
+        problem, numbers = self.problem, [x for x in vars(self.config).values() if type(x) is int]
+        sizes = [problem.m, problem.n, problem.k, problem.devices, problem.batch, problem.sides, *numbers]
+        if not all(type(size) is int and 1 <= size <= LARGEST_SIZE for size in sizes):
+            raise ValueError(f"sizes must be integers from 1 to {LARGEST_SIZE}, got {sizes}")
+        if not {problem.dtype, problem.out_dtype} <= {*DTYPES}:
+            raise ValueError(f"dtypes must be of {', '.join(DTYPES)}, got {problem.dtype} and {problem.out_dtype}")
+        # A ratio of two times outside of this range might be 0 or infinite.
+        if not all(type(us) in (int, float) and 1e-3 <= us <= 1e12 for us in (self.us, *self.others.values())):
+            raise ValueError(f"times must be numbers of µs, got {self.us} and {self.others}")
+        if not all(isinstance(text, str) for text in (self.kind, self.jax, self.date, self.overlap)):
+            raise ValueError("`kind`, `jax`, `date` and `overlap` must be texts")
+
+    @property
+    def key(self) -> tuple[Problem, str, str]:
+        """What identifies the entry: a table keeps one entry for each value of this key."""
+        return self.problem, self.kind, self.jax
+
+    def measured_elsewhere(self, jax_version: str) -> str:
+        """Returns a text that names the versions that this entry was measured with, if other versions run now; else "".
+
+        Example:
+          >>> entry.measured_elsewhere("0.12.0")
+          'measured with jax 0.11.2, and 0.12.0 runs'
+        """
+        versions = ("jax", self.jax, jax_version), ("overlap", self.overlap, __version__)
+        return "; ".join(
+            f"measured with {name} {then}, and {now} runs" for name, then, now in versions if then and then != now
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        """Returns the entry as a JSON object, which is one line of a table's file."""
+        rest = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**dataclasses.asdict(rest.pop("problem")), **rest, "config": dataclasses.asdict(self.config)}
+
+    @classmethod
+    def from_json(cls, data: Json) -> Entry:
+        """Makes an entry from a JSON value, as `to_json` returns it.
+
+        Raises:
+          ValueError, TypeError, KeyError, AttributeError: it is no entry, or has a value that could not be used.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("an entry must be an object")
+        values: dict = dict(data)
+        names = [field.name for field in dataclasses.fields(Problem) if field.name in values]
+        problem = Problem(**{name: values.pop(name) for name in names})
+        return cls(problem, config=Config(**values.pop("config")), **{"overlap": "", **values})
 
 
 def user_directory() -> pathlib.Path | None:
@@ -77,144 +145,116 @@ def shipped_files() -> list[pathlib.Path]:
     return sorted(SHIPPED.glob("*.json"))
 
 
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
-def parse(path: pathlib.Path) -> Table:
-    """Reads a table's file. Faults are returned in the `Table`, not logged.
-
-    Raises:
-      ValueError: the file is not a table.
-      OSError: the file cannot be read.
-    """
-    try:
-        content = json.loads(table_files.read_text(path, LARGEST_BYTES))
-        if not isinstance(content, dict):
-            raise ValueError("it must be an object with the fields `format` and `entries`")
-        version, lines = content.get("format"), content.get("entries")
-        if type(version) is not int or version != FORMAT:
-            raise ValueError(f"its `format` must be {FORMAT}, the one that this version of overlap reads")
-        if not isinstance(lines, list):
-            raise ValueError("its `entries` must be a list")
-    except RecursionError:
-        raise ValueError(_no_table(path, "it nests too deep")) from None
-    except ValueError as error:
-        raise ValueError(_no_table(path, str(error))) from error
-    return _table(lines)
-
-
-def _no_table(path: pathlib.Path, why: str) -> str:
-    return f"{path} is no tuning table ({why}): move it away, or name another file"
-
-
-def _table(lines: Sequence[Any]) -> Table:
-    kept: dict[Any, tuple[int, Entry]] = {}
-    faults, unread = [], []
-    for index, line in enumerate(lines):
-        try:
-            entry = Entry.from_json(line)
-        except ValueError as error:
-            faults.append(f"entries[{index}]{name_of(line)}: {error}")
-            unread.append(line)
-            continue
-        if entry.key not in kept:
-            kept[entry.key] = index, entry
-            continue
-        used, older = kept[entry.key]
-        unused = index
-        if entry.supersedes(older):
-            kept[entry.key], used, unused = (index, entry), index, used
-        faults.append(f"entries[{unused}]{name_of(lines[unused])}: entries[{used}] is for the same, and is used")
-    return Table(tuple(entry for _, entry in kept.values()), tuple(faults), tuple(unread))
+# --- Files ------------------------------------------------------------------------------------------------------------
 
 
 def read(path: pathlib.Path) -> list[Entry]:
-    """Returns the entries of a file that satisfy the rules. One warning names the other entries, which are left out.
+    """Returns the entries of a file. One warning says how many of them cannot be used.
 
     Raises:
       ValueError: the file is not a table.
       OSError: the file cannot be read.
     """
-    table = parse(path)
-    if faults := table.faults:
-        more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
-        verb = "is" if len(faults) == 1 else "are"
-        first = "; ".join(faults[:_FAULTS_SHOWN])
-        logger.warning("the tuning table %s: %d of its entries %s ignored: %s%s", path, len(faults), verb, first, more)
-    return list(table.entries)
+    lines = _lines(path)
+    if faults := [f"entries[{i}]: {fault}" for i, (_, fault) in enumerate(lines) if isinstance(fault, str)]:
+        logger.warning("%s: %d entries of this tuning table are ignored, the first: %s", path, len(faults), faults[0])
+    return [entry for _, entry in lines if isinstance(entry, Entry)]
+
+
+def _lines(path: pathlib.Path) -> list[tuple[Json, Entry | str]]:
+    """Returns the lines of a table, each with its entry, or with a text that says why it cannot be used."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content["entries"], list):
+            raise ValueError(f'it must be an object with "format": {FORMAT} and a list "entries"')
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} is no tuning table ({error}): move it away, or name another file") from None
+    found: list[tuple[Json, Entry | str]] = []
+    for line in content["entries"]:
+        try:
+            found.append((line, Entry.from_json(line)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            found.append((line, str(error)[:200]))
+    return found
 
 
 def load(path: pathlib.Path) -> tuple[Entry, ...]:
     """Returns the entries of a file, like `read`, but caches them until the file changes, and never raises.
 
-    A file that does not exist or is not a table counts as empty. Faults are reported once, in a warning.
+    A file that does not exist or is not a table counts as empty. The latter is said once, in a warning.
     """
     try:
         status = path.stat()
-    except FileNotFoundError:
+    except OSError:
         return ()
-    except OSError as error:
-        _report(str(error))
-        return ()
-    return _load(path, status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+    return _load(path, status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 @functools.lru_cache(maxsize=64)
 def _load(path: pathlib.Path, *version: int) -> tuple[Entry, ...]:
     del version  # Part of the cache's key.
     try:
-        return tuple(read(path))
+        # Other kinds of files are not opened: a pipe could block.
+        return tuple(read(path)) if path.is_file() else ()
     except (ValueError, OSError) as error:
-        _report(str(error))
+        logger.warning("the tuning table is ignored: %s", error)
         return ()
 
 
-@functools.lru_cache(maxsize=64)
-def _report(error: str) -> None:
-    """Logs a warning, once for each text.
-
-    The cache of `_load` does not prevent repeated warnings if `path` is a folder: its modification time, which is part
-    of the cache's key, changes with every file in it.
-    """
-    logger.warning("the tuning table is ignored: %s", error)
-
-
-# --- Writing ----------------------------------------------------------------------------------------------------------
-
-
 def add(path: pathlib.Path, entries: Iterable[Entry]) -> None:
-    """Adds entries to a file in one atomic step, under a lock. Makes the file and its folder if they do not exist.
+    """Adds entries to a file in one atomic step. Makes the file and its folder if they do not exist.
 
-    Of two entries with the same key the newer one is kept, unless its search was cut short and the older entry is from
-    a complete search. Lines of the file that this version of the library cannot read stay as they are.
+    An entry replaces one with the same key, unless its search was cut short and the older one was complete. Lines of
+    the file that this version of the library cannot use stay as they are.
 
     Raises:
-      ValueError: the file exists and is not a table (it is left as it is); or an entry breaks a rule.
+      ValueError: the file exists and is not a table. It is left as it is.
       OSError: the file cannot be written.
     """
-    entries = list(entries)
-    for entry in entries:
-        Entry.from_json(entry.to_json())
-    path = table_files.target_of(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with table_files.locked(path):
-        old = parse(path) if path.exists() else Table()
-        table = {entry.key: entry for entry in old.entries}
-        for entry in entries:
-            if entry.supersedes(table.get(entry.key)):
-                table[entry.key] = entry
+    with _locked(path.parent):
+        old = _lines(path) if path.exists() else []
+        complete = {entry.key for _, entry in old if isinstance(entry, Entry) and entry.complete}
+        new = {entry.key: entry for entry in entries if entry.complete or entry.key not in complete}
+        lines = [line for line, entry in old if isinstance(entry, str) or entry.key not in new]
+        lines += [entry.to_json() for entry in new.values()]
+        texts = ",\n".join(sorted(json.dumps(line, sort_keys=True) for line in lines))
+        replace(path, f'{{"format": {FORMAT}, "entries": [\n{texts}\n]}}\n')
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Opens a context that one process and thread at a time is in, for tables of one folder."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(
+            OSError
+        ):  # Some file systems have no locks. Then two tunings at once may lose results.
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file in one atomic step; makes its folder if it does not exist.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    path = path.resolve()  # If it is a link, replace the file behind it.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+    ) as file:
         try:
-            text = text_of(table.values(), old.unread)
-        except RecursionError:
-            raise ValueError(_no_table(path, "it nests too deep")) from None
-        replace(path, text)
-
-
-def text_of(entries: Iterable[Entry], unread: Iterable[Any] = ()) -> str:
-    """Returns the text of a table: one line per entry, in an order that does not depend on when entries were added."""
-    lines = [json.dumps(entry.to_json(), sort_keys=True) for entry in sorted(entries, key=lambda entry: str(entry.key))]
-    lines += [json.dumps(line, sort_keys=True) for line in unread]
-    return f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+            file.write(text)
+            file.close()
+            os.chmod(file.name, 0o644)  # Others may read a table, but not what `tempfile` makes.
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 # --- Looking up -------------------------------------------------------------------------------------------------------
@@ -230,11 +270,11 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
     none: another version changes all times a little, but rarely their order.
     """
     alike = _alike(problem)
-    fitting = [
+    fitting = (
         entry
         for entry in entries
-        if entry.kind == target.kind and _alike(entry.problem) == alike and _accepts(problem, entry, target)
-    ]
+        if entry.kind == target.kind and _alike(entry.problem) == alike and problem.accepts(entry.config, target)
+    )
     return min(
         fitting,
         key=lambda entry: (
@@ -245,24 +285,6 @@ def find(entries: Iterable[Entry], problem: Problem, target: Target, jax_version
         ),
         default=None,
     )
-
-
-def _accepts(problem: Problem, entry: Entry, target: Target) -> bool:
-    """Whether the kernel accepts an entry's configuration for a problem. If not for the entry's own, that is logged."""
-    if problem.accepts(entry.config, target):
-        return True
-    if entry.problem == problem:
-        try:
-            problem.check(entry.config, target)
-        except (ValueError, NotImplementedError) as error:
-            _report_unusable(problem, str(error))
-    return False
-
-
-@functools.lru_cache(maxsize=64)
-def _report_unusable(problem: Problem, error: str) -> None:
-    """Logs a warning, once for each problem and text."""
-    logger.warning("the tuning table's entry for %s is ignored: its `config` cannot run: %s", problem, error)
 
 
 @functools.lru_cache(maxsize=4096)

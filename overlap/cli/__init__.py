@@ -27,7 +27,7 @@ __all__ = ["main"]
 OPS = tuple(BY_NAME)
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
-    "are wrong; 130 after Ctrl-C; 143 after SIGTERM."
+    "are wrong; 130 after Ctrl-C."
 )
 
 
@@ -49,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor.run(as_json=arguments.json)
         if not _can_run(arguments.command):
             return 1
-        return importlib.import_module(f"overlap.cli.{arguments.command}").run(arguments)
+        from overlap.cli.console import refuse
+
+        try:
+            return importlib.import_module(f"overlap.cli.{arguments.command}").run(arguments)
+        except (ValueError, NotImplementedError) as error:
+            refuse(arguments.command, error)
+            return 2
 
     return ending.run(run)
 
@@ -86,7 +92,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    count = whole_number(at_least=1)
+    count, names = whole_number(at_least=1), ", ".join(DTYPES)
 
     demo = commands.add_parser(
         "demo",
@@ -94,26 +100,20 @@ def _parser() -> Parser:
         description="Runs a fused all-gather matmul and a fused matmul reduce-scatter, and the same by XLA. Uses the "
         "visible GPUs; without GPUs, CPU devices emulate them. Prints a table, and draws on which device's rows each "
         "role of each device worked, and when.",
-    )
-    demo.add_argument(
-        "--out", type=new_file, default="overlap-demo.png", help="file for the picture, a PNG (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--devices",
-        type=count,
-        help="how many devices (default: all visible GPUs, or 4 emulated devices; at most 8 emulated devices)",
-    )
-    demo.add_argument("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
+    ).add_argument
+    demo("--out", type=new_file, default="overlap-demo.png", help="file for the picture, a PNG (default: %(default)s)")
+    demo("--devices", type=count, help="how many devices (default: all visible GPUs; 4 emulated, at most 8)")
+    demo("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
 
     doctor = commands.add_parser(
         "doctor",
         help="check this machine and its packages",
-        description="Checks what the library needs, and says how to mend what is missing or wrong. It also works "
+        description="Checks what the library needs, and says how to repair what is missing or wrong. It also works "
         "without jax, with a broken jax, and on an old Python.",
         epilog="Exit status: 0 if no line says PROBLEM; 1 if one does; 2 if the arguments are wrong. A line that says "
         "note is not a problem.",
-    )
-    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    ).add_argument
+    doctor("--json", action="store_true", help="print one JSON object instead of the table")
 
     soak = commands.add_parser(
         "soak",
@@ -122,15 +122,13 @@ def _parser() -> Parser:
         "random sequences. Some devices are late on purpose, and other collectives run at the same time. Every result "
         "is compared bit for bit. Start it with launch/mpirun.sh for one process per GPU. Without GPUs it is emulated, "
         "to try it out.",
-    )
+    ).add_argument
     minutes = types.finite_number("minutes", above=0)
-    soak.add_argument("--minutes", type=minutes, default=5.0, help="how long to run (default: 5)")
-    soak.add_argument(
-        "--seed", type=whole_number(0), default=0, help="determines what runs, and in which order (default: 0)"
-    )
-    soak.add_argument("--first", type=whole_number(0), default=0, help="number of the first program (default: 0)")
-    soak.add_argument("--programs", type=count, help="how many programs to run (default: until the time is over)")
-    soak.add_argument("--steps", type=count, help="launches in each program (default: 200; emulated: 1)")
+    soak("--minutes", type=minutes, default=5.0, help="how long to run (default: %(default)g)")
+    soak("--seed", type=whole_number(0), default=0, help="determines what runs, and in which order (default: 0)")
+    soak("--first", type=whole_number(0), default=0, help="number of the first program (default: 0)")
+    soak("--programs", type=count, help="how many programs to run (default: until the time is over)")
+    soak("--steps", type=count, help="launches in each program (default: 200; emulated: 1)")
 
     tune = commands.add_parser(
         "tune",
@@ -138,41 +136,21 @@ def _parser() -> Parser:
         description="Measures configurations of an operation, and XLA, for a list of problems. For each problem it "
         "writes the fastest configuration with a right result to a table that later calls use. After an interrupt or "
         "the end of the budget, the results so far are kept. Without GPUs it is emulated, to try it out.",
-    )
-    names = ", ".join(DTYPES)
-    tune.add_argument("--op", default="matmul", choices=OPS, help="the operation (default: %(default)s)")
-    tune.add_argument(
-        "--shapes",
-        required=True,
-        metavar="MxNxK,…",
-        type=types.shapes,
-        help="problems, for a collective per shard; each may name its own dtype: 1024x4096x4096:f16",
-    )
-    tune.add_argument("--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)")
-    tune.add_argument(
-        "--out-dtype", type=types.dtype, help="of the result (default: that of the operands; for f8: bf16)"
-    )
-    tune.add_argument(
-        "--layouts",
-        default=["nn"],
-        type=types.layouts,
-        help="how the operands are stored, where t means transposed: nn (default), nt, tn, tt, or several as nn,nt",
-    )
-    tune.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 2 emulated)")
-    tune.add_argument(
-        "--max-configs", type=count, help="most configurations to try per problem (default: 12; emulated: 3)"
-    )
-    tune.add_argument(
-        "--budget-s",
-        type=types.finite_number("seconds", above=0),
-        default=float("inf"),
-        help="end after this time, in seconds, with the results so far",
-    )
-    tune.add_argument(
-        "--out", type=pathlib.Path, help="the table to write or extend (default: the user's table; emulated: none)"
-    )
-    tune.add_argument("--force", action="store_true", help="measure problems again that the table already has")
-    tune.add_argument("--dry-run", action="store_true", help="list the configurations that would be tried, and exit")
+    ).add_argument
+    tune("--op", default="matmul", choices=OPS, help="the operation (default: %(default)s)")
+    shapes = "problems, for a collective per shard; each may name its own dtype: 1024x4096x4096:f16"
+    tune("--shapes", required=True, metavar="MxNxK,…", type=types.shapes, help=shapes)
+    tune("--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)")
+    tune("--out-dtype", type=types.dtype, help="of the result (default: that of the operands; for f8: bf16)")
+    layouts = "how the operands are stored, where t means transposed: nn (default), nt, tn, tt, or several as nn,nt"
+    tune("--layouts", default=["nn"], type=types.layouts, help=layouts)
+    tune("--devices", type=count, help="number of devices (default: all visible GPUs, or 2 emulated)")
+    tune("--max-configs", type=count, help="most configurations to try per problem (default: 12; emulated: 3)")
+    seconds = types.finite_number("seconds", above=0)
+    tune("--budget-s", type=seconds, default=float("inf"), help="end after so many seconds, with the results so far")
+    tune("--out", type=pathlib.Path, help="the table to write or extend (default: the user's; emulated: none)")
+    tune("--force", action="store_true", help="measure problems again that the table already has")
+    tune("--dry-run", action="store_true", help="list the configurations that would be tried, and exit")
 
     trace = commands.add_parser(
         "trace",
@@ -180,37 +158,17 @@ def _parser() -> Parser:
         description="Runs one call of a fused operation with marks in its kernel. Writes when each role of each CTA "
         "waited, loaded, multiplied, stored and copied, with the same clock for all GPUs: a file for ui.perfetto.dev, "
         "and a picture. Without GPUs it is emulated.",
-    )
-    trace.add_argument(
-        "--op", default="all_gather_lhs_matmul", choices=OPS, help="the operation (default: %(default)s)"
-    )
-    trace.add_argument(
-        "--shape",
-        metavar="MxNxK",
-        type=types.shape,
-        help="sizes, for a collective per shard (default: 1024x4096x4096; emulated: 256x256x256)",
-    )
-    trace.add_argument(
-        "--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)"
-    )
-    trace.add_argument(
-        "--layout", default="nn", choices=LAYOUTS, help="how the operands are stored; t means transposed (default: nn)"
-    )
-    trace.add_argument("--devices", type=count, help="number of devices (default: all visible GPUs, or 4 emulated)")
-    trace.add_argument(
-        "--config",
-        metavar="NAME=VALUE,…",
-        type=types.config_fields,
-        help="fields of overlap.Config, such as tile_n=128,stages=4 (default: what the library chooses)",
-    )
-    trace.add_argument("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
-    trace.add_argument(
-        "--out",
-        type=new_file,
-        default="overlap-trace.json.gz",
-        help="file for the trace, for ui.perfetto.dev; compressed if it ends with .gz (default: overlap-trace.json.gz)",
-    )
-    trace.add_argument(
-        "--picture", type=new_file, help="file for the picture, a PNG (default: beside the trace, overlap-trace.png)"
-    )
+    ).add_argument
+    trace("--op", default="all_gather_lhs_matmul", choices=OPS, help="the operation (default: %(default)s)")
+    shape = "sizes, for a collective per shard (default: 1024x4096x4096; emulated: 256x256x256)"
+    trace("--shape", metavar="MxNxK", type=types.shape, help=shape)
+    trace("--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)")
+    trace("--layout", default="nn", choices=LAYOUTS, help="how the operands are stored; t means transposed")
+    trace("--devices", type=count, help="number of devices (default: all visible GPUs, or 4 emulated)")
+    fields = "fields of overlap.Config, such as tile_n=128,stages=4 (default: what the library chooses)"
+    trace("--config", metavar="NAME=VALUE,…", type=types.config_fields, help=fields)
+    trace("--emulate", action="store_true", help="emulate on the CPU even if there are GPUs")
+    file = "file for ui.perfetto.dev; compressed if it ends with .gz (default: %(default)s)"
+    trace("--out", type=new_file, default="overlap-trace.json.gz", help=file)
+    trace("--picture", type=new_file, help="file for the picture, a PNG (default: beside the trace)")
     return parser

@@ -14,6 +14,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -21,12 +22,12 @@ from rich.console import Console
 from rich.text import Text
 
 import overlap
-from overlap import _compat, _settings, emulation
+from overlap import _settings, emulation
 from overlap.choice.problem import Problem
 from overlap.cli import trace_files
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, progress_bar, refuse, show
-from overlap.cli.devices import MOST_EMULATED, why_not_gpus
+from overlap.cli.devices import start
 from overlap.tuning import trace
 from overlap.tuning.operations import call_operation, product
 from overlap.tuning.programs import (
@@ -45,7 +46,7 @@ from overlap.tuning.timing import Loop, calls_s
 _OPS = "all_gather_lhs_matmul", "matmul_reduce_scatter"
 # m, n and k per device. Emulated, each device has four tiles for each shard: enough to show the order of events.
 _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
-_EMULATED_DEVICES, _EMULATED_CTAS, _EMULATED_CONFIG = 4, 4, overlap.Config(tile_n=128)
+_EMULATED_CTAS, _EMULATED_CONFIG = 4, overlap.Config(tile_n=128)
 _ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
 
 
@@ -76,21 +77,19 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
       The exit status: 0; 1 if a result is wrong, or there is no result; 2 for wrong arguments.
     """
-    try:
-        return _run(arguments)
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        refuse("demo", error)
-        return 1
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    emulated_because = "asked for with --emulate" if arguments.emulate else why_not_gpus()
     alone = leads = True
     if not arguments.emulate:
-        overlap.initialize()
+        try:
+            overlap.initialize()
+        except RuntimeError as error:
+            refuse("demo", error)
+            return 1
         if jax.distributed.is_initialized():
             alone, leads = jax.process_count() == 1, jax.process_index() == 0
-    mesh = _mesh(arguments.devices, emulated=emulated_because is not None, alone=alone)
+    if arguments.devices is not None and not alone:
+        raise WrongArguments("demo: --devices is for one process: start as many as you want with -np")
+    devices, emulated_because = start("demo", arguments.devices, emulate=arguments.emulate)
+    mesh = mesh_of(devices)
     emulator = contextlib.nullcontext()
     if emulated_because is not None and alone:
         # These two settings resemble hardware most: copies complete at random times, and threads take turns.
@@ -104,7 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if emulated_because is not None and not alone:
                 del methods["fused"]
             bar.update(task, description=problem.op)
-            tables.append((_on_gpus if emulated_because is None else _on_cpus)(problem, methods, mesh))
+            tables.append(_measured(problem, methods, mesh, timed=emulated_because is None))
             if alone and all(row.ok for row in tables[-1]):
                 bar.update(task, description=f"{problem.op}: recording a call")
                 shards, emulated = draw_operands(problem, mesh, 0), emulated_because is not None
@@ -130,23 +129,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _mesh(devices: int | None, *, emulated: bool, alone: bool) -> jax.sharding.Mesh:
-    if devices is not None and not alone:
-        raise WrongArguments("demo: --devices is for one process: start as many as you want with -np")
-    if emulated and alone:
-        if (devices or 0) > MOST_EMULATED:
-            raise WrongArguments(
-                f"demo: --devices must be at most {MOST_EMULATED} where they are emulated, got {devices}"
-            )
-        if not _compat.backends_are_initialized():
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", devices or _EMULATED_DEVICES)
-    available = jax.devices()
-    if (devices or 0) > len(available):
-        raise WrongArguments(f"demo: --devices must be at most {len(available)} on this machine, got {devices}")
-    return mesh_of(available[:devices])
-
-
 def _problems(mesh: jax.sharding.Mesh, sizes: tuple[int, int, int]) -> list[Problem]:
     m, n, k = sizes
     # The rows of a reduce-scatter's product are those of all devices together.
@@ -161,56 +143,44 @@ def _methods(problem: Problem, config: overlap.Config) -> dict[str, Call]:
     }
 
 
-def _on_cpus(problem: Problem, methods: dict[str, Call], mesh: jax.sharding.Mesh) -> list[_Row]:
-    """Runs each method once. The times mean nothing."""
-    what = {"fused": "one kernel", "xla": "dot, then reduce-scatter" if problem.scattered else "all-gather, then dot"}
-    operands, rows = draw_operands(problem, mesh, 0), []
-    for name, call in methods.items():
-        start = time.perf_counter()
-        result = call_program(problem, call, mesh)(*operands).block_until_ready()
-        seconds = time.perf_counter() - start
-        error = float(error_program(problem, mesh)(*operands, result))
-        rows.append(_Row(name, what[name], error, True, 1e6 * seconds))
-    return _judged(rows, problem)
-
-
-def _on_gpus(problem: Problem, methods: dict[str, Call], mesh: jax.sharding.Mesh) -> list[_Row]:
-    """Checks and times each method, and cuBLAS alone on data that is already gathered ("roof")."""
-    what = {"fused": "one kernel", "xla": "NCCL, then cuBLAS", "roof": "cuBLAS alone, data already gathered"}
-    if problem.scattered:
-        what |= {"xla": "cuBLAS, then NCCL", "roof": "cuBLAS alone, nothing summed"}
+def _measured(problem: Problem, methods: dict[str, Call], mesh: jax.sharding.Mesh, *, timed: bool) -> list[_Row]:
+    """Checks each method. If `timed`, times them too, and cuBLAS alone on data that is already gathered ("roof")."""
+    # Short names: the table must fit into 80 columns.
+    steps = "matmul, sum" if problem.scattered else "gather, matmul"
+    what = {"fused": "fused: one kernel", "xla": f"xla: {steps}", "roof": "cuBLAS alone"}
     shards = draw_operands(problem, mesh, 0)
-    calls = {**methods, "roof": functools.partial(product, problem)}
-    rows, programs, loops = list[_Row](), {}, {}
+    calls = {**methods, "roof": functools.partial(product, problem)} if timed else methods
+    rows, loops = list[_Row](), dict[str, Loop]()
+    programs: dict[str, tuple[Any, tuple[jax.Array, jax.Array]]] = {}
     for name, call in calls.items():
         operands = complete_program(problem, mesh)(*shards) if name == "roof" else shards
         program = call_program(problem, call, mesh)
-        result = program(*operands)
+        began = time.perf_counter()
+        result = program(*operands).block_until_ready()
+        seconds = time.perf_counter() - began
         error = float(error_program(problem, mesh, name == "roof")(*operands, result))
-        rows.append(_Row(name, what[name], error, True, 0.0))
+        rows.append(_Row(name, what[name], error, True, 1e6 * seconds))
         programs[name] = program, operands
-        loops[name] = Loop(problem, loop_program(problem, call, mesh, _ITERATIONS), _ITERATIONS, operands, result)
-        loops[name].compile()
-    loops["roof"].load(_WARM_UP_S)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        if timed:
+            loops[name] = Loop(problem, loop_program(problem, call, mesh, _ITERATIONS), _ITERATIONS, operands, result)
+            loops[name].compile()
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    if timed:
+        loops["roof"].load(_WARM_UP_S)
     for _ in range(_ROUNDS):
-        for name in calls:
-            program, operands = programs[name]
-            times[name].append((loops[name].call_s(_LAUNCHES), calls_s(program, operands, _CALLS)))
-    for row in rows:
-        row.loop_us, row.call_us = (1e6 * statistics.median(each) for each in zip(*times[row.method], strict=True))
-    return _judged(rows, problem)
-
-
-def _judged(rows: list[_Row], problem: Problem) -> list[_Row]:
-    """Sets `ok` of each row: whether its error is within the bound that follows from the error of XLA's result."""
+        for name, loop in loops.items():
+            times[name].append((loop.call_s(_LAUNCHES), calls_s(*programs[name], _CALLS)))
     allowed = error_bound(problem, next(row.error for row in rows if row.method == "xla"))
-    return [dataclasses.replace(row, ok=row.error <= allowed) for row in rows]  # False for NaN
+    for row in rows:
+        row.ok = row.error <= allowed  # False for NaN.
+        if timed:
+            row.loop_us, row.call_us = (1e6 * statistics.median(each) for each in zip(*times[row.method], strict=True))
+    return rows
 
 
 def _print(out: Console, title: str, rows: Sequence[_Row]) -> None:
     timed = all(row.loop_us for row in rows)
-    times = ("loop, µs", "call, µs", "XLA / this", "roof / this") if timed else ("time (meaningless)",)
+    times = ("loop µs", "call µs", "XLA/this", "cuBLAS/this") if timed else ("time (meaningless)",)
     loop_us = {row.method: row.loop_us for row in rows}
     lines = []
     for row in rows:
@@ -219,15 +189,18 @@ def _print(out: Console, title: str, rows: Sequence[_Row]) -> None:
             ratios = f"{loop_us['xla'] / row.loop_us:.2f}", f"{loop_us['roof'] / row.loop_us:.3f}"
             cells = [f"{row.loop_us:.0f}", f"{row.call_us:.0f}", *ratios] if row.ok else ["–"] * 4
         error = Text(f"{row.error:.2e}") if row.ok else Text(f"{row.error:.2e} FAILED", style="red")
-        lines.append([row.method, row.what, *cells, error])
-    show(out, title, ("method", "what runs", *times, "error against f32"), lines, texts=2)
+        lines.append([row.what, *cells, error])
+    show(out, title, ("what runs", *times, "error"), lines, texts=1)
 
 
 def _caption(emulated_because: str | None, alone: bool) -> str:
     m, n, k = _ON_GPUS if emulated_because is None else _EMULATED
     text = f"Per device {m} rows, n = {n}, k = {k}, float16. "
     if emulated_because is None:
-        return f"{text}Loop: per run inside one program; call: per call from Python. Medians of {_ROUNDS} rounds."
+        return (
+            f"{text}Loop: per run inside one program; call: per call from Python. Medians of {_ROUNDS} rounds. cuBLAS "
+            "alone: on data that is already gathered, or without the sum. Errors against the product in f32."
+        )
     if alone:
         return f"{text}Emulated: {emulated_because}. This checks results; its times say nothing about a GPU's."
     return f"{text}No fused kernel ran ({emulated_because}): the emulator runs all devices in one process."

@@ -1,4 +1,4 @@
-"""`python -m overlap doctor`: checks what the library needs on this machine, and says how to mend what is wrong.
+"""`python -m overlap doctor`: checks what the library needs on this machine, and says how to repair what is wrong.
 
 It has to work on a broken installation. So it imports neither jax nor a module that imports jax, and its table is plain
 text, so that rich is not needed.

@@ -22,10 +22,9 @@ import overlap
 from overlap.cli import soak_programs
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, progress_bar, refuse
-from overlap.cli.devices import why_not_gpus
+from overlap.cli.devices import start
 from overlap.cli.soak_programs import CASES, Axis, Case
 
-_EMULATED_DEVICES = 4
 # How many programs are started before their results are checked.
 _BLOCK = 24
 _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
@@ -48,11 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         refuse("soak", error)
         return 1
-    emulated = why_not_gpus()
-    if emulated:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", _EMULATED_DEVICES)
-    devices = jax.devices()
+    devices, emulated = start("soak", None)
     if len(devices) < 2:
         raise WrongArguments(f"soak: needs at least 2 devices, got {len(devices)}: make more GPUs visible")
     meshes = list(soak_programs.meshes(devices))

@@ -19,19 +19,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 
 import overlap
+from overlap.choice.problem import Problem, default_out_dtype
+from overlap.collectives.operations import PUBLIC
+from overlap.kernels.operations import BY_NAME, Layout
 from overlap.kernels.target import current_target
+from overlap.tuning.operations import AXIS, shapes, specs
 
 # About how long a turn of the loop in `_spin` takes.
 _US_PER_TURN = 18.0
-_F8 = jnp.float8_e4m3fn
+# How many random numbers the operands are cut from: a prime, so that no two rows are equal.
+_POOL = 65521
+_F16, _BF16, _F8 = "float16", "bfloat16", "float8_e4m3fn"
 # A mesh axis, or several mesh axes.
 type Axis = str | tuple[str, ...]
 # Pairs of a result and the expected result.
 type Results = list[tuple[jax.Array, jax.Array]]
-type Compute = Callable[[jax.Array, jax.Array, jax.Array, Axis], Results]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,122 +44,106 @@ class Case:
 
     Attributes:
       name: the name in messages.
-      rows: rows of the operand's shard.
-      columns: columns of the weights.
-      depth: columns of the operand's shard, and rows of the weights.
+      op: the name of the operation.
+      sizes: m, n and k as in `Problem`; but where products are summed, the scattered size is that of one device's part
+        of the sum, and m of one part in D if all devices get the sum.
       dtype: the dtype of the operands.
-      compute: a function of (shard, whole, weights, axis) that returns pairs of a result and the expected result. It
-        runs inside `jax.shard_map`. shard is [rows, depth], a part of whole, [D * rows, depth]; weights is
-        [depth, columns].
+      layout: how the operands are stored.
+      options: keywords of the operation.
+      config: fields of the kernel's configuration; None: the library chooses one.
+      scaled: whether each row of the left operand has a scale.
+      sides: whether there are two right operands, and the gathered operand is a result.
       beside: whether one of XLA's collectives may run at the same time.
     """
 
     name: str
-    rows: int
-    columns: int
-    depth: int
-    dtype: DTypeLike
-    compute: Compute
+    op: str
+    sizes: tuple[int, int, int]
+    dtype: str = _BF16
+    layout: Layout = "nn"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
+    scaled: bool = False
+    sides: bool = False
     beside: bool = True
 
-
-def _exact(lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Computes the product by XLA."""
-    return lax.dot(lhs, rhs, preferred_element_type=jnp.float32).astype(dtype)
-
-
-def _gather_rows(**options: Any) -> Compute:
-    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-        out = overlap.all_gather_lhs_matmul(shard, weights, axis, implementation="fused", **options)
-        return [(out, _exact(whole, weights, out.dtype))]
-
-    return compute
+    def problem(self, devices: int) -> Problem:
+        """The problem on a number of devices."""
+        sizes, spec = dict(zip("mnk", self.sizes, strict=True)), BY_NAME[self.op]
+        if spec.sums:
+            sizes[spec.scatters or "m"] *= devices
+        out_dtype = self.options.get("preferred_element_type") or default_out_dtype(self.dtype)
+        return Problem(self.op, sizes["m"], sizes["n"], sizes["k"], self.dtype, out_dtype, devices, self.layout)
 
 
-def _several_sides(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-    sides = [weights[:, :64], weights[:, 64:]]
-    outs, gathered = overlap.all_gather_lhs_matmul(shard, sides, axis, implementation="fused", return_gathered=True)
-    return [*((out, _exact(whole, side, out.dtype)) for out, side in zip(outs, sides)), (gathered, whole)]
+def _exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Computes a product by XLA, in f32."""
+    return lax.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
-def _scaled_float8(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-    rows = shard.shape[0]
-    # Neighbouring rows have different scales, so that a result shows whether rows were mixed up. The scales are powers
-    # of two, so that scaling does not round.
-    scale_of = lambda row: jnp.exp2((row % 5).astype(jnp.float32) - 2)[:, None]  # noqa: E731
-    first = lax.axis_index(axis) * rows
-    out = overlap.all_gather_lhs_matmul(
-        shard, weights.T, axis, transpose_rhs=True, lhs_scale=scale_of(first + jnp.arange(rows)), implementation="fused"
-    )
-    exact = _exact(whole.astype(jnp.bfloat16), weights.astype(jnp.bfloat16), jnp.float32)
-    return [(out, (exact * scale_of(jnp.arange(whole.shape[0]))).astype(out.dtype))]
+def _results(case: Case, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
+    """Runs the operation on this device's shards, and computes what it should return from the whole operands."""
+    size, me, spec = lax.axis_size(axis), lax.axis_index(axis), BY_NAME[case.op]
+    problem = case.problem(size)
 
+    def own(array: jax.Array, sharding: P) -> jax.Array:
+        """This device's shard of an array."""
+        for dimension in (index for index, name in enumerate(sharding) if name == AXIS):
+            count = array.shape[dimension] // size
+            array = lax.dynamic_slice_in_dim(array, me * count, count, dimension)
+        return array
 
-def _gather_weights(dimension: int) -> Compute:
-    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-        # The rows of `whole` are k of the gathered weights (`dimension` 0), or n (`dimension` 1).
-        side, everything = (shard, whole) if dimension == 0 else (shard.T, whole.T)
-        lhs = jnp.resize(weights, (96, everything.shape[0]))
-        out = overlap.all_gather_rhs_matmul(lhs, side, axis, gather_dimension=dimension, implementation="fused")
-        return [(out, _exact(lhs, everything, out.dtype))]
-
-    return compute
-
-
-def _reduce_scatter(dimension: int, block: int, **options: Any) -> Compute:
-    """Makes a case's `compute`: each device keeps `block` rows of the sum (`dimension` 0) or `block` columns (1)."""
-
-    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-        # The rows of `whole` are contracted: they are k of the right operand, or of the transposed left operand.
-        size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
-        shape = (size * block, size * k) if dimension == 0 else (size * k, size * block)
-        other = jnp.resize(weights, shape)
-        part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1 - dimension)
-        lhs, rhs = (part, shard) if dimension == 0 else (shard, part)
-        out = overlap.matmul_reduce_scatter(
-            lhs, rhs, axis, scatter_dimension=dimension, transpose_lhs=dimension == 1, implementation="fused", **options
-        )
-        exact = _exact(other, whole, out.dtype) if dimension == 0 else _exact(whole.T, other, out.dtype)
-        return [(out, lax.dynamic_slice_in_dim(exact, me * block, block, axis=dimension))]
-
-    return compute
-
-
-def _all_reduce(rows: int, **options: Any) -> Compute:
-    """Makes a case's `compute`: each device has the whole sum, [D * rows, columns]."""
-
-    def compute(shard: jax.Array, whole: jax.Array, weights: jax.Array, axis: Axis) -> Results:
-        # The rows of `whole` are contracted.
-        size, me, k = lax.axis_size(axis), lax.axis_index(axis), shard.shape[0]
-        other = jnp.resize(weights, (size * rows, size * k))
-        part = lax.dynamic_slice_in_dim(other, me * k, k, axis=1)
+    whole, shards = [], []
+    for pool, shape, sharding in zip(pools, shapes(problem), specs(problem), strict=False):
+        total = tuple(count * (size if name == AXIS else 1) for count, name in zip(shape, sharding, strict=True))
+        whole.append(jnp.resize(pool, total).astype(case.dtype))
+        shards.append((own(whole[-1], sharding).astype(jnp.float32) + late).astype(case.dtype))
+    keywords: dict[str, Any] = {**case.options, **dict([spec.keyword] if spec.keyword else [])}
+    if case.config is not None:
         tile_m = 128 if current_target().is_blackwell else 64
-        config = overlap.Config(tile_m=tile_m, tile_n=128, **options)
-        out = overlap.matmul_all_reduce(part, shard, axis, config=config, implementation="fused")
-        return [(out, _exact(other, whole, out.dtype))]
+        keywords["config"] = overlap.Config(tile_m=tile_m, tile_n=128, **case.config)
+    expected = _exact(
+        whole[0].T if problem.transpose_lhs else whole[0], whole[1].T if problem.transpose_rhs else whole[1]
+    )
+    if case.scaled:
+        # Neighbouring rows have different scales, so that a result shows whether rows were mixed up. The scales are
+        # powers of two, so that scaling does not round.
+        scales = jnp.exp2((jnp.arange(expected.shape[0]) % 5).astype(jnp.float32) - 2)[:, None]
+        expected *= scales
+        keywords["lhs_scale"] = own(scales, P(AXIS, None))
+    expected = own(expected, specs(problem)[2]).astype(problem.out_dtype)
+    rhs = [shards[1][:, :64], shards[1][:, 64:]] if case.sides else shards[1]
+    out = PUBLIC[spec.function].function(
+        shards[0], rhs, axis, transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
+        implementation="fused", **({"return_gathered": True} if case.sides else {}), **keywords,
+    )  # fmt: skip
+    if case.sides:
+        (first, second), gathered = out
+        return [(first, expected[:, :64]), (second, expected[:, 64:]), (gathered, whole[0])]
+    return [(out, expected)]
 
-    return compute
 
-
+_GATHER, _SCATTER, _REDUCE = "all_gather_lhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 CASES = (
-    Case("rows", 128, 256, 256, jnp.float16, _gather_rows()),
-    Case("ragged rows", 200, 264, 136, jnp.bfloat16, _gather_rows()),
-    Case("few rows", 16, 256, 512, jnp.bfloat16, _gather_rows()),
-    Case("rows by the ring", 128, 128, 192, jnp.bfloat16, _gather_rows(transport="ring"), beside=False),
-    Case("several sides, gathered", 72, 136, 128, jnp.bfloat16, _several_sides),
-    Case("scaled float8", 64, 128, 128, _F8, _scaled_float8),
-    Case("few scaled float8", 8, 128, 256, _F8, _scaled_float8),
-    Case("weights along k", 64, 256, 128, jnp.bfloat16, _gather_weights(0)),
-    Case("weights along n", 64, 256, 128, jnp.bfloat16, _gather_weights(1)),
-    Case("sums by rows", 128, 128, 264, jnp.bfloat16, _reduce_scatter(0, 136)),
-    Case("sums by few rows", 64, 128, 256, jnp.bfloat16, _reduce_scatter(0, 8)),
-    Case("sums by the ring", 64, 128, 136, jnp.bfloat16, _reduce_scatter(0, 72, transport="ring")),
-    Case("sums by columns", 72, 128, 136, jnp.float16, _reduce_scatter(1, 72, preferred_element_type=jnp.float32)),
+    Case("rows", _GATHER, (128, 256, 256), _F16),
+    Case("ragged rows", _GATHER, (200, 264, 136)),
+    Case("few rows", _GATHER, (16, 256, 512)),
+    Case("rows by the ring", _GATHER, (128, 128, 192), options={"transport": "ring"}, beside=False),
+    Case("several sides, gathered", _GATHER, (72, 136, 128), sides=True),
+    Case("scaled float8", _GATHER, (64, 128, 128), _F8, "nt", scaled=True),
+    Case("few scaled float8", _GATHER, (8, 128, 256), _F8, "nt", scaled=True),
+    Case("weights along k", "all_gather_rhs_matmul_k", (96, 128, 64)),
+    Case("weights along n", "all_gather_rhs_matmul_n", (96, 64, 128)),
+    Case("sums by rows", _SCATTER, (136, 264, 128)),
+    Case("sums by few rows", _SCATTER, (8, 256, 64)),
+    Case("sums by the ring", _SCATTER, (72, 136, 64), options={"transport": "ring"}),
+    Case("sums by columns", "matmul_reduce_scatter_n", (136, 72, 72), _F16, "tn",
+         {"preferred_element_type": "float32"}),
     # 136 columns are 17 units of 16 bytes, which no D divides; 384 are 48, which 2, 3, 4, 6 and 8 divide.
-    Case("sums for all by rows", 64, 128, 136, jnp.bfloat16, _all_reduce(72, chunk_bytes=4096)),
-    Case("sums for all by columns", 64, 128, 384, jnp.float16, _all_reduce(8)),
-    Case("sums for all in one shot", 72, 128, 136, jnp.bfloat16, _all_reduce(8, one_shot=True)),
-)
+    Case("sums for all by rows", _REDUCE, (72, 136, 64), config={"chunk_bytes": 4096}),
+    Case("sums for all by columns", _REDUCE, (8, 384, 64), _F16, config={}),
+    Case("sums for all in one shot", _REDUCE, (8, 136, 72), config={"one_shot": True}),
+)  # fmt: skip
 
 
 def meshes(devices: list[Any]) -> Iterator[Mesh]:
@@ -191,37 +179,30 @@ def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax
     """
     others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
 
-    def run(late_us: jax.Array, period: jax.Array, whole: jax.Array, weights: jax.Array) -> jax.Array:
-        me, size = lax.axis_index(axis), lax.axis_size(axis)
-        whole = whole[: size * case.rows, : case.depth].astype(case.dtype)
-        weights = weights[: case.depth, : case.columns].astype(case.dtype)
-
+    def run(late_us: jax.Array, period: jax.Array, *pools: jax.Array) -> jax.Array:
         def launch(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             wrong, beside = state
             late = _spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
-            now = jnp.roll(whole, i, axis=1)
-            shard = lax.dynamic_slice(now, (me * case.rows, 0), (case.rows, case.depth))
-            shard = (shard.astype(jnp.float32) + late).astype(case.dtype)
+            first, second = (jnp.roll(pool, i) for pool in pools)
             if others and case.beside:
-                beside = beside + lax.psum(jnp.roll(now.astype(jnp.float32), i), others)[:8, :8]
-            for out, expected in case.compute(shard, now, weights, axis):
+                beside = beside + lax.psum(first[:512].astype(jnp.float32), others).sum()
+            for out, expected in _results(case, axis, (first, second), late):
                 wrong += jnp.any(out != expected).astype(jnp.int32)
             return wrong, beside
 
-        wrong, beside = lax.fori_loop(0, steps, launch, (jnp.int32(0), jnp.zeros((8, 8), jnp.float32)))
-        return lax.psum(wrong + jnp.isnan(beside.sum()).astype(jnp.int32), mesh.axis_names)
+        wrong, beside = lax.fori_loop(0, steps, launch, (jnp.int32(0), jnp.float32(0)))
+        return lax.psum(wrong + jnp.isnan(beside).astype(jnp.int32), mesh.axis_names)
 
     every = tuple(mesh.axis_names)
-    specs = (P(every), P(), P(), P())
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    given = (P(every), P(), P(), P())
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=given, out_specs=P(), check_vma=False))
 
 
 def operands(mesh: Mesh, seed: int) -> tuple[jax.Array, jax.Array]:
-    """The whole operand and the weights for all cases, the same on all devices. Their elements are −1, 0 and 1."""
-    chance, rows = np.random.default_rng(seed), mesh.size * max(case.rows for case in CASES)
-    shapes = (rows, max(c.depth for c in CASES)), (max(c.depth for c in CASES), max(c.columns for c in CASES))
-    whole, weights = (chance.integers(-1, 2, shape).astype(jnp.bfloat16) for shape in shapes)
-    return on_all(mesh, P(), whole), on_all(mesh, P(), weights)
+    """The numbers from which all operands are cut, the same on all devices: −1, 0 and 1."""
+    chance = np.random.default_rng(seed)
+    first, second = (on_all(mesh, P(), chance.integers(-1, 2, _POOL).astype(jnp.bfloat16)) for _ in range(2))
+    return first, second
 
 
 def on_all(mesh: Mesh, spec: P, values: np.ndarray) -> jax.Array:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 import jax
 
-from overlap import _compat, _settings, emulation
+from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, refuse, show
-from overlap.cli.devices import MOST_EMULATED, why_not_gpus
+from overlap.cli.devices import start
 from overlap.kernels.config import Config
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
-from overlap.tuning.operations import require_layout
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
 _ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
-_EMULATED_DEVICES, _EMULATED_CTAS = 4, 4
+_EMULATED_CTAS = 4
 # In the emulator tiles are small, so that each CTA has several.
 _EMULATED_TILE_N = 128
 # Above this number of operations, an emulated call takes more than about a minute.
@@ -33,24 +31,26 @@ _QUICKLY_EMULATED = 2e10
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status: 0; 1 if the result is wrong; 2 for wrong arguments."""
     out, errors = console(), console(stderr=True)
-    try:
-        name = arguments.out.name.removesuffix(".gz").removesuffix(".json").removesuffix(".png")
-        picture = arguments.picture or arguments.out.with_name(f"{name}.png")
-        if picture.resolve() == arguments.out.resolve():
-            raise WrongArguments(f"trace: --picture must be another file than --out, got {picture} for both")
-        emulated_because = "asked for with --emulate" if arguments.emulate else why_not_gpus()
-        problem, config = _problem(arguments, emulated_because), _config(arguments.config)
-        mesh = _mesh(problem, arguments, emulated_because)
-        problem = dataclasses.replace(problem, devices=mesh.size)
-        errors.print(f"… {problem} on {_kind(mesh)}")
-        if emulated_because is not None and problem.flops_per_device * problem.devices > _QUICKLY_EMULATED:
-            usual = "x".join(map(str, _EMULATED))
-            note = f"trace: emulated, this size takes minutes or hours; without --shape it is {usual}"
-            errors.print(note, style="yellow")
-        recorded = _record(problem, mesh, config, emulated_because)
-    except (ValueError, NotImplementedError) as error:
-        refuse("trace", error)
-        return 2
+    name = arguments.out.name.removesuffix(".gz").removesuffix(".json").removesuffix(".png")
+    picture = arguments.picture or arguments.out.with_name(f"{name}.png")
+    if picture.resolve() == arguments.out.resolve():
+        raise WrongArguments(f"trace: --picture must be another file than --out, got {picture} for both")
+    if arguments.op == "matmul" and arguments.devices not in (None, 1):
+        raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")
+    config = _config(arguments.config)
+    devices, emulated_because = start("trace", arguments.devices, emulate=arguments.emulate)
+    if jax.process_count() > 1:
+        raise ValueError("a trace is of one process with all GPUs: run it without mpirun or srun")
+    mesh = mesh_of(devices[:1] if arguments.op == "matmul" else devices)
+    m, n, k = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
+    out_dtype = default_out_dtype(arguments.dtype)
+    problem = Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, mesh.size, arguments.layout)
+    errors.print(f"… {problem} on {_kind(mesh)}")
+    if emulated_because is not None and problem.flops_per_device * problem.devices > _QUICKLY_EMULATED:
+        usual = "x".join(map(str, _EMULATED))
+        note = f"trace: emulated, this size takes minutes or hours; without --shape it is {usual}"
+        errors.print(note, style="yellow")
+    recorded = _record(problem, mesh, config, emulated_because)
     if not recorded.same_bits:
         refuse("trace", "the recorded call's result differs from an ordinary one's; nothing was written")
         return 1
@@ -61,18 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     trace_files.draw(recorded.timelines[:1], picture, f"{problem} ({_kind(mesh)})")
     out.print(f"The trace, for https://ui.perfetto.dev: {arguments.out}; its picture: {picture}")
     return 0
-
-
-def _problem(arguments: argparse.Namespace, emulated_because: str | None) -> Problem:
-    """The problem that the arguments describe, with `devices` not set yet."""
-    require_layout(arguments.op, arguments.layout, "--layout")
-    if arguments.op == "matmul" and arguments.devices not in (None, 1):
-        raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")
-    if emulated_because is not None and (arguments.devices or 1) > MOST_EMULATED:
-        raise ValueError(f"--devices must be at most {MOST_EMULATED} where they are emulated, got {arguments.devices}")
-    m, n, k = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
-    out_dtype = default_out_dtype(arguments.dtype)
-    return Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, layout=arguments.layout)
 
 
 def _config(fields: dict[str, Any] | None) -> Config | None:
@@ -86,19 +74,6 @@ def _config(fields: dict[str, Any] | None) -> Config | None:
         if type(value) is not type(known[name]):
             raise ValueError(f"--config: {name} must be of the type of {known[name]!r}, got {value!r}")
     return Config(**fields)
-
-
-def _mesh(problem: Problem, arguments: argparse.Namespace, emulated_because: str | None) -> jax.sharding.Mesh:
-    if emulated_because is not None and not _compat.backends_are_initialized():
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", arguments.devices or _EMULATED_DEVICES)
-    if jax.process_count() > 1:
-        raise ValueError("a trace is of one process with all GPUs: run it without mpirun or srun")
-    available = jax.devices()
-    wanted = 1 if problem.op == "matmul" else arguments.devices or len(available)
-    if wanted > len(available):
-        raise ValueError(f"--devices must be at most {len(available)} on this machine, got {wanted}")
-    return mesh_of(available[:wanted])
 
 
 def _record(

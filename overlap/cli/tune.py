@@ -8,22 +8,21 @@ from collections.abc import Sequence
 
 import jax
 
-from overlap import _compat, _cuda, emulation
+from overlap import emulation
 from overlap.choice import dispatch, space
 from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.cli.console import console, refuse, show
+from overlap.cli.console import console, show
+from overlap.cli.devices import start
+from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
 from overlap.tuning import autotune, search
-from overlap.tuning.operations import require_equal_parts, require_layout
 from overlap.tuning.progress import shown
 from overlap.tuning.settings import Settings
 
 # The GPU that the emulator stands for: Hopper, Blackwell.
 _STANDS_FOR = Target("gpu", "NVIDIA H200", 132), Target("gpu", "NVIDIA B200", 148)
-# The most emulated devices. Each needs at least one thread.
-_MOST_EMULATED = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
       The exit status: 0; 1 if a problem has no result, or a result could not be written; 2 for wrong arguments; 130
-      after Ctrl-C; 143 after SIGTERM.
+      after Ctrl-C.
     """
     errors = console(stderr=True)
     outcomes: list[search.Outcome] = []
@@ -39,8 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         # Check this before anything that takes time.
         if arguments.out is not None:
             autotune.require_writable(arguments.out, "--out")
-        target = _start(arguments)
-        problems = _problems(arguments)
+        devices, _ = start("tune", arguments.devices, emulated=2)
+        target = dispatch.target()
+        if target.platform == "cpu":
+            emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
+        problems = _problems(arguments, len(devices))
         settings = Settings.for_platform(target.platform, arguments.max_configs)
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
@@ -59,48 +61,29 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress,
                 found=outcomes.append,
             )
-    except (ValueError, NotImplementedError) as error:
-        refuse("tune", error)
-        return 2
     finally:
         # However the search ended, print what it has found.
         if outcomes:
             _print(outcomes, target, file, len(problems))  # pyright: ignore[reportPossiblyUnboundVariable]
-    if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
-        return 128 + ended_by
+    if any(outcome.interrupted for outcome in outcomes):
+        return 130
     return int(any(outcome.result is None for outcome in outcomes))
 
 
-def _start(arguments: argparse.Namespace) -> Target:
-    """Chooses the GPUs, or emulated devices if there are no GPUs. Returns what kind of device they are."""
-    if not _compat.backends_are_initialized():
-        if not _cuda.visible_gpus():
-            if (arguments.devices or 0) > _MOST_EMULATED:
-                raise ValueError(
-                    f"--devices must be at most {_MOST_EMULATED} where devices are emulated, got {arguments.devices}"
-                )
-            jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", arguments.devices or 2)
-    target = dispatch.target()
-    if arguments.devices is not None and arguments.devices > len(jax.devices()):
-        raise ValueError(f"--devices must be at most {len(jax.devices())} on this machine, got {arguments.devices}")
-    if target.platform == "cpu":
-        emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
-    return target
-
-
-def _problems(arguments: argparse.Namespace) -> list[Problem]:
+def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
     """The problems that the arguments name, each once, in the order of the command line."""
-    devices = 1 if arguments.op == "matmul" else arguments.devices or len(jax.devices())
+    op, spec = arguments.op, BY_NAME[arguments.op]
+    devices = available if spec.transports else 1
     problems: dict[Problem, None] = {}
     for m, n, k, own_dtype in arguments.shapes:
         dtype = own_dtype or arguments.dtype
         out_dtype = arguments.out_dtype or default_out_dtype(dtype)
         for layout in arguments.layouts:
-            require_layout(arguments.op, layout, "--layouts")
-            problem = Problem(arguments.op, m, n, k, dtype, out_dtype, devices, layout)
-            require_equal_parts(problem, "--shapes")
-            problems[problem] = None
+            if layout not in spec.layouts:
+                raise ValueError(f"--layouts must be one of {', '.join(spec.layouts)} for {op}, got {layout}")
+            if {"m": m, "n": n}.get(spec.scatters, 0) % devices:
+                raise ValueError(f"--shapes: {spec.scatters} of {op} must be a multiple of the {devices} devices")
+            problems[Problem(op, m, n, k, dtype, out_dtype, devices, layout)] = None
     return list(problems)
 
 

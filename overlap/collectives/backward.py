@@ -2,49 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Explanation
 from overlap.frame import call
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import LaunchPlan, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT16
-from overlap.kernels.layouts import OperandLayouts
 
 # Makes the operation that computes the cotangent of the left operand of another.
 Transpose = Callable[[Any], Operation]
-_explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[list[Explanation]]:
-    """Collects what `backward` decides inside the block."""
-    found: list[Explanation] = []
-    token = _explained.set(found)
-    try:
-        yield found
-    finally:
-        _explained.reset(token)
 
 
 def backward(
-    operation: Operation,
-    lefts: Sequence[jax.Array],
-    rights: Sequence[jax.Array],
-    dtype: DTypeLike,
-    layouts: OperandLayouts,
-    plan: LaunchPlan,
-    purpose: str,
-    passenger: jax.Array | None = None,
+    operation: Operation, given: Arguments, plan: LaunchPlan, purpose: str, passenger: jax.Array | None = None
 ) -> Any:
     """Runs `operation` on cotangents and operands of the forward pass.
 
@@ -53,37 +29,27 @@ def backward(
 
     Args:
       operation: the operation to run.
-      lefts: its left operands: one, or as many as `rights`.
-      rights: its right operands.
-      dtype: dtype of the result, if float16 or bfloat16; float32 otherwise.
-      layouts: which of the operands lie transposed in memory.
+      given: its operands, a list of the left ones and one of the right ones, and the dtype of its result: float32, if
+        `preferred_element_type` is neither float16 nor bfloat16.
       plan: of the forward pass.
-      purpose: what is computed, for `explained`.
+      purpose: what is computed, for `overlap.explain`.
       passenger: see `Operands`.
 
     Returns:
       The result, or None if the kernel was asked for and cannot serve the call.
     """
-    if any(jnp.dtype(x.dtype) not in FLOAT16 for x in lefts):
+    if any(jnp.dtype(x.dtype) not in FLOAT16 for x in given.lhs):
         return None
-    transposed = normalize(
-        operation,
-        Arguments(
-            lefts if operation.sums_pairs else lefts[0],
-            rights if operation.sums_pairs or operation.takes_lists else rights[0],
-            transpose_lhs=layouts.transpose_lhs,
-            transpose_rhs=layouts.transpose_rhs,
-            preferred_element_type=dtype if dtype in FLOAT16 else jnp.float32,
-        ),
-    )
+    dtype = given.preferred_element_type if given.preferred_element_type in FLOAT16 else jnp.float32
+    given = dataclasses.replace(given, preferred_element_type=dtype)
+    if not operation.reduces:
+        given = dataclasses.replace(given, lhs=given.lhs[0])
+    transposed = normalize(operation, given)
     if passenger is not None:
         operands = dataclasses.replace(transposed.operands, passenger=passenger)
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
     try:
-        if (found := _explained.get()) is not None:
-            choice = call.decide(operation, transposed, None, implementation)
-            found.append(dataclasses.replace(choice, plan=purpose))
-        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False)
+        return call.run_prepared(operation, transposed, implementation=implementation, by_user=False, purpose=purpose)
     except NotImplementedError:
         return None

@@ -41,10 +41,15 @@ from overlap.primitives import (
     semaphore_wait,
 )
 from overlap.primitives.marks import Work
-from overlap.primitives.types import BarrierRef, Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
 # Why "pull" and "push" are chosen where the caller names no transport.
 WHY_DIRECT = "all peers of a host are one hop away behind its switch"
+
+# The sizes of chunks: a `Chunking`, or anything with the same `rows`, `cols`, `short` and `lacks`.
+type ChunkSizes = Any
+# What tells the functions of `Chunks` where a chunk belongs: often a step, or a device and a batch element.
+type Shard = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +68,12 @@ class Chunks:
     """
 
     count: int
-    chunking: Any
-    at: Callable[[Index], tuple[Any, Index, Index]]
-    source: Callable[..., Any]
-    destination: Callable[..., Any]
-    landed: Callable[[Any, Index, Index], None] = lambda *_: None
-    ready: Callable[[Any, Index, Index], None] | None = None
+    chunking: ChunkSizes
+    at: Callable[[Index], tuple[Shard, Index, Index]]
+    source: Callable[..., GmemRef]
+    destination: Callable[..., GmemRef]
+    landed: Callable[[Shard, Index, Index], None] = lambda *_: None
+    ready: Callable[[Shard, Index, Index], None] | None = None
     send: Callable[..., None] | None = None
 
 
@@ -130,7 +135,7 @@ class Communicator:
         if not self.own_first:
             self._copy_own()
 
-    def _copy_others(self) -> Any:
+    def _copy_others(self) -> Index:
         if self.others is None:
             return 0
         (chunks, buffers_smem), counter = self.others, self.flags[1].at[0]
@@ -143,7 +148,7 @@ class Communicator:
 
     def _copy(
         self, chunks: Chunks, number: Index, first: int, counter: SemaphoreRef, buffers_smem: SmemRef | None = None
-    ) -> Any:
+    ) -> Index:
         """Copies the chunks that this warp draws from `counter`, and returns how many they were.
 
         `number` is the first number that the warp has drawn, and `first` the number that stands for chunk 0.
@@ -175,8 +180,8 @@ def flag_shapes(flags: tuple[int, ...], *, copies_own: bool) -> tuple[tuple[int,
 
 
 def smem_types(
-    config: Config, chunking: Chunking, dtype: DTypeLike, scales: Any = None, others: Any = None
-) -> tuple[Any, Any]:
+    config: Config, chunking: Chunking, dtype: DTypeLike, scales: ScratchType = None, others: ChunkSizes | None = None
+) -> tuple[ScratchType, ScratchType]:
     """Returns the types of the chunk buffers and of their barriers.
 
     Args:

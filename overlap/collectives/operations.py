@@ -1,4 +1,4 @@
-"""The public functions, by name: `explain`, the tuner and `sharded` find an operation here."""
+"""The public functions, by name: the tuner and `sharded` find an operation here."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from overlap.choice.dispatch import Explanation
 from overlap.collectives.gather import all_gather_lhs_matmul, all_gather_rhs_matmul
 from overlap.collectives.reduce import matmul_all_reduce, matmul_reduce_scatter
-from overlap.frame import call, explicit
 from overlap.frame.call import Prepare
-from overlap.frame.signatures import Arguments
 from overlap.single_gpu import matmul
 
 
@@ -26,12 +23,6 @@ class Public:
 
     function: Callable[..., Any]
     prepare: Prepare
-
-    def explain(self, given: Arguments) -> Explanation:
-        """Checks a call and says what would run. Raises the errors of the function."""
-        if self.function is matmul.matmul:
-            return explicit.explain(matmul.MATMUL, self.prepare, given)
-        return call.explain(self.prepare, given)
 
 
 _FUNCTIONS = (

@@ -1,17 +1,17 @@
-"""Lets the processes of a job meet over MPI: under mpirun on several hosts, only MPI knows where process 0 is."""
+"""Asks MPI for the host of process 0: under mpirun on several hosts, only MPI knows that."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import secrets
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from overlap.distributed import cards, ports
-from overlap.distributed.cards import Agreement, Card
 from overlap.distributed.launchers import Place
 
 # What to install if mpi4py finds no MPI, or an MPI other than mpirun's.
@@ -32,26 +32,17 @@ if not select.select([0], [], [], float(sys.argv[1]))[0]:
 """
 
 
-def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> Agreement:
-    """Waits for all processes of the job. Collective over MPI's world.
+def with_host(place: Place, timeout_s: float) -> Place:
+    """Returns the place with `host` and `key`, which process 0 makes and MPI sends. Collective over MPI's world.
 
     After `timeout_s` this process is killed, with a message, and mpirun then ends the job.
 
-    Args:
-      place: the place of this process in the job.
-      card: the card of this process.
-      coordinator_port: the TCP port for jax's coordinator on process 0; None: a free one.
-      timeout_s: how long to wait, in seconds.
-
-    Returns:
-      The agreement, the same on all processes.
-
     Raises:
-      RuntimeError: if mpi4py is missing, or belongs to another MPI; on all processes, if `coordinator_port` is not
-        free, or if their versions differ.
+      RuntimeError: if mpi4py is missing, or belongs to another MPI.
     """
+    host = socket.gethostname()
     late = (
-        f"overlap: rank {place.rank} of {place.size} on {card.host} has waited in MPI for {timeout_s:g} s (`timeout_s`)"
+        f"overlap: rank {place.rank} of {place.size} on {host} has waited in MPI for {timeout_s:g} s (`timeout_s`)"
         ": at least one rank has not come to overlap.initialize(). MPI does not tell which: look for one whose output "
         "ends early, or that never began. Ending the job."
     )
@@ -60,31 +51,8 @@ def meet(place: Place, card: Card, coordinator_port: int | None, timeout_s: floa
         world = MPI.COMM_WORLD
         if world.size != place.size:
             _raise_mismatch(place, MPI.Get_library_version(), world.size)
-        held, offer = _offer(card.host, coordinator_port) if world.rank == 0 else (None, None)
-        told: list[tuple[Card, str | RuntimeError | None]] = world.allgather((card, offer))
-    everyone = tuple(each for each, _ in told)
-    coordinator = told[0][1]
-    if isinstance(coordinator, RuntimeError):
-        raise coordinator
-    cards.check_versions(everyone)
-    return Agreement(str(coordinator), everyone, held, world.Abort)
-
-
-def _offer(host: str, coordinator_port: int | None) -> tuple[socket.socket | None, str | RuntimeError]:
-    """Chooses the port of jax's coordinator. Called on process 0.
-
-    Returns:
-      The socket that holds the port, or None if the user has chosen the port; and the coordinator's address, or the
-      error that says why there can be no coordinator.
-    """
-    try:
-        if coordinator_port:
-            ports.listen_on_given(host, coordinator_port).close()
-            return None, f"{host}:{coordinator_port}"
-        held = ports.hold_free(host)
-    except RuntimeError as error:
-        return None, error
-    return held, f"{host}:{held.getsockname()[1]}"
+        host, key = world.bcast((host, secrets.token_hex(8)), 0)
+    return dataclasses.replace(place, host=host, key=f"MPI {key}")
 
 
 def _load_mpi(place: Place) -> Any:

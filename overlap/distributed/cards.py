@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import jax
 
@@ -42,13 +42,11 @@ class Agreement:
       coordinator: host and port of process 0's coordinator.
       cards: the cards of all processes, in the order of their ranks.
       held: on process 0, the socket that keeps the port until the coordinator has it; else None.
-      abort: ends the whole job with an exit status. None: a process can only end itself (`aborting.leave`).
     """
 
     coordinator: str
     cards: tuple[Card, ...]
     held: socket.socket | None
-    abort: Callable[[int], object] | None
 
 
 @dataclasses.dataclass(frozen=True)

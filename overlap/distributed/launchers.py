@@ -51,6 +51,49 @@ class Place:
     key: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Variables:
+    """The names of a launcher's variables.
+
+    Attributes:
+      launcher, mpi: as in `Place`.
+      size, rank, local_rank, local_size, node: the variables with these attributes of `Place`; "" if there is none.
+      needed: variables that the launcher sets along with `size`.
+      key: variables whose values together no other job has.
+    """
+
+    launcher: str
+    mpi: str | None
+    size: str
+    rank: str
+    local_rank: str
+    local_size: str
+    needed: tuple[str, ...]
+    key: tuple[str, ...] = ()
+    node: str = ""
+
+
+# The namespace names the job, and the URI the daemon of this job on this host.
+_OPEN_MPI = _Variables(
+    "mpirun", "Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", ("OMPI_COMM_WORLD_RANK",), ("PMIX_NAMESPACE", "PMIX_SERVER_URI2"),
+)  # fmt: skip
+# MPICH, Intel MPI or MVAPICH: an MPI whose mpirun is Hydra, or speaks its protocol.
+_MPICH = _Variables("mpirun", "MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_RANK",))
+# A job that is queued again keeps its number, so the restart count belongs to the key.
+_SRUN = _Variables(
+    "srun", None, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "",
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"),
+    ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"), "SLURM_NODEID",
+)  # fmt: skip
+# torch's own store listens at MASTER_PORT. Here this number only tells jobs apart; the port is not used.
+_TORCHRUN = _Variables(
+    "torchrun", None, "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"), "GROUP_RANK",
+)  # fmt: skip
+
+
 def find_place(environ: Mapping[str, str]) -> Place | None:
     """The place that the environment variables describe. Loads no MPI library.
 
@@ -69,16 +112,17 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     by_srun = "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ
     # One launcher may start another (srun torchrun, or mpirun in a Slurm allocation): the innermost one counts.
     if "TORCHELASTIC_RUN_ID" in environ:
-        place = _torchrun(environ)
+        _require(environ, "torchrun", "TORCHELASTIC_RUN_ID", ["WORLD_SIZE"])
+        place = _place(environ, _TORCHRUN)
     elif "OMPI_COMM_WORLD_SIZE" in environ:
-        place = _open_mpi(environ)
+        place = _place(environ, _OPEN_MPI)
     elif "PMI_SIZE" in environ and ("MPI_LOCALNRANKS" in environ or not by_srun):
-        place = _mpich(environ)
+        place = _place(environ, _MPICH)
     elif "SLURM_PROCID" in environ:
-        place = _srun(environ) if by_srun else _batch_script(environ)
+        place = _place(environ, _SRUN) if by_srun else _batch_script(environ)
     # RANK and WORLD_SIZE alone may mean anything. Together with MASTER_ADDR and MASTER_PORT they are PyTorch's env://.
     elif all(name in environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        place = _torchrun(environ)
+        place = _place(environ, _TORCHRUN)
     else:
         place = None
     if place is not None and not 0 <= place.rank < place.size:
@@ -110,63 +154,47 @@ def _hydra(environ: Mapping[str, str]) -> str:
     return str(_creator_of(int(descriptor)) if descriptor.isdecimal() else None)
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """The place that Open MPI 4 or 5 describes."""
-    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
+def _place(environ: Mapping[str, str], names: _Variables) -> Place | None:
+    """The place that the variables of one launcher describe; None for a single process."""
+    size = _number(environ, names.size)
     if size == 1:
         return None
-    _require(environ, "mpirun", "OMPI_COMM_WORLD_SIZE", ["OMPI_COMM_WORLD_RANK"])
-    local_size = _number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
-    # The namespace names the job, and the URI the daemon of this job on this host.
-    known = [environ.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2")]
-    return _mpirun_place(
-        "Open MPI",
-        size,
-        _number(environ, "OMPI_COMM_WORLD_RANK"),
-        _number_or_none(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
-        local_size,
-        f"Open MPI {' '.join(known)}" if all(known) else None,
-    )
+    _require(environ, names.launcher, names.size, names.needed)
+    local_rank, local_size = (_number_or_none(environ, name) for name in (names.local_rank, names.local_size))
+    if names is _SRUN and _number(environ, "SLURM_STEP_NUM_NODES") == 1:
+        local_size = size
+    key: str | None = " ".join([names.mpi or names.launcher, *(environ.get(name, "-") for name in names.key)])
+    if names is _OPEN_MPI and not all(name in environ for name in names.key):
+        key = None
+    if names is _MPICH:
+        key = f"MPICH {starter}" if (starter := _hydra_of(environ, size)) else None
+    host = None
+    if local_rank is not None and local_size == size and key is not None:
+        host = ports.THIS_HOST
+    elif names is _SRUN:
+        host = first_slurm_host(environ["SLURM_STEP_NODELIST"])
+    elif names is _TORCHRUN:
+        host = environ["MASTER_ADDR"]
+    else:  # mpirun's variables say which processes share a host, but only MPI knows which host has process 0.
+        key = None
+    rank = _number(environ, names.rank)
+    return Place(names.launcher, names.mpi, size, rank, local_rank, local_size, environ.get(names.node), host, key)
 
 
-def _mpich(environ: Mapping[str, str]) -> Place | None:
-    """The place that MPICH, Intel MPI or MVAPICH describes: an MPI whose mpirun is Hydra, or speaks its protocol."""
-    size = _number(environ, "PMI_SIZE")
-    if size == 1:
+def _hydra_of(environ: Mapping[str, str], size: int) -> int | None:
+    """The id of the proxy of MPICH's mpirun that has started this process; None if it is unknown."""
+    if "PMI_FD" not in environ:
         return None
-    _require(environ, "mpirun", "PMI_SIZE", ["PMI_RANK"])
-    starter = None
-    if "PMI_FD" in environ:
-        descriptor = _number(environ, "PMI_FD")
-        try:
-            os.fstat(descriptor)
-        except OSError as error:
-            raise RuntimeError(
-                f"PMI_SIZE={size} is set, but PMI_FD={descriptor} is not open in this process: no mpirun started it, "
-                "and the variables are left over from another job. Unset PMI_SIZE, PMI_RANK and PMI_FD, or start the "
-                "program with mpirun."
-            ) from error
-        starter = _creator_of(descriptor)
-    return _mpirun_place(
-        "MPICH",
-        size,
-        _number(environ, "PMI_RANK"),
-        _number_or_none(environ, "MPI_LOCALRANKID"),
-        _number_or_none(environ, "MPI_LOCALNRANKS"),
-        f"MPICH {starter}" if starter else None,
-    )
-
-
-def _mpirun_place(
-    mpi: str, size: int, rank: int, local_rank: int | None, local_size: int | None, key: str | None
-) -> Place:
-    """The place under mpirun. With several hosts, `host` and `key` are None.
-
-    mpirun's variables say which processes share a host, but not which host has process 0: only MPI knows that.
-    """
-    together = local_rank is not None and local_size == size and key is not None
-    host = ports.THIS_HOST if together else None
-    return Place("mpirun", mpi, size, rank, local_rank, local_size, None, host, key if together else None)
+    descriptor = _number(environ, "PMI_FD")
+    try:
+        os.fstat(descriptor)
+    except OSError as error:
+        raise RuntimeError(
+            f"PMI_SIZE={size} is set, but PMI_FD={descriptor} is not open in this process: no mpirun started it, and "
+            "the variables are left over from another job. Unset PMI_SIZE, PMI_RANK and PMI_FD, or start the program "
+            "with mpirun."
+        ) from error
+    return _creator_of(descriptor)
 
 
 def _creator_of(descriptor: int) -> int | None:
@@ -184,29 +212,6 @@ def _creator_of(descriptor: int) -> int | None:
             return pid or None
     except OSError:  # The descriptor is not a socket.
         return None
-
-
-def _srun(environ: Mapping[str, str]) -> Place | None:
-    """The place that a step of Slurm describes."""
-    size = _number(environ, "SLURM_STEP_NUM_TASKS")
-    if size == 1:
-        return None
-    needed = ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES"]
-    _require(environ, "srun", "SLURM_PROCID", needed)
-    one_host = _number(environ, "SLURM_STEP_NUM_NODES") == 1
-    # A job that is queued again keeps its number, so the restart count belongs to the key.
-    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return Place(
-        "srun",
-        None,
-        size,
-        _number(environ, "SLURM_PROCID"),
-        _number(environ, "SLURM_LOCALID"),
-        size if one_host else None,
-        environ.get("SLURM_NODEID"),
-        ports.THIS_HOST if one_host else first_slurm_host(environ["SLURM_STEP_NODELIST"]),
-        "srun " + " ".join(environ.get(name, "-") for name in names),
-    )
 
 
 def _batch_script(environ: Mapping[str, str]) -> None:
@@ -230,58 +235,18 @@ def first_slurm_host(node_list: str) -> str:
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first)
 
 
-def _torchrun(environ: Mapping[str, str]) -> Place | None:
-    """The place that PyTorch's variables describe.
-
-    torch's own store listens at MASTER_PORT. Here this number only tells jobs apart; the port is not used.
-    """
-    if "WORLD_SIZE" not in environ:
-        _require(environ, "torchrun", "TORCHELASTIC_RUN_ID", ["WORLD_SIZE"])
-    size = _number(environ, "WORLD_SIZE")
-    if size == 1:
-        return None
-    needed = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    _require(environ, "torchrun", "WORLD_SIZE", needed)
-    local_size = _number(environ, "LOCAL_WORLD_SIZE")
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    return Place(
-        "torchrun",
-        None,
-        size,
-        _number(environ, "RANK"),
-        _number(environ, "LOCAL_RANK"),
-        local_size,
-        environ.get("GROUP_RANK"),
-        ports.THIS_HOST if local_size == size else environ["MASTER_ADDR"],
-        "torchrun " + " ".join(environ.get(name, "-") for name in names),
-    )
-
-
 def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ[name]
-    if not (text.isascii() and text.isdigit()) or (int(text) == 0 and name in _SIZES):
+    text, least = environ[name], int(name.endswith(("SIZE", "LOCALNRANKS", "NUM_TASKS", "NUM_NODES")))
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise RuntimeError(
-            f"{name}={text} should be a whole number{' of at least 1' if name in _SIZES else ''}: the launcher sets it "
-            "for each process. If no launcher started this program, unset the variable."
+            f"{name}={text} should be a whole number{' of at least 1' * least}: the launcher sets it for each process. "
+            "If no launcher started this program, unset the variable."
         )
     return int(text)
 
 
 def _number_or_none(environ: Mapping[str, str], name: str) -> int | None:
     return _number(environ, name) if name in environ else None
-
-
-# Variables that must be at least 1.
-_SIZES = {
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMI_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_NUM_NODES",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-}
 
 
 def _require(environ: Mapping[str, str], launcher: str, present: str, needed: Sequence[str]) -> None:

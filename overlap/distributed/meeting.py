@@ -1,4 +1,4 @@
-"""Lets the processes of a job meet over TCP, without MPI: they exchange cards and learn the coordinator's port.
+"""Lets the processes of a job meet over TCP: they exchange cards and learn the coordinator's port.
 
 The job's key determines a list of ports. Process 0 listens on the first free port of the list. The other processes try
 each port in turn, with the key and a card, until process 0 of their own job answers. Process 0 answers "here" at once,
@@ -148,7 +148,7 @@ class _Host:
         port = self.coordinator_port if held is None else held.getsockname()[1]
         coordinator = f"{host}:{port}"
         await self._tell(_line("all", [coordinator, [dataclasses.asdict(card) for card in everyone]]))
-        return Agreement(coordinator, tuple(everyone), held, None)
+        return Agreement(coordinator, tuple(everyone), held)
 
     def _listen(self, host: str) -> socket.socket:
         if self.coordinator_port:
@@ -269,7 +269,7 @@ async def _knock(host: str, port: int, call: bytes) -> Agreement | str:
             raise RuntimeError(answer[1])
         if answer[0] == "all":
             coordinator, everyone = answer[1]
-            return Agreement(coordinator, tuple(Card(**card) for card in everyone), None, None)
+            return Agreement(coordinator, tuple(Card(**card) for card in everyone), None)
         return "another job's"
     except OSError as error:
         return _in_words(error)

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import socket
-from typing import SupportsIndex, cast
 
 THIS_HOST = "127.0.0.1"
 
 # Ports 20000 to 29999: below the ports that Linux gives to outgoing connections, above the ports of most services.
 _FIRST, _COUNT = 20000, 10000
 _TRIED = 16
-
-
-def check_port(port: object) -> int | None:
-    """Returns the user's `coordinator_port` as a number, or None.
-
-    Raises:
-      ValueError: if `port` is not a TCP port.
-    """
-    if port is None:
-        return None
-    try:
-        number = operator.index(cast(SupportsIndex, port))
-    except TypeError:
-        number = None
-    if number is None or isinstance(port, bool) or not 0 < number < 65536:
-        raise ValueError(
-            f"`coordinator_port` has to be a TCP port, a whole number from 1 to 65535, and is {port!r}. Leave it out, "
-            "and a free one is chosen."
-        )
-    return number
 
 
 def candidates(key: str) -> list[int]:

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from overlap import _compat, _cuda, _departures
-from overlap.distributed import aborting, by_mpi, cards, gpus, launchers, meeting, ports
+from overlap import _compat, _cuda
+from overlap.distributed import aborting, by_mpi, cards, failures, gpus, launchers, meeting, ports
 from overlap.primitives import windows
 
 _logger = logging.getLogger("overlap")
@@ -50,8 +50,8 @@ def initialize(
       they mention this flag.
     - If a process raises or exits with a non-zero status, the whole job is aborted, so that the other processes do not
       wait for it. (srun needs --kill-on-bad-exit for that.)
-    - Only jobs of mpirun on several hosts use MPI. The processes of all other jobs meet over TCP. They connect to jax's
-      coordinator directly, whatever http_proxy, https_proxy, grpc_proxy and no_proxy say.
+    - The processes meet over TCP. Jobs of mpirun on several hosts ask MPI where. They connect to jax's coordinator
+      directly, whatever http_proxy, https_proxy, grpc_proxy and no_proxy say.
 
     Args:
       coordinator_port: TCP port of jax's coordinator on the host of process 0. The processes meet there as well. By
@@ -75,8 +75,13 @@ def initialize(
           import overlap
           overlap.initialize()
     """
-    coordinator_port = ports.check_port(coordinator_port)
-    _check_timeout(timeout_s)
+    if coordinator_port is not None and not (_is_number(coordinator_port, int) and 0 < coordinator_port < 65536):
+        raise ValueError(
+            f"`coordinator_port` has to be a TCP port, a whole number from 1 to 65535, and is {coordinator_port!r}. "
+            "Leave it out, and a free one is chosen."
+        )
+    if not (_is_number(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
+        raise ValueError(f"`timeout_s` has to be a number of seconds above 0, and is {timeout_s!r}.")
     if jax.distributed.is_initialized():
         return
     place = launchers.find_place(os.environ)
@@ -94,9 +99,9 @@ def initialize(
     # Install this before the processes meet: if this process fails there, the others may be waiting already, and MPICH
     # would not end them.
     ending = aborting.install(place.rank, functools.partial(aborting.leave, under_mpich=place.mpi == "MPICH"))
-    meet = by_mpi.meet if place.host is None else meeting.meet
-    agreement = meet(place, cards.own_card(place), coordinator_port, timeout_s)
-    ending.abort = agreement.abort or ending.abort
+    if place.host is None:
+        place = by_mpi.with_host(place, timeout_s)
+    agreement = meeting.meet(place, cards.own_card(place), coordinator_port, timeout_s)
     with agreement.held or contextlib.nullcontext():
         _join(cards.job_of(place, agreement.cards), agreement, ending, local_device_ids, check_nccl, until)
 
@@ -153,7 +158,7 @@ def _join(
         )
     # Exit handlers run in reverse order. These two must run before jax's, which waits for the other processes, so they
     # are registered after it.
-    ending.tell = _departures.watch(job.rank)
+    ending.tell = failures.watch(job.rank)
     aborting.abort_at_exit(job.rank, ending)
 
 
@@ -171,6 +176,5 @@ def _without_proxies() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def _check_timeout(timeout_s: object) -> None:
-    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"`timeout_s` has to be a number of seconds above 0, and is {timeout_s!r}.")
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

@@ -7,59 +7,40 @@ at their first use. tests/emulation/test_emulator_layers.py says which modules a
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .cores import core_count
+from .cores import core_count, core_count_of_devices
 
 if TYPE_CHECKING:
     from .entry.context import emulate
     from .entry.lowering import enable
-    from .entry.replay import run_sequence
-    from .entry.sequence import Launch
-    from .foundations.core_counts import core_count_of_devices
+    from .entry.sequence import run_sequence
+    from .execution.program import Launch
     from .foundations.errors import DeadlockError, EmulationError, ProtocolError, RaceError, StepLimitError
     from .foundations.interrupt import stoppable
     from .state.runs import Event, Run
 
 __all__ = [
-    "DeadlockError",
-    "EmulationError",
-    "Event",
-    "Launch",
-    "ProtocolError",
-    "RaceError",
-    "Run",
-    "StepLimitError",
-    "core_count",
-    "core_count_of_devices",
-    "emulate",
-    "enable",
-    "run_sequence",
-    "stoppable",
-]
+    "DeadlockError", "EmulationError", "Event", "Launch", "ProtocolError", "RaceError", "Run", "StepLimitError",
+    "core_count", "core_count_of_devices", "emulate", "enable", "run_sequence", "stoppable",
+]  # fmt: skip
 
-# For each public name, its module. `__getattr__` imports from there at run time what the imports above declare.
+# The modules of these names. `__getattr__` imports from there at run time what the imports above declare.
 _HOMES = {
-    "DeadlockError": "foundations.errors",
-    "EmulationError": "foundations.errors",
-    "Event": "state.runs",
-    "Launch": "entry.sequence",
-    "ProtocolError": "foundations.errors",
-    "RaceError": "foundations.errors",
-    "Run": "state.runs",
-    "StepLimitError": "foundations.errors",
-    "core_count_of_devices": "foundations.core_counts",
-    "emulate": "entry.context",
-    "enable": "entry.lowering",
-    "run_sequence": "entry.replay",
-    "stoppable": "foundations.interrupt",
+    "entry.context": ["emulate"],
+    "entry.lowering": ["enable"],
+    "entry.sequence": ["run_sequence"],
+    "execution.program": ["Launch"],
+    "foundations.errors": ["DeadlockError", "EmulationError", "ProtocolError", "RaceError", "StepLimitError"],
+    "foundations.interrupt": ["stoppable"],
+    "state.runs": ["Event", "Run"],
 }
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'overlap.emulation' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-        globals()[name] = value
-        return value
+    def __getattr__(name: str) -> object:
+        for home, names in _HOMES.items():
+            if name in names:
+                value = globals()[name] = getattr(importlib.import_module(f".{home}", __name__), name)
+                return value
+        raise AttributeError(f"module 'overlap.emulation' has no attribute {name!r}")

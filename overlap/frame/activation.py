@@ -2,8 +2,8 @@
 
 The call traces the function several times, since it compares the programs for two shapes. Scalars that the activation
 captures become operands of the call. So the fused kernel does not call the function again later, when the variables of
-its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see these scalars. Where XLA runs, the call
-applies the function itself, and jax differentiates that.
+its closure may have changed, and `jax.grad`, `jax.jit` and `jax.vmap` see these scalars. Where XLA runs, as it does for
+every function that is not proven to be elementwise, the call applies the function itself, and jax differentiates that.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.typing import DTypeLike
 
@@ -30,12 +28,12 @@ BEFORE_ACTIVATION = "before_activation"
 # none.
 type BoundActivation = Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]] | None
 
-# An activation is traced on both shapes, and both programs must be equal: a function that computes with the sizes of
-# its argument gives two different programs. No tile has the large shape, and no tile is as large.
-_LARGE, _ONE = (2003, 3001), (1, 1)
+# An activation is traced on both shapes, and both programs must be equal: a function that computes with the sizes or
+# the number of the dimensions of its argument gives two different programs.
+_LARGE, _ONE = (2006, 3004), (1, 1, 1)
 _WAY_OUT = (
     "use functions of single values, such as jax.nn.gelu, and scalars (vectors have `bias`, `lhs_scale` and "
-    "`rhs_scale`, matrices `addend`), or apply it to the result of the call"
+    '`rhs_scale`, matrices `addend`), apply it to the result of the call, or use implementation="xla"'
 )
 
 
@@ -53,30 +51,31 @@ class Activation:
     """
 
     program: Program
-    entry_jaxpr: Any = dataclasses.field(compare=False, repr=False)
+    entry_jaxpr: ClosedJaxpr | None = dataclasses.field(compare=False, repr=False)
 
     @property
     def without_function(self) -> Activation:
         """The program alone. A cache may keep it, since it holds nothing that belongs to the caller."""
         return Activation(self.program, None)
 
-    def __call__(self, *values: jax.Array, scalars: Sequence[Any]) -> jax.Array:
+    def __call__(self, *values: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
         """Applies the function by XLA to arrays of any shape. It has derivatives of any order."""
+        assert self.entry_jaxpr is not None
         wide = [jnp.broadcast_to(_wide(x), values[0].shape) for x in scalars]
         return elementwise_map(self.entry_jaxpr, *wide, *values)
 
 
-def takes_all(function: Any, rhs: Any) -> bool:
+def takes_all(function: object, rhs: object) -> bool:
     """Whether an activation makes one result of those of all right operands, as its number of parameters says.
 
     It then has as many parameters without a default as there are right operands, two or more. An activation that was
     traced already knows how many arrays it takes.
     """
-    count = len(rhs) if type(rhs) in (list, tuple) else 1
+    count = len(rhs) if isinstance(rhs, (list, tuple)) else 1
     return count > 1 and callable(function) and _arrays_of(function)[0] == count
 
 
-def _arrays_of(function: Callable[..., Any]) -> tuple[int, float]:
+def _arrays_of(function: Callable[..., object]) -> tuple[int, float]:
     """Returns the least and the most arrays that a function takes; (0, inf) if it does not tell."""
     if isinstance(function, Activation):
         return function.program.arrays, function.program.arrays
@@ -102,7 +101,7 @@ def on_all(
     return lambda values: (function(*values),) if combines else tuple(map(function, values))
 
 
-def _wide(scalar: Any) -> jax.Array:
+def _wide(scalar: jax.Array) -> jax.Array:
     """Returns a scalar in at least 32 bits, since its cotangents, one for each entry, are added in its dtype."""
     is_narrow = jnp.issubdtype(scalar.dtype, jnp.floating) and scalar.dtype.itemsize < 4
     return scalar.astype(jnp.float32) if is_narrow else jnp.asarray(scalar)
@@ -110,11 +109,12 @@ def _wide(scalar: Any) -> jax.Array:
 
 def traced(
     function: Callable[..., jax.Array], dtype: DTypeLike = jnp.float32, arrays: int = 1
-) -> tuple[Activation, tuple[Any, ...]]:
+) -> tuple[Activation, tuple[jax.Array, ...]]:
     """Traces an activation of values of `dtype`; returns it and the values of the scalars that it captures now.
 
     Raises:
-      ValueError: it is no function of `arrays` arrays, or cannot be proven to be elementwise.
+      NotElementwise: it cannot be proven to be elementwise, or cannot be traced on arrays of any shape.
+      ValueError: it is no function of `arrays` arrays.
     """
     if not callable(function):
         raise ValueError(
@@ -128,35 +128,53 @@ def traced(
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
     # types must say nothing of a mesh.
     with typeless():
-        large, single = (_trace(function, [shape] * arrays, jnp.float32) for shape in (_LARGE, _ONE))
         try:
+            large, single = (_trace(function, [shape] * arrays, jnp.float32) for shape in (_LARGE, _ONE))
             program = program_of(large, _LARGE)
             if program_of(single, _ONE) != program:
                 raise NotElementwise("what it computes depends on the shape of its argument")
         except NotElementwise as why:
-            raise ValueError(f"`activation` must be elementwise, got {_name(function)}: {why}; {_WAY_OUT}") from None
+            raise NotElementwise(
+                f"the fused kernel cannot take this `activation`, {_name(function)}: {why}; {_WAY_OUT}"
+            ) from None
         if dtype != jnp.float32:
             single = _trace(function, [_ONE] * arrays, dtype)
-        scalars = tuple(large.consts[index] for index in program.captured)
+        scalars = tuple(large.consts)
         types = [jax.ShapeDtypeStruct((), _wide(x).dtype) for x in scalars]
-        entry_jaxpr = jax.make_jaxpr(_of_entry(single, program))(*types, *[jax.ShapeDtypeStruct((), dtype)] * arrays)
+        entry_jaxpr = jax.make_jaxpr(_of_entry(single))(*types, *[jax.ShapeDtypeStruct((), dtype)] * arrays)
     return Activation(program, entry_jaxpr), scalars
 
 
-def _of_entry(single: ClosedJaxpr, program: Program) -> Callable[..., jax.Array]:
+def by_itself(function: Callable[..., jax.Array], batch: tuple[int, ...] = ()) -> Callable[..., jax.Array]:
+    """Returns a function that applies one that is not proven to be elementwise, by XLA, to whole results.
+
+    `batch`: the leading dimensions of the results. The values may have them as a single one.
+    """
+
+    def apply(*values: jax.Array) -> jax.Array:
+        given = [x.reshape(*batch, *x.shape[-2:]) if batch and x.ndim > 2 else x for x in values]
+        result = function(*given)
+        if getattr(result, "shape", None) != given[0].shape or jnp.iscomplexobj(result):
+            raise ValueError(
+                f"`activation` must return one real array of its argument's shape {given[0].shape}, got "
+                f"{_name(function)}, which returns {shown(result)}: apply it to the result of the call"
+            )
+        return result.reshape(values[0].shape)
+
+    return apply
+
+
+def _of_entry(single: ClosedJaxpr) -> Callable[..., jax.Array]:
     """Makes a function of the scalars and of one value, [], per array, from the jaxpr on arrays of shape `_ONE`.
 
     The function keeps none of the jaxpr's constants, which may be tracers.
     """
-    types = [(np.shape(const), const.dtype) for const in single.consts]
+    jaxpr, dtypes = single.jaxpr, [const.dtype for const in single.consts]
 
     def of_entry(*operands: jax.Array) -> jax.Array:
-        scalars, values = operands[: len(program.captured)], operands[len(program.captured) :]
-        # The result does not depend on constants that are not among the scalars, so zeros stand for them.
-        consts: list[Any] = [np.zeros(*shape_and_dtype) for shape_and_dtype in types]
-        for index, scalar in zip(program.captured, scalars, strict=True):
-            consts[index] = scalar.astype(types[index][1])
-        return jaxpr_as_fun(ClosedJaxpr(single.jaxpr, consts))(*(x.reshape(_ONE) for x in values))[0].reshape(())
+        scalars = [x.astype(dtype) for x, dtype in zip(operands, dtypes, strict=False)]
+        values = [x.reshape(_ONE) for x in operands[len(dtypes) :]]
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, scalars))(*values)[0].reshape(())
 
     return of_entry
 
@@ -164,29 +182,13 @@ def _of_entry(single: ClosedJaxpr, program: Program) -> Callable[..., jax.Array]
 def _trace(function: Callable[..., jax.Array], shapes: list[tuple[int, ...]], dtype: DTypeLike) -> ClosedJaxpr:
     try:
         # Wrap it in a new lambda: JAX caches traces by function object, and its closure may have changed since.
-        closed, types = jax.make_jaxpr(lambda *values: function(*values), return_shape=True)(
-            *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        )
-    except jax.errors.TracerArrayConversionError as wrong:
-        raise ValueError(
-            f"`activation` must be a function that JAX can trace, got {_name(function)}, which asks for its argument's "
-            "values: use jax.numpy instead of NumPy in it"
-        ) from wrong
-    except Exception as wrong:
-        single = "one array of any shape (or of as many arrays as there are right operands)"
-        wanted = single if len(shapes) == 1 else f"{len(shapes)} arrays of any one shape"
+        return jax.make_jaxpr(lambda *values: function(*values))(*(jax.ShapeDtypeStruct(x, dtype) for x in shapes))
+    except Exception as wrong:  # Whatever a user's function may raise for an array of this shape.
         first_line = next(iter(str(wrong).splitlines()), "")
-        raise ValueError(
-            f"`activation` must be elementwise, a function of {wanted}, got {_name(function)}, which "
-            f"fails on trial, for shape {shapes[0]}: {type(wrong).__name__}: {first_line.rstrip('.')}; {_WAY_OUT}"
+        raise NotElementwise(
+            f"it fails on trial, for shape {shapes[0]}: {type(wrong).__name__}: {first_line.rstrip('.')}"
         ) from wrong
-    if not isinstance(types, jax.ShapeDtypeStruct):
-        raise ValueError(
-            f"`activation` must return one array, got {_name(function)}, which returns {shown(types)}: return the "
-            "array alone"
-        )
-    return closed
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Callable[..., jax.Array]) -> str:
     return getattr(function, "__name__", None) or repr(function)

@@ -10,7 +10,6 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
 
 import jax
 import jax.export
@@ -19,13 +18,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from overlap.frame.signatures import AnyMesh
+from overlap.frame.signatures import AnyMesh, Given, Leaf
 from overlap.kernels.config import Config
 
 _MOST_CHARACTERS = 80
 
 
-def shown(value: Any) -> str:
+def shown(value: Given) -> str:
     """A value as messages show it: at most 80 characters; for an array its shape and dtype instead of its entries."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(np.shape(value))} and dtype {value.dtype}"
@@ -33,7 +32,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 
 
-def array(name: str, value: Any) -> Any:
+def array(name: str, value: Given) -> Leaf:
     """A floating-point array of JAX or NumPy, or the type of one (`jax.ShapeDtypeStruct`). NumPy's become JAX's."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufcV":
@@ -51,21 +50,21 @@ def array(name: str, value: Any) -> Any:
     return value
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: Given) -> bool:
     """True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise ValueError(f"`{name}` must be True or False, got {shown(value)}: name one of these")
     return bool(value)
 
 
-def function(name: str, value: Any) -> Callable[..., Any]:
+def function(name: str, value: Given) -> Callable[..., Leaf]:
     """Something that can be called."""
     if not callable(value):
         raise ValueError(f"`{name}` must be a function, got {shown(value)}: pass one")
     return value
 
 
-def count(name: str, value: Any) -> int | None:
+def count(name: str, value: Given) -> int | None:
     """A number of things, at least 1; or None."""
     if value is None:
         return None
@@ -75,7 +74,7 @@ def count(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def config(value: Any) -> Config | None:
+def config(value: Given) -> Config | None:
     """Returns `value` if it is an `overlap.Config` or None. Raises ValueError if not."""
     if value is not None and not isinstance(value, Config):
         raise ValueError(
@@ -85,14 +84,14 @@ def config(value: Any) -> Config | None:
     return value
 
 
-def one_of(name: str, value: Any, names: tuple[str, ...]) -> str | None:
+def one_of(name: str, value: Given, names: tuple[str, ...]) -> str | None:
     """One of the strings in `names`, or None."""
     if value is not None and not (isinstance(value, str) and value in names):
         raise ValueError(f"`{name}` must be None or one of {names}, got {shown(value)}: leave it out, or name one")
     return value
 
 
-def index(name: str, value: Any, values: tuple[int, ...], meaning: str) -> int:
+def index(name: str, value: Given, values: tuple[int, ...], meaning: str) -> int:
     """One of the integers in `values`; `meaning` says in the message which these are."""
     try:
         number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
@@ -103,7 +102,7 @@ def index(name: str, value: Any, values: tuple[int, ...], meaning: str) -> int:
     return number
 
 
-def axis_name(value: Any) -> Any:
+def axis_name(value: Given) -> Given:
     """Checks that `value` is the name of a mesh axis or a tuple of names, and returns it.
 
     Whether the mesh has these axes is checked later.
@@ -118,7 +117,7 @@ def axis_name(value: Any) -> Any:
     return value
 
 
-def mesh(value: Any) -> AnyMesh | None:
+def mesh(value: Given) -> AnyMesh | None:
     """A mesh, or None."""
     if value is not None and not isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ValueError(
@@ -127,7 +126,7 @@ def mesh(value: Any) -> AnyMesh | None:
     return value
 
 
-def result_dtype(value: Any, operands: DTypeLike) -> jnp.dtype:
+def result_dtype(value: Given, operands: DTypeLike) -> jnp.dtype:
     """The dtype of a result: `preferred_element_type` if given, else that of the operands (bfloat16 for 8 bits).
 
     Args:
@@ -152,14 +151,14 @@ def result_dtype(value: Any, operands: DTypeLike) -> jnp.dtype:
     return dtype
 
 
-def factor(name: str, value: Any, dtype: DTypeLike) -> Any:
+def factor(name: str, value: Given, dtype: DTypeLike) -> Leaf:
     """Checks that `value` is a real number or an array of them, and returns it as an array of `dtype`.
 
     If `value` is only an array's type (`jax.ShapeDtypeStruct`), returns that type with `dtype`.
     """
     if isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
         return jnp.asarray(value, dtype)
-    kind: Any = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
+    kind: DTypeLike = value.dtype if isinstance(value, (jax.Array, jax.ShapeDtypeStruct, np.ndarray)) else bool
     if not (jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)):
         raise ValueError(
             f"`{name}` must be a real number or an array of such, got {shown(value)}: convert it, e.g. with jnp.float32"
@@ -167,13 +166,13 @@ def factor(name: str, value: Any, dtype: DTypeLike) -> Any:
     return each(lambda x: jnp.asarray(x, dtype), value)
 
 
-def each(take: Callable[..., Any], *values: Any) -> Any:
+def each(take: Callable[..., Leaf], *values: Leaf) -> Leaf:
     """`take(*values)`; if one of `values` is the type of an array (`jax.ShapeDtypeStruct`), the type of the result."""
     of_types = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
     return jax.eval_shape(take, *values) if of_types else take(*values)
 
 
-def require_values(**given: Any) -> None:
+def require_values(**given: Given) -> None:
     """Raises ValueError if one of the arguments is the type of an array: only `overlap.explain` takes types."""
     for name, value in given.items():
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value)):
@@ -182,7 +181,7 @@ def require_values(**given: Any) -> None:
             )
 
 
-def memory(value: Any) -> str:
+def memory(value: Given) -> str:
     """The memory that an array lies in: "device", "host", or jax's name for another kind, which only an array knows."""
     if jax.typeof(value).memory_space == jax.memory.Space.Host:
         return "host"
@@ -190,7 +189,7 @@ def memory(value: Any) -> str:
     return kind or "device"
 
 
-def one_memory(named: Iterable[tuple[str, Any]]) -> str:
+def one_memory(named: Iterable[tuple[str, Leaf]]) -> str:
     """The memory that all of these arrays lie in. Each comes after its name.
 
     Raises:
@@ -207,7 +206,7 @@ def one_memory(named: Iterable[tuple[str, Any]]) -> str:
     return found
 
 
-def why_symbolic(what: str, sizes: Iterable[Any]) -> str:
+def why_symbolic(what: str, sizes: Iterable[Given]) -> str:
     """Says why no kernel can be built if one of the sizes is a symbol of `jax.export`; empty if all are numbers."""
     if not any(map(jax.export.is_symbolic_dim, sizes)):
         return ""
@@ -215,7 +214,11 @@ def why_symbolic(what: str, sizes: Iterable[Any]) -> str:
 
 
 def bound(
-    name: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any], more: tuple[str, ...] = ()
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    more: tuple[str, ...] = (),
 ) -> None:
     """Checks that a call has all arguments that the called function needs, and none that it does not know.
 

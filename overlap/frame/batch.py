@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ _RANKS |= {"more_lefts": 2, "passenger": 2}
 def batched(
     operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan, fused: Callable[..., Results]
 ) -> Results:
-    """Applies the batching rule of an operation: runs it for all elements that `jax.vmap` maps over; for `Primitive`.
+    """Applies the batching rule of an operation: runs it for all elements that `jax.vmap` maps over.
 
     Args:
       operands: arrays. Those that `jax.vmap` maps have the mapped dimension in front.
@@ -47,7 +46,7 @@ def batched(
         return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in plan.result_widths(one)), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
         bare = plan.in_f32(one)
-        if bare.config is None:
+        if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
     together = plan.operation.batched_together
@@ -61,10 +60,7 @@ def batched(
 
 
 def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:
-    def one(operands: Operands) -> Results:
-        return plan.by_xla(operands, plan.bound_activation(operands))
-
-    return jax.vmap(one, (_axes(is_batched),), axis_size=axis_size)(operands)
+    return jax.vmap(plan.by_xla, (_axes(is_batched),), axis_size=axis_size)(operands)
 
 
 def _axes(is_batched: Operands) -> Operands:
@@ -87,7 +83,7 @@ def _folded(
       together: whether the field gets a batch dimension even if it is not mapped itself.
     """
 
-    def fold(x: Any, batched: bool) -> Any:
+    def fold(x: Leaf, batched: bool) -> Leaf:
         rank = _RANKS[name]
         has_inner = x.ndim - batched > rank
         if not (batched or has_inner or together) or (batch is None and not together):
@@ -114,7 +110,7 @@ def _epilogue_by_xla(
 
     `bare` is the plan of the products without their epilogue. The other arguments are those of `batched`.
     """
-    axis, nothing = None, dict[str, Any](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
+    axis, nothing = None, dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
     if plan.operation.reduces:

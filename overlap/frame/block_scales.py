@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from overlap.frame import arguments
-from overlap.frame.operands import Operands
+from overlap.frame.operands import Leaf, Operands
 from overlap.kernels.block_scales import BLOCK, SCALE_DTYPE
 from overlap.kernels.config import FLOAT8
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 
 # In this dtype an 8-bit float times a power of two is exact, unless the product overflows or underflows.
 _DEQUANTIZED = jnp.bfloat16
@@ -40,7 +39,7 @@ class _Operand:
 
     name: str
     scale_name: str
-    array: Any
+    array: Leaf
     k_axis: int
 
     @property
@@ -57,7 +56,7 @@ class _Operand:
     def k(self) -> int:
         return self.array.shape[self.k_axis]
 
-    def is_scaled_by_blocks(self, scale: Any) -> bool:
+    def is_scaled_by_blocks(self, scale: Leaf) -> bool:
         """Whether `scale` is a scale of blocks.
 
         Raises:
@@ -81,7 +80,7 @@ class _Operand:
             "to powers of two"
         )
 
-    def checked(self, scale: Any) -> Any:
+    def checked(self, scale: Leaf) -> Leaf:
         """Returns the scale, as an array.
 
         Raises:
@@ -108,8 +107,8 @@ class _Operand:
 
 
 def normalize(
-    lhs_scale: Any, rhs_scale: Any, lhs: Any, rhs_list: list[Any], several: bool, layouts: OperandLayouts
-) -> tuple[Any, tuple[Any, ...]] | None:
+    lhs_scale: Leaf, rhs_scale: Leaf, lhs: Leaf, rhs_list: list[Leaf], several: bool, layouts: OperandLayouts
+) -> tuple[Leaf, tuple[Leaf, ...]] | None:
     """Checks scales of blocks.
 
     Args:
@@ -200,7 +199,7 @@ def _without_derivative(scale: jax.Array) -> jax.Array:
     return scale
 
 
-def _refuse(primals: tuple[jax.Array], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+def _refuse(primals: tuple[jax.Array], tangents: tuple[Leaf]) -> tuple[jax.Array, Leaf]:
     (scale,), (tangent,) = primals, tangents
     if not isinstance(tangent, jax.custom_derivatives.SymbolicZero):
         raise TypeError(

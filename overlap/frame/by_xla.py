@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from overlap.frame import block_scales
 from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import Operands, accumulator
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 
 
 def products(

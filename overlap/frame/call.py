@@ -1,26 +1,25 @@
-"""Runs or explains a call: normalize → check → decide → plan → derivatives and `vmap` → launch.
+"""Runs a call: normalize → check → decide → plan → derivatives and `vmap` → launch.
 
 A public operation has a function `prepare`, which turns its arguments into an `Operation` and a checked `Call`. `run`
-does the rest. `explain` stops after the decision between the fused kernel and XLA.
+does the rest. `explain` stops after the decision between the fused kernel and XLA (`overlap.explain` traces `run`).
 
-The fused kernel lies behind a primitive of jax, which has its own rules for derivatives (`derivative.py`) and for
-`jax.vmap` (`batch.py`).
+The fused kernel lies behind a primitive of jax (`primitive.py`), which has its own rules for derivatives
+(`derivative.py`) and for `jax.vmap` (`batch.py`).
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from overlap import _settings
+from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import arguments, sharded
-from overlap.frame.batch import batched
-from overlap.frame.derivative import derivative
-from overlap.frame.operands import Operands, Results
+from overlap.frame.explain import record
+from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.primitive import Primitive
+from overlap.frame.primitive import fused
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -46,10 +45,17 @@ def decide(
     _settings.require_valid()
     target = dispatch.target(mesh)
     if reason := _why_not_fused(call.operands):
-        return dispatch.leave_to_xla(operation.name, implementation, target, reason)
-    problem = operation.problem(call.operands, call.layouts, call.out_dtype)
-    circumstances = operation.circumstances(call, mesh)
-    return dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
+        choice = dispatch.leave_to_xla(operation.name, implementation, target, reason)
+    else:
+        problem = operation.problem(call.operands, call.layouts, call.out_dtype)
+        circumstances = operation.circumstances(call, mesh)
+        choice = dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
+    return dataclasses.replace(choice, shapes=_shapes(call))
+
+
+def _shapes(call: Call) -> str:
+    _, m, widths, k = sizes(call.operands, call.layouts)
+    return f"{m}x{'+'.join(map(str, widths))}x{k} {call.operands.lhs.dtype.name}"
 
 
 def _why_not_fused(operands: Operands) -> str:
@@ -82,35 +88,21 @@ def run_prepared(
     config: Config | None = None,
     implementation: str | None = None,
     by_user: bool = True,
+    purpose: str = "",
 ) -> Any:
     """Runs an operation on a call that has been checked.
 
     A call of a backward pass is not `by_user`. If `jax.vmap` maps over it and the kernel cannot do that, XLA runs, even
-    with `implementation="fused"`.
+    with `implementation="fused"`. `purpose` says what it computes, for `overlap.explain`.
     """
     choice = decide(operation, call, config, implementation)
-    plan = LaunchPlan(
-        operation,
-        call.layouts,
-        call.out_dtype,
-        choice.target,
-        choice.config,
-        call.activation,
-        must_fuse=by_user and implementation == "fused",
-    )
+    record(dataclasses.replace(choice, plan=purpose))
+    how = call.layouts, call.out_dtype
     if choice.config is None:
-        return call.restore(plan.by_xla(call.operands, call.by_xla))
+        return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
+    if choice.target.platform == "cpu":
+        emulation.enable()
+    must_fuse = by_user and implementation == "fused"
+    plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
-
-
-def fused(operands: Operands, plan: LaunchPlan) -> Results:
-    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
-    return _primitive(operands, plan)
-
-
-_primitive = Primitive(
-    run=lambda operands, plan: plan.operation.launch(operands, plan),
-    batched=functools.partial(batched, fused=fused),
-    derivative=functools.partial(derivative, fused=fused),
-)

@@ -23,10 +23,10 @@ from jax.typing import DTypeLike
 from overlap.frame import by_xla
 from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, Operands, Results
+from overlap.frame.operands import F32, Leaf, Operands, Results
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import FLOAT8, FLOAT16
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 
 
 def derivative(
@@ -36,7 +36,7 @@ def derivative(
     evaluate: Callable[[], Results],
     fused: Callable[..., Results],
 ) -> tuple[Results, Results]:
-    """Returns the results of an operation and their tangents: the derivative rule for `Primitive`.
+    """Returns the results of an operation and their tangents: the rule of the primitive.
 
     Args:
       operands: arrays.
@@ -50,7 +50,7 @@ def derivative(
     """
     if operands.is_block_scaled:
         return evaluate(), _tangents_by_xla(operands, tangents, plan)
-    products: Any = None
+    products: Sequence[jax.Array] | None = None
     if plan.activation is None:
         results = evaluate()
     else:
@@ -58,7 +58,7 @@ def derivative(
         # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
         # takes several products, z has the result's dtype.
         bare, sums = plan.in_f32(operands), dataclasses.replace(operands, scalars=())
-        if plan.operation.combines or bare.config is None:
+        if bare is None:
             bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
         several = plan.operation.combines and not bare.operation.takes_lists
         runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
@@ -69,7 +69,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=lambda given: plan.by_xla(given, plan.bound_activation(given)),
+        by_xla=plan.by_xla,
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -85,15 +85,21 @@ def _tangents_by_xla(operands: Operands, tangents: Operands, plan: LaunchPlan) -
     directions = structure.flatten_up_to(tangents)
     moved = {i: x for i, x in enumerate(directions) if not isinstance(x, ad.Zero)}
 
-    def of_moved(*given: Any) -> Any:
+    def of_moved(*given: jax.Array) -> Results:
         changed = dict(zip(moved, given, strict=True))
         values = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)])
-        return plan.by_xla(values, plan.bound_activation(values))
+        return plan.by_xla(values)
 
     return jax.jvp(of_moved, [leaves[i] for i in moved], list(moved.values()))[1]
 
 
-def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: Any, wanted: Operands) -> Operands:
+def _cotangents(
+    plan: LaunchPlan,
+    operands: Operands,
+    saved: tuple[Sequence[jax.Array] | None, jax.Array | None],
+    cotangents: Results,
+    wanted: Operands,
+) -> Operands:
     """Returns the operands' cotangents, each in the wanted dtype or a wider one. Sums over a batch are in f32.
 
     Operands that the operation gathers are gathered again. The exception is a left operand that the operation returned
@@ -114,7 +120,7 @@ def _cotangents(plan: LaunchPlan, operands: Operands, saved: Any, cotangents: An
     if is_kept:
         whole = dataclasses.replace(whole, lhs=gathered)
     d_scalars = operands.scalars
-    if plan.activation is not None:
+    if products is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
     d_parts, d_lefts = d_outs, None
     if operation.reduces:
@@ -216,7 +222,7 @@ def _through_epilogue(
     )
 
 
-def _add(total: Any, more: Any) -> Any:
+def _add(total: Leaf, more: Leaf) -> Leaf:
     return more if total is None else total if more is None else total + more
 
 
@@ -232,7 +238,7 @@ def _through_activation(
     scalars = operands.scalars
     floats = [index for index, scalar in enumerate(scalars) if jnp.issubdtype(scalar.dtype, jnp.floating)]
 
-    def of_floats(products: Sequence[jax.Array], *values: Any) -> tuple[jax.Array, ...]:
+    def of_floats(products: Sequence[jax.Array], *values: jax.Array) -> tuple[jax.Array, ...]:
         changed = dict(zip(floats, values, strict=True))
         given = dataclasses.replace(operands, scalars=tuple(changed.get(i, x) for i, x in enumerate(scalars)))
         activation: Any = plan.bound_activation(given)

@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from overlap import _compat
+from overlap.frame.signatures import Leaf
 from overlap.kernels.varying import alike
 
 _entries_p = Primitive("overlap_entries")
@@ -53,24 +54,25 @@ def _evaluate(*operands: jax.Array, of_entry: ClosedJaxpr) -> jax.Array:
 
 
 @_entries_p.def_abstract_eval
-def _type(*operands: Any, of_entry: Any) -> Any:
+def _type(*operands: Leaf, of_entry: Any) -> Leaf:
     return operands[-1].update(dtype=of_entry.out_avals[0].dtype, weak_type=False)
 
 
-def _lower(context: Any, *operands: Any, of_entry: ClosedJaxpr) -> Any:
-    plain = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in context.avals_in]
+def _lower(context: mlir.LoweringRuleContext, *operands: Leaf, of_entry: ClosedJaxpr) -> list[Leaf]:
+    avals: list[Leaf] = list(context.avals_in)
+    plain = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     with typeless():
         lowered = jax.make_jaxpr(lambda *operands: _evaluate(*operands, of_entry=of_entry))(*plain)
         within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
         return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
 
 
-def _jvp(operands: Sequence[jax.Array], tangents: Sequence[Any], *, of_entry: ClosedJaxpr) -> tuple[Any, Any]:
+def _jvp(operands: Sequence[jax.Array], tangents: Sequence[Leaf], *, of_entry: ClosedJaxpr) -> tuple[Leaf, Leaf]:
     out = elementwise_map(of_entry, *operands)
     moved = [index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
     if not moved or not jnp.issubdtype(out.dtype, jnp.floating):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    total: Any = None
+    total: Leaf = None
     for index in moved:
         partial = elementwise_map(_partial(of_entry, index), *operands)
         part = partial.astype(out.dtype) * tangents[index].astype(out.dtype)

@@ -8,15 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from overlap.choice import dispatch
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
 from overlap.frame.call import Prepare
+from overlap.frame.explain import settled
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import accumulator
+from overlap.frame.operands import Leaf, accumulator
 from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels import launch
@@ -33,38 +34,15 @@ def run(operation: Operation, prepare: Prepare, given: Arguments) -> Any:
         try:
             return _cut(operation, mesh, given)(functools.partial(call.run, prepare))
         except NotImplementedError as cannot:
+            if given.implementation == "fused":
+                raise
             if given.implementation is None:
                 if dispatch.target().platform != "cpu":
                     launch.leave_to_xla(operation.name, str(cannot), must_fuse=False)
                 given = dataclasses.replace(given, implementation="xla")
-            if given.implementation != "xla":
-                raise
+            with settled(Explanation(operation.name, "xla", None, str(cannot), Cause.NOT_SERVED, dispatch.target())):
+                return call.run(prepare, given)
     return call.run(prepare, given)
-
-
-def explain(operation: Operation, prepare: Prepare, given: Arguments) -> Explanation:
-    """Checks a call and says what would run. Raises the same errors as `run`."""
-    call.check_choice(given)
-    mesh = sharded.mesh_of(*jax.tree.leaves(given.arrays))
-    if mesh is None:
-        return call.explain(prepare, given)
-    explanations: list[Explanation] = []
-
-    def of_shard(shard: Arguments) -> jax.Array:
-        explanations.append(call.explain(prepare, shard))
-        checked = normalize(operation, shard)
-        _, m, (n,), _ = checked.sizes
-        return jnp.zeros((*checked.batch, m, n))
-
-    try:
-        jax.eval_shape(
-            lambda arrays: _cut(operation, mesh, dataclasses.replace(given, **arrays))(of_shard), given.arrays
-        )
-    except NotImplementedError as cannot:
-        if given.implementation == "fused":
-            raise
-        return Explanation(operation.name, "xla", None, str(cannot), dispatch.target(given.mesh))
-    return explanations[0]
 
 
 def _cut(
@@ -98,7 +76,7 @@ def _cut(
             scale = arrays[name]
             operands[name] = arguments.array(name, scale) if name in blocks else arguments.factor(name, scale, wide)
 
-    def bare_types() -> dict[str, Any]:
+    def bare_types() -> dict[str, Leaf]:
         """Types without a mesh. They suffice to check the whole call."""
         return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
 
@@ -112,7 +90,7 @@ def _cut(
         traced = dataclasses.replace(given, activation=applied)
         operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
 
-    def of_call(shards: dict[str, Any]) -> Arguments:
+    def of_call(shards: dict[str, Leaf]) -> Arguments:
         named = {name: x for name, x in shards.items() if "[" not in name}
         return dataclasses.replace(traced, **named, scalars=tuple(x for name, x in shards.items() if "[" in name))
 

@@ -9,7 +9,6 @@ have reverse mode only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import Operands, Results
+from overlap.frame.operands import Leaf, Operands, Results
 from overlap.kernels.varying import summed_like
 
 # The dtype in which a cotangent is wanted; None if it is not wanted.
 Wanted = np.dtype | None
 # Called as transpose(residuals, wanted, cotangents), see `linear_map`; returns the cotangents of the operands.
-Transpose = Callable[[Sequence[jax.Array], Sequence[Wanted], Sequence[Any]], Sequence[Any]]
+Transpose = Callable[[Sequence[jax.Array], Sequence[Wanted], Sequence[Leaf]], Sequence[Leaf]]
 
 _linear_p = Primitive("overlap_linear")
 _linear_p.multiple_results = True
@@ -61,7 +60,7 @@ def _evaluate(*values: jax.Array, forward: ClosedJaxpr, transpose: Transpose, co
 
 
 @_linear_p.def_abstract_eval
-def _types(*values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[Any]:
+def _types(*values: Leaf, forward: ClosedJaxpr, transpose: Transpose, count: int) -> list[Leaf]:
     return forward.out_avals
 
 
@@ -69,10 +68,10 @@ mlir.register_lowering(_linear_p, mlir.lower_fun(_evaluate, multiple_results=Tru
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Any], *, forward: ClosedJaxpr, transpose: Transpose, count: int
-) -> Any:
+    primals: Sequence[jax.Array], tangents: Sequence[Leaf], *, forward: ClosedJaxpr, transpose: Transpose, count: int
+) -> tuple[list[jax.Array], list[Leaf] | None]:
     outs = _linear_p.bind(*primals, forward=forward, transpose=transpose, count=count)
-    sums: Any = None
+    sums: list[Leaf] | None = None
     moved = [index for index in range(count) if type(tangents[index]) is not ad.Zero]
     if moved:
 
@@ -91,7 +90,7 @@ def _jvp(
 
 
 def _transposed(
-    cotangents: Sequence[Any], *values: Any, forward: ClosedJaxpr, transpose: Transpose, count: int
+    cotangents: Sequence[Leaf], *values: Leaf, forward: ClosedJaxpr, transpose: Transpose, count: int
 ) -> list[jax.Array | None]:
     types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
     wanted = [None if aval is None else aval.dtype for aval in types]
@@ -100,7 +99,7 @@ def _transposed(
     return [None] * count + found
 
 
-def _as_operand(cotangent: jax.Array, operand: Any) -> jax.Array:
+def _as_operand(cotangent: jax.Array, operand: Leaf) -> jax.Array:
     """A cotangent, given the operand's type. If devices sum it up, it is rounded before that, though not to 8 bits."""
     travels = jnp.float32 if operand.dtype.itemsize < 2 else operand.dtype
     return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
@@ -118,7 +117,7 @@ def _batched(
         return jax.vmap(jaxpr_as_fun(forward), in_axes=axes, axis_size=size)(*residuals, *operands)
 
     def transpose_of_all(
-        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Any]
+        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array | None]:
         # An operand that all elements share gets the sum of their cotangents. Ask for f32, so that they are not rounded
         # before they are added.
@@ -127,7 +126,7 @@ def _batched(
             for dtype, axis in zip(wanted, axes[count:], strict=True)
         ]
 
-        def of_one(residuals: Sequence[jax.Array], cotangents: Sequence[Any]) -> list[jax.Array | None]:
+        def of_one(residuals: Sequence[jax.Array], cotangents: Sequence[Leaf]) -> list[jax.Array | None]:
             return list(transpose(residuals, dtypes, cotangents))
 
         given = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
@@ -153,9 +152,9 @@ def tangents_of(
     *,
     by_xla: Callable[[Operands], Results],
     backward: Callable[..., Operands],
-    saved: Any = None,
+    saved: Leaf = None,
 ) -> Results:
-    """Returns the tangents of an operation's results, for `Primitive.derivative`.
+    """Returns the tangents of an operation's results, for `derivative`.
 
     Args:
       outs: the results.
@@ -185,7 +184,7 @@ def tangents_of(
         return jax.tree.leaves(jax.jvp(of_moved, [values[i] for i in moved], list(directions))[1])
 
     def transpose(
-        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Any]
+        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array | None]:
         given, saved = jax.tree.unflatten(all_structure, residuals)
         dtypes = dict(zip(moved, wanted, strict=True))

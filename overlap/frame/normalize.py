@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
-from overlap.frame.operands import Operands, accumulator, rhs_names
+from overlap.frame.operands import Leaf, Operands, accumulator, rhs_names
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT8
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 
 
 def normalize(operation: Operation, given: Arguments) -> Call:
@@ -73,30 +74,38 @@ def normalize(operation: Operation, given: Arguments) -> Call:
     return call if given.activation is None else _with_activation(operation, call, given, given.activation)
 
 
-def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Any) -> Call:
+def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Callable[..., jax.Array]) -> Call:
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
     if given.config is not None:
         operation.require_config(call, given.config, given.mesh)
-    scalars = given.scalars
-    if scalars is None:
-        arrays = len(call.operands.rhs_list) if operation.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
-        by_xla = activation
+    if given.scalars is not None:
+        applied, scalars = activation, given.scalars
+        by_xla = functools.partial(activation, scalars=scalars)
     else:
-        applied, by_xla = activation, functools.partial(activation, scalars=scalars)
+        arrays = len(call.operands.rhs_list) if operation.combines else 1
+        try:
+            applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
+            by_xla = activation
+        except activations.NotElementwise as why:
+            call = dataclasses.replace(call, not_elementwise=str(why))
+            applied, scalars, by_xla = None, (), activations.by_itself(activation, call.batch)
+            _, m, widths, _ = call.sizes
+            for shape in {operation.result_shape(m, n) for n in widths}:
+                types = [jax.ShapeDtypeStruct((*call.batch, *shape), accumulator(call.operands.lhs.dtype))] * arrays
+                jax.eval_shape(by_xla, *types)  # Raises here what the call would raise, for `explain`.
     operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
     return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
 
 
-def _pairs(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> list[tuple[Any, Any]]:
+def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> list[tuple[Leaf, Leaf]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
-    if counts[0] is not None and not operation.sums_pairs:
+    if counts[0] is not None and not operation.reduces:
         raise ValueError(
             f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
             "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
         )
-    if not operation.sums_pairs or counts == [None, None]:
+    if not operation.reduces or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
         left, right = ("one array" if count is None else f"a list of {count}" for count in counts)
@@ -125,7 +134,7 @@ def _pairs(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) ->
     return pairs
 
 
-def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
+def _several(operation: Operation, rhs: Leaf) -> tuple[type | None, list[Leaf]]:
     """Returns the type of the container of right operands, list or tuple (None: a single operand), and the operands."""
     container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
     if type(rhs) in (list, tuple) and container is None:
@@ -143,10 +152,15 @@ def _several(operation: Operation, rhs: Any) -> tuple[type | None, list[Any]]:
 
 
 def _checked(
-    operation: Operation, lhs: Any, rhs_list: list[Any], container: type | None, preferred: Any, layouts: OperandLayouts
+    operation: Operation,
+    lhs: Leaf,
+    rhs_list: list[Leaf],
+    container: type | None,
+    preferred: DTypeLike | None,
+    layouts: OperandLayouts,
 ) -> jnp.dtype:
     """Checks each pair of operands, and returns the dtype of the results."""
-    out_dtype: Any = None
+    out_dtype = jnp.dtype(jnp.float32)
     for index, rhs in enumerate(rhs_list):
         try:
             _check_pair(operation, lhs, rhs, layouts)
@@ -158,7 +172,7 @@ def _checked(
     return out_dtype
 
 
-def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayouts) -> None:
+def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> None:
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         if len(array.shape) < 2:
             raise ValueError(
@@ -175,7 +189,7 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
         raise ValueError(
             "`lhs` and `rhs` must agree in the contraction dimension once `rhs` is gathered, got "
             f"k={lhs_k} in lhs {tuple(lhs.shape)} and k={shards * rhs_k} from {shards} shards "
-            f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`gather_dimension`), or is one of "
+            f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`dimension`), or is one of "
             "them transposed?"
         )
     if operation.reduces and max(lhs_k, rhs_k) == operation.summed_over * min(lhs_k, rhs_k):
@@ -191,7 +205,7 @@ def _check_pair(operation: Operation, lhs: Any, rhs: Any, layouts: OperandLayout
     )
 
 
-def _per_rhs(name: str, given: Any, count: int, container: type | None) -> list[tuple[str, Any]]:
+def _per_rhs(name: str, given: Leaf, count: int, container: type | None) -> list[tuple[str, Leaf]]:
     """Returns an argument's entry for each of `count` right operands: pairs of its name (for messages) and value."""
     if container is None:
         if type(given) in (list, tuple):
@@ -209,8 +223,8 @@ def _per_rhs(name: str, given: Any, count: int, container: type | None) -> list[
 
 
 def _biases(
-    operation: Operation, bias: Any, result: list[tuple[int, int]], container: type | None, dtype: DTypeLike
-) -> tuple[Any, ...] | None:
+    operation: Operation, bias: Leaf, result: list[tuple[int, int]], container: type | None, dtype: DTypeLike
+) -> tuple[Leaf, ...] | None:
     if bias is None:
         return None
     biases = []
@@ -231,12 +245,12 @@ def _biases(
 
 def _addends(
     operation: Operation,
-    addend: Any,
+    addend: Leaf,
     result: list[tuple[int, int]],
     batch: tuple[int, ...],
     container: type | None,
     dtype: DTypeLike,
-) -> tuple[Any, ...] | None:
+) -> tuple[Leaf, ...] | None:
     if addend is None:
         return None
     addends = []
@@ -259,7 +273,7 @@ def _or_part(operation: Operation) -> str:
     return "it, or pass this device's part" if operation.takes_parts else "it"
 
 
-def _flat(x: Any, rank: int) -> Any:
+def _flat(x: Leaf, rank: int) -> Leaf:
     """Returns `x` with at most one leading dimension before its last `rank` dimensions."""
     leading, rest = x.shape[: len(x.shape) - rank], x.shape[len(x.shape) - rank :]
     if len(leading) < 2:

@@ -22,12 +22,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
-from overlap.kernels.layouts import OperandLayouts
+from overlap.frame.signatures import Leaf
+from overlap.kernels.operations import OperandLayouts
 
 F32 = jnp.dtype(jnp.float32)
-# One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
-# has put in the array's place, such as a bool, a dtype or a tangent.
-type Leaf = Any
+# How arrays are nested (`jax.tree_util.PyTreeDef`, which is no type to a type checker).
+type Structure = Any
 # What callers call the fields of `Operands`, where the names differ.
 _GIVEN_AS = {
     "rhs_list": "rhs",

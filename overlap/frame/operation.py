@@ -25,9 +25,8 @@ from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_name
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
 from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.operations import OperationSpec
+from overlap.kernels.operations import OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 
 NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
@@ -48,13 +47,14 @@ class Call:
       operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
       layouts: how the operands lie in memory.
       out_dtype: of all results.
-      activation: the traced activation; None for none.
+      activation: the traced activation; None for none, and for one that is not proven to be elementwise.
       by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
         operands; None for none.
       batch: the leading dimensions of the results.
       container: list or tuple if the caller gave several right operands, else None.
       given: the keywords of the epilogue that the caller gave.
       combines: as in `Operation`.
+      not_elementwise: why only XLA may apply the activation; empty if a kernel may.
     """
 
     operands: Operands
@@ -66,6 +66,7 @@ class Call:
     container: type | None
     given: tuple[str, ...] = ()
     combines: bool = False
+    not_elementwise: str = ""
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +95,7 @@ class LaunchPlan:
       layouts: how the operands lie in memory.
       out_dtype: the dtype of the results.
       target: the device.
-      config: the fused kernel's configuration; None: XLA computes the product.
+      config: the fused kernel's configuration.
       activation: the activation, of f32 values; None for none.
       must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
     """
@@ -103,7 +104,7 @@ class LaunchPlan:
     layouts: OperandLayouts
     out_dtype: DTypeLike
     target: Target
-    config: Config | None
+    config: Config
     activation: Activation | None = None
     must_fuse: bool = False
 
@@ -145,23 +146,20 @@ class LaunchPlan:
         _, m, widths, k = sizes(operands, self.layouts)
         return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
 
-    def types(self, operands: Operands, m: int, out_dtype: DTypeLike | None = None, **more: Any) -> OperandTypes:
-        """Returns the operands' types, for the mainloop.
+    def types(
+        self, operands: Operands, m: int, transport: Transport = "", out_dtype: DTypeLike | None = None
+    ) -> OperandTypes:
+        """Returns what the mainloop must know of the operands, which may be types.
 
-        Args:
-          operands: arrays or their types.
-          m: the rows of the matrix that is cut into tiles.
-          out_dtype: the dtype that the kernel stores; by default `self.out_dtype`.
-          **more: further fields of `OperandTypes`.
+        `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
         has_addend, scaled = operands.addends is not None, operands.is_block_scaled
         sides = len(operands.rhs_list) if self.operation.combines else 1
-        return OperandTypes(m, *dtypes, self.layouts, addend=has_addend, block_scaled=scaled, sides=sides, **more)
+        return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
-        assert self.config is not None
         _, unit = self.config.cluster_tile
         biases = operands.biases and [
             jnp.zeros(n, F32) if bias is None else bias
@@ -170,37 +168,21 @@ class LaunchPlan:
         scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
         return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
 
-    def by_xla(self, operands: Operands, activation: BoundActivation) -> Results:
-        """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
+    def by_xla(self, operands: Operands) -> Results:
+        """Runs the whole operation by XLA."""
+        return self.operation.by_xla(operands, self.layouts, self.out_dtype, self.bound_activation(operands))
 
-        Products that are summed over devices are rounded to the results' dtype before they are sent.
-        """
-        operation, out_dtype, layouts = self.operation, self.out_dtype, self.layouts
-        gathered = block_scales.gathered(operands, lambda given: operation.gathered(given, layouts))
-        if not operation.reduces:
-            outs = by_xla.products(gathered, layouts, out_dtype, activation)
-            return outs, operation.kept(gathered.lhs, operands.lhs)
-        bare = dataclasses.replace(gathered, biases=None, addends=None)
-        sums = tuple(map(operation.reduced, by_xla.products(bare, layouts, out_dtype, None)))
-        travelled = operation.gathered_passenger(operands)
-        if gathered.biases is None and gathered.addends is None and activation is None:
-            return sums, travelled
-        rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
-        wide = accumulator(operands.lhs.dtype)
-        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
-
-    def in_f32(self, operands: Operands) -> LaunchPlan:
-        """Returns the plan for f32 results, without the activation. `config` is None if no kernel has such results.
+    def in_f32(self, operands: Operands) -> LaunchPlan | None:
+        """Returns the plan for f32 results, without the activation; None if no kernel has such results.
 
         f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
         another one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
         """
         problem, config = self.operation.problem(operands, self.layouts, F32), self.config
-        assert config is not None
         if not problem.accepts(config, self.target):
             config, _ = choose_config(problem, self.target)
         if self.operation.combines or not problem.accepts(config, self.target):
-            config = None
+            return None
         return dataclasses.replace(self, activation=None, out_dtype=F32, config=config)
 
 
@@ -213,7 +195,6 @@ class Operation:
       takes_lists: whether `rhs` may be a list.
       combines: whether the activation takes the values of all right operands, side by side, and makes one result of
         them.
-      sums_pairs: whether `lhs` and `rhs` may be lists of equal length. The products of their pairs are added.
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
       transport: how data travels between devices in the fused kernel; empty: no data travels.
       takes_block_scales: whether the fused kernel takes scales of blocks.
@@ -223,7 +204,6 @@ class Operation:
     spec: ClassVar[OperationSpec]
     takes_lists = False
     combines = False
-    sums_pairs = False
     takes_parts = True
     transport = ""
     takes_block_scales = False
@@ -236,7 +216,7 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """Whether products are summed over devices (`reduced`), before bias, addend and activation."""
+        """Whether products are summed over devices, before the rest. `lhs` and `rhs` may then be lists of pairs."""
         return self.spec.sums
 
     @property
@@ -298,11 +278,8 @@ class Operation:
                 f"the fused kernel takes no {what} with an `activation` of {len(call.operands.rhs_list)} arrays yet: "
                 'use implementation="xla", which runs by default'
             )
-        if call.activation is not None and (cannot := call.activation.program.why_not_in_kernel):
-            raise NotImplementedError(
-                f"the fused kernel cannot take this `activation`: {cannot}; apply it to the result, or use "
-                'implementation="xla"'
-            )
+        if call.not_elementwise:
+            raise NotImplementedError(call.not_elementwise)
 
     def require_config(self, call: Call, config: Config, mesh: AnyMesh | None) -> None:
         """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""
@@ -329,6 +306,26 @@ class Operation:
         return None
 
     # --- The implementation by XLA, and the backward pass ---
+
+    def by_xla(
+        self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
+    ) -> Results:
+        """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
+
+        Products that are summed over devices are rounded to the results' dtype before they are sent.
+        """
+        gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))
+        if not self.reduces:
+            outs = by_xla.products(gathered, layouts, out_dtype, activation)
+            return outs, self.kept(gathered.lhs, operands.lhs)
+        bare = dataclasses.replace(gathered, biases=None, addends=None)
+        sums = tuple(map(self.reduced, by_xla.products(bare, layouts, out_dtype, None)))
+        travelled = self.gathered_passenger(operands)
+        if gathered.biases is None and gathered.addends is None and activation is None:
+            return sums, travelled
+        rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
+        wide = accumulator(operands.lhs.dtype)
+        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
 
     def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""

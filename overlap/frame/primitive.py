@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import Operands, Results
+from overlap.choice.session import explaining
+from overlap.frame.batch import batched
+from overlap.frame.derivative import derivative
+from overlap.frame.operands import Leaf, Operands, Results, Structure
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.varying import varying
 from overlap.primitives import marks
@@ -27,36 +29,20 @@ _operation_p = core.Primitive("overlap_operation")
 _operation_p.multiple_results = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Primitive:
-    """An operation with its rules. `plan` is static.
-
-    Attributes:
-      run: run(operands, plan) returns the results.
-      batched: the rule for `jax.vmap`. batched(operands, is_batched, axis_size, plan) returns results that all have the
-        mapped dimension in front. `operands` have it where `is_batched`, with bools in the place of arrays, is True.
-      derivative: the rule for derivatives. derivative(operands, tangents, plan, evaluate) returns the results and their
-        tangents, see `overlap.frame.linear`. `evaluate()` returns the results, without tracing the operation again.
-    """
-
-    run: Callable[[Operands, LaunchPlan], Results]
-    batched: Callable[[Operands, Operands, int, LaunchPlan], Results]
-    derivative: Callable[[Operands, Operands, LaunchPlan, Callable[[], Results]], tuple[Results, Results]]
-
-    def __call__(self, operands: Operands, plan: LaunchPlan) -> Results:
-        """Runs the operation."""
-        if marks.current() is not None:
-            # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a
-            # side effect of tracing. A primitive would not let them through.
-            return self.run(operands, plan)
-        leaves, structure = jax.tree.flatten(operands)
-        traced, types = tracer_of(self.run, plan.without_function, structure)(*leaves)
-        static = _Static(traced, self, plan, structure, jax.tree.structure(types))
-        return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
+def fused(operands: Operands, plan: LaunchPlan) -> Results:
+    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
+    if marks.current() is not None:
+        # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
+        # effect of tracing. A primitive would not let them through.
+        return plan.operation.launch(operands, plan)
+    leaves, structure = jax.tree.flatten(operands)
+    traced, types = tracer_of(plan.without_function, structure)(*leaves)
+    static = _Static(traced, plan, structure, jax.tree.structure(types))
+    return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
 
 @functools.lru_cache(maxsize=256)  # A jaxpr takes about 1 MB.
-def tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, structure: Any) -> Callable[..., Any]:
+def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[core.ClosedJaxpr, Results]]:
     """Returns a function that traces an operation: from its operands' leaves to the jaxpr and the results' types.
 
     jax keeps a jaxpr for the function that it was traced from, keyed by the types of the operands and by all of jax's
@@ -64,23 +50,25 @@ def tracer_of(run: Callable[[Operands, LaunchPlan], Results], plan: LaunchPlan, 
     """
 
     def of_leaves(*leaves: jax.Array) -> Results:
-        return run(jax.tree.unflatten(structure, leaves), plan)
+        operands = jax.tree.unflatten(structure, leaves)
+        if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
+            return plan.operation.by_xla(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands))
+        return plan.operation.launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """The static data of one call: the traced operation, the structures of operands and results (`PyTreeDef`s).
+    """The static data of one call: the traced operation, and the structures of operands and results.
 
     Calls with the same jaxpr are equal, so that jax lowers one of them for all.
     """
 
     traced: core.ClosedJaxpr
-    operation: Primitive = dataclasses.field(compare=False)
     plan: LaunchPlan = dataclasses.field(compare=False)
-    operands: Any = dataclasses.field(compare=False)
-    results: Any = dataclasses.field(compare=False)
+    operands: Structure = dataclasses.field(compare=False)
+    results: Structure = dataclasses.field(compare=False)
 
 
 @_operation_p.def_impl
@@ -97,7 +85,7 @@ def _compiled(*leaves: jax.Array, traced: core.ClosedJaxpr) -> list[jax.Array]:
 
 def _require_same_devices(operands: Operands) -> None:
     """Raises ValueError if two operands were put on different devices, since jax's own message names none."""
-    first: tuple[str, set[Any]] | None = None
+    first: tuple[str, set[object]] | None = None
     for name, x in operands.named:
         if not getattr(x, "committed", False):
             continue
@@ -110,7 +98,7 @@ def _require_same_devices(operands: Operands) -> None:
             )
 
 
-def _names(devices: set[Any]) -> str:
+def _names(devices: set[object]) -> str:
     return ", ".join(sorted(map(str, devices)))
 
 
@@ -119,23 +107,25 @@ def _evaluate(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
 
 
 @_operation_p.def_abstract_eval
-def _types(*_: Any, static: _Static) -> list[Any]:
+def _types(*_: Leaf, static: _Static) -> list[Leaf]:
     return static.traced.out_avals
 
 
 mlir.register_lowering(_operation_p, mlir.lower_fun(_evaluate, multiple_results=True), inline=False)
 
 
-def _jvp(leaves: Sequence[jax.Array], tangents: Sequence[Any], *, static: _Static) -> tuple[list[jax.Array], list[Any]]:
+def _jvp(
+    leaves: Sequence[jax.Array], tangents: Sequence[Leaf], *, static: _Static
+) -> tuple[list[jax.Array], list[Leaf]]:
     def evaluate() -> Results:
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
     operands, moved = (jax.tree.unflatten(static.operands, values) for values in (leaves, tangents))
-    outs, of_outs = static.operation.derivative(operands, moved, static.plan, evaluate)
+    outs, of_outs = derivative(operands, moved, static.plan, evaluate, fused)
     return jax.tree.leaves(outs), jax.tree.leaves(of_outs)
 
 
-def _transposed(cotangents: Sequence[Any], *leaves: Any, static: _Static) -> list[Any]:
+def _transposed(cotangents: Sequence[Leaf], *leaves: Leaf, static: _Static) -> list[Leaf]:
     """For `jax.linear_transpose`, where the operation is linear in the operands to be transposed.
 
     The transpose is the gradient with respect to these operands. It does not depend on their values, so take zeros.
@@ -161,7 +151,7 @@ def _batched(
     in_front = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)]
     is_batched = [dim is not None for dim in dims]
     operands, flags = (jax.tree.unflatten(static.operands, values) for values in (in_front, is_batched))
-    outs = jax.tree.leaves(static.operation.batched(operands, flags, size, static.plan))
+    outs = jax.tree.leaves(batched(operands, flags, size, static.plan, fused))
     return outs, [0] * len(outs)
 
 

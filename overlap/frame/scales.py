@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -34,7 +33,9 @@ class Scaled:
     gathered: bool = False
 
 
-def normalize(lhs_scale: Any, rhs_scale: Any, scaled: Scaled, dtype: DTypeLike) -> tuple[Leaf, tuple[Leaf, ...] | None]:
+def normalize(
+    lhs_scale: Leaf, rhs_scale: Leaf, scaled: Scaled, dtype: DTypeLike
+) -> tuple[Leaf, tuple[Leaf, ...] | None]:
     """Checks both scales, and returns them as a scale of rows and scales of columns.
 
     Args:
@@ -75,7 +76,7 @@ def normalize(lhs_scale: Any, rhs_scale: Any, scaled: Scaled, dtype: DTypeLike) 
     return row, tuple(first)
 
 
-def _column_scales(rhs_scale: Any, widths: list[int], several: bool, dtype: DTypeLike) -> list[Leaf]:
+def _column_scales(rhs_scale: Leaf, widths: list[int], several: bool, dtype: DTypeLike) -> list[Leaf]:
     """Returns `rhs_scale` as one [n] per right operand."""
     if not isinstance(rhs_scale, (list, tuple)):
         scale = arguments.factor("rhs_scale", rhs_scale, dtype)

@@ -18,14 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from overlap.frame.signatures import AnyMesh
+from overlap.frame.signatures import AnyMesh, Leaf
 from overlap.kernels.varying import axes_of
+from overlap.primitives.types import Tree
 
 _WAYS_OUT = (
     "jax.reshard an operand first, or call it inside jax.shard_map, where the collectives of this library (and "
@@ -53,7 +53,7 @@ def enterable_axes(mesh: AnyMesh) -> Axes:
     return (*explicit_axes(mesh), *(auto if alone else ()))
 
 
-def mesh_of(*operands: Any) -> AnyMesh | None:
+def mesh_of(*operands: Leaf) -> AnyMesh | None:
     """Returns the mesh of the operands' types if that mesh has Explicit axes; else None."""
     for operand in operands:
         mesh = getattr(type_sharding(operand), "mesh", None)
@@ -62,7 +62,7 @@ def mesh_of(*operands: Any) -> AnyMesh | None:
     return None
 
 
-def type_sharding(operand: Any) -> Any:
+def type_sharding(operand: Leaf) -> jax.sharding.Sharding | None:
     """The sharding in the type of an operand; None if the operand is not an array of jax."""
     if isinstance(operand, (jax.Array, jax.ShapeDtypeStruct)):
         return getattr(jax.typeof(operand), "sharding", None)
@@ -70,8 +70,12 @@ def type_sharding(operand: Any) -> Any:
 
 
 def enter(
-    function: Callable[[Any], Any], mesh: AnyMesh, in_specs: Any, out_spec: jax.P, axes: Iterable[str] | None = None
-) -> Callable[[Any], Any]:
+    function: Callable[[Tree], Tree],
+    mesh: AnyMesh,
+    in_specs: jax.P | dict[str, jax.P],
+    out_spec: jax.P,
+    axes: Iterable[str] | None = None,
+) -> Callable[[Tree], Tree]:
     """Returns `function`, run inside `jax.shard_map` over axes of `mesh`. The returned function is differentiable.
 
     Args:
@@ -87,7 +91,7 @@ def enter(
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
     rest, every = set(enterable_axes(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
 
-    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def mapped(function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
         # If all axes are entered, name none of them: jax then leaves out the axes that `jax.vmap` maps over.
         names = set() if rest == every else rest
         return jax.shard_map(
@@ -98,7 +102,7 @@ def enter(
     if not outer:
         return run
 
-    def cotangents(operands: Any, of_results: Any) -> Any:
+    def cotangents(operands: Tree, of_results: Tree) -> Tree:
         if checks or not isinstance(in_specs, dict):
             (found,) = jax.vjp(function, operands)[1](of_results)
             return found
@@ -146,7 +150,7 @@ class ProductSharding:
         """The partition of an array whose dimensions have these names."""
         return spec(self.axes.get(name, ()) for name in names)
 
-    def call(self, function: Callable[..., Any], operands: dict[str, Any], out: tuple[Dimension, ...]) -> Any:
+    def call(self, function: Callable[..., Tree], operands: dict[str, Leaf], out: tuple[Dimension, ...]) -> Tree:
         """Runs `function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
 
         Raises:
@@ -156,7 +160,7 @@ class ProductSharding:
         specs = {name: self.spec(self.names[name]) for name in operands}
         whole = [name for name, x in operands.items() if spec_of_type(x) != specs[name]]
 
-        def of_part(parts: dict[str, Any]) -> Any:
+        def of_part(parts: dict[str, Leaf]) -> Tree:
             if left := explicit_axes(jax.sharding.get_abstract_mesh()):
                 raise NotImplementedError(
                     f"the fused kernel does not take `jax.vmap` over a dimension that is sharded, here over {left}: "
@@ -164,7 +168,7 @@ class ProductSharding:
                 )
             return function(**parts)
 
-        def run(operands: dict[str, Any]) -> Any:
+        def run(operands: dict[str, Leaf]) -> Tree:
             cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
             return enter(of_part, self.mesh, specs, self.spec(out))(operands | cut)
 
@@ -172,12 +176,12 @@ class ProductSharding:
         return (jax.jit(run) if whole else run)(operands)
 
 
-def has_mesh(x: Any) -> bool:
+def has_mesh(x: Leaf) -> bool:
     """Whether the type of an operand is that of an array on a mesh."""
     return bool(getattr(getattr(type_sharding(x), "mesh", None), "axis_names", ()))
 
 
-def require_summed(operands: dict[str, Any]) -> None:
+def require_summed(operands: dict[str, Leaf]) -> None:
     """Raises ValueError if the type of an operand has unreduced or reduced axes.
 
     Unreduced: each device holds a term of a sum over the devices. Reduced: the same holds for the cotangent.
@@ -192,14 +196,14 @@ def require_summed(operands: dict[str, Any]) -> None:
                 )
 
 
-def axes_of_type(x: Any) -> tuple[Axes, ...]:
+def axes_of_type(x: Leaf) -> tuple[Axes, ...]:
     """For each dimension of an operand, the axes along which its type says that it is sharded."""
     parts = tuple(getattr(type_sharding(x), "spec", None) or ())
     along = (part if isinstance(part, tuple) else () if part is None else (part,) for part in parts)
     return (*along, *[()] * (len(x.shape) - len(parts)))
 
 
-def spec_of_type(x: Any) -> jax.P:
+def spec_of_type(x: Leaf) -> jax.P:
     """The partition that an operand's type says, with an entry for each dimension."""
     return spec(axes_of_type(x))
 
@@ -210,7 +214,7 @@ def spec(along: Iterable[Axes]) -> jax.P:
 
 
 def product_sharding(
-    mesh: AnyMesh, operands: dict[str, Any], names: dict[str, tuple[Dimension, ...]]
+    mesh: AnyMesh, operands: dict[str, Leaf], names: dict[str, tuple[Dimension, ...]]
 ) -> ProductSharding:
     """Returns how a product is cut so that no device needs data of another one.
 
@@ -287,7 +291,7 @@ def require_no_partitioner_axes() -> None:
         )
 
 
-def require_whole(operands: dict[str, Any]) -> None:
+def require_whole(operands: dict[str, Leaf]) -> None:
     """Raises NotImplementedError if an operand's type says that it is sharded over axes that are not manual."""
     for name, x in operands.items():
         if spec := [part for part in spec_of_type(x) if part is not None]:
@@ -298,7 +302,7 @@ def require_whole(operands: dict[str, Any]) -> None:
             )
 
 
-def in_enterable_axes(function: Callable[[Any], Any], operands: Any) -> Any:
+def in_enterable_axes(function: Callable[[Tree], Tree], operands: Tree) -> Tree:
     """Runs `function(operands)` inside a `shard_map` over the axes that can still be entered.
 
     Operands and results are whole along these axes.

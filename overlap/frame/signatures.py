@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,8 +22,15 @@ AnyArray = jax.Array | np.ndarray
 Scale = AnyArray | np.floating | np.integer | float
 AxisName = str | tuple[str, ...]
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+# An argument as the caller gave it, not checked yet.
+type Given = Any
+# One of these: an array; its type (`jax.ShapeDtypeStruct`), where a call is only checked; or what a map over the tree
+# has put in the array's place, such as a bool, a dtype or a tangent.
+type Leaf = Any
 # An argument with an entry for each right operand, if these are a list.
 PerRhs = AnyArray | Sequence[AnyArray | None]
+# One right operand or several, and the results for them. Arrays of NumPy are taken too, but are no type of a result.
+Sides = TypeVar("Sides", jax.Array, list[jax.Array], tuple[jax.Array, ...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +56,7 @@ class Arguments:
     config: Config | None = None
     implementation: Implementation | None = None
     transport: str | None = None
-    gather_dimension: int | None = None
-    scatter_dimension: int = 0
+    dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
     mesh: AnyMesh | None = None

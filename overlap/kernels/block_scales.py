@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.primitives.integers import ceil_div
 
 # How many elements along k share a scale.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Program(Protocol):
         """The names of the dtypes of the scalars that the function takes, in their order."""
         ...
 
-    def __call__(self, values: Sequence[Any], scalars: Sequence[Any]) -> Any: ...
+    def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array: ...
 
 
 @jax.tree_util.register_dataclass
@@ -51,13 +51,13 @@ class Vectors:
       scalars: the scalars that the activation captures, as `packed` returns them.
     """
 
-    row_scale: Any = None
-    column_scale: Any = None
-    bias: Any = None
-    scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
+    row_scale: GmemRef = None
+    column_scale: GmemRef = None
+    bias: GmemRef = None
+    scalars: dict[str, GmemRef] = dataclasses.field(default_factory=dict)
 
 
-def filled(vectors: Sequence[jax.Array] | None, unit: int) -> Any:
+def filled(vectors: Sequence[jax.Array] | None, unit: int) -> jax.Array | None:
     """Concatenates vectors, each padded with zeros to a multiple of `unit` entries; None if `vectors` is None."""
     if vectors is None:
         return None
@@ -126,15 +126,15 @@ def _is_zero(value: Index) -> bool:
     return isinstance(value, int) and value == 0
 
 
-def packed(scalars: Sequence[Any], program: Program | None) -> dict[str, jax.Array]:
+def packed(scalars: Sequence[jax.Array], program: Program | None) -> dict[str, jax.Array]:
     """Packs an activation's scalars into vectors, which a kernel can take as operands: one of f32, one of int32."""
-    vectors: dict[str, list[Any]] = {}
+    vectors: dict[str, list[jax.Array]] = {}
     for scalar, dtype in zip(scalars, () if program is None else program.scalars, strict=True):
         vectors.setdefault(_vector_of(dtype), []).append(scalar)
     return {name: jnp.stack([x.astype(_VECTORS[name]) for x in values]) for name, values in vectors.items()}
 
 
-def _unpacked(vectors_gmem: dict[str, GmemRef], dtypes: tuple[str, ...]) -> list[Any]:
+def _unpacked(vectors_gmem: dict[str, GmemRef], dtypes: tuple[str, ...]) -> list[jax.Array]:
     """Loads the scalars from the vectors that `packed` made. `dtypes`: the scalars' dtypes, in their order."""
     before = dict.fromkeys(_VECTORS, 0)
     scalars = []

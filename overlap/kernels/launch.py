@@ -6,7 +6,7 @@ how to treat any kernel inside a program:
     types      The results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
                traced on types without such axes, because Mosaic GPU refuses references that have them.
     vmap       Refused. It would add an axis to the grid, and a persistent kernel with counted flags would then hang.
-    mends      The changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`).
+    patches      The changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`).
     lowering   Where each device runs the kernel on operands of its own, the kernel is lowered. Elsewhere, in a program
                of several devices outside `jax.shard_map`, XLA's partitioner would silently run the whole kernel on
                every device. There the same operation as XLA computes it, `otherwise`, is lowered instead, or the call
@@ -26,6 +26,7 @@ from jax.interpreters import batching, mlir
 
 from overlap import _compat
 from overlap.kernels.varying import alike
+from overlap.primitives.types import Tree
 
 _logger = logging.getLogger("overlap")
 _said: set[tuple[str, str]] = set()
@@ -34,11 +35,11 @@ _kernel_p.multiple_results = True
 
 
 def sealed(
-    kernel: Callable[..., Any],
+    kernel: Callable[..., Tree],
     name: str,
-    otherwise: Callable[..., Any] | None = None,
-    mends: tuple[_compat.Mend, ...] = (),
-) -> Callable[..., Any]:
+    otherwise: Callable[..., Tree] | None = None,
+    patches: tuple[_compat.Patch, ...] = (),
+) -> Callable[..., Tree]:
     """Returns a function that computes the same as `kernel`, as one operation of jax.
 
     Args:
@@ -46,16 +47,16 @@ def sealed(
       name: the kernel's name, for messages.
       otherwise: a function that computes the same by XLA, in operations that XLA can partition, with results of the
         same shapes and dtypes. None: the caller asked for the kernel, so a call that cannot run it is refused.
-      mends: the changes of jax that the kernel needs on a GPU.
+      patches: the changes of jax that the kernel needs on a GPU.
     """
 
-    def run(*operands: jax.Array) -> Any:
+    def run(*operands: jax.Array) -> Tree:
         plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         # Inside `jax.disable_jit()`, jax would unroll the loops of the kernel.
         with jax.disable_jit(False):
             traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
             by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
-        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, mends=mends)
+        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, patches=patches)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
     return run
@@ -89,8 +90,8 @@ def _all_manual() -> bool:
 
 
 @_kernel_p.def_abstract_eval
-def _types(*operands: Any, kernel: Any, otherwise: Any, name: str, mends: Any) -> list[Any]:
-    del otherwise, name, mends
+def _types(*operands: Any, kernel: Any, otherwise: Any, name: str, patches: Any) -> list[Any]:
+    del otherwise, name, patches
     if not operands:
         return kernel.out_avals
     like = operands[0]
@@ -130,7 +131,7 @@ def _why_not_on_each_device(context: Any) -> str | None:
     return None
 
 
-def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str, mends: Any) -> Any:
+def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str, patches: Any) -> Any:
     lowered = kernel
     if reason := _why_not_on_each_device(context.module_context.axis_context):
         reason += (
@@ -140,7 +141,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
         leave_to_xla(name, reason, must_fuse=otherwise is None)
         lowered = otherwise
     elif "cuda" in context.module_context.platforms:
-        _compat.apply(*mends, *_compat.equal_texts())
+        _compat.apply(*patches, *_compat.equal_texts())
     # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
     return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)

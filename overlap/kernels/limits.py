@@ -1,101 +1,95 @@
-"""Checks whether a fused kernel can run a problem with a configuration; used by calls, the chooser and the tuner."""
+"""Checks whether a fused kernel can run a problem with a configuration; used by calls, the chooser and the tuner.
+
+Here are the limits that all mainloops share: those of copies by TMA, of dtypes, and of shared memory.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.kernels.architectures import mainloop_of
-from overlap.kernels.config import Config, tile_k
-from overlap.kernels.layouts import PLAIN, OperandLayouts
-from overlap.kernels.operations import Transport
-from overlap.kernels.target import Target
+from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config, tile_k
+from overlap.kernels.operations import EXCHANGING, Dimension
 from overlap.primitives.integers import ceil_div
 
+if TYPE_CHECKING:
+    from overlap.kernels.mainloop import Mainloop, OperandTypes
+    from overlap.kernels.target import Target
+
 TMA_ROW_BYTES = 16
-# The transports of products that are summed over devices.
-SUMMING = ("push", "broadcast", "one_shot")
+BARRIER_BYTES, F32_BYTES = 8, 4
+TMA_BOX_LIMIT = 256
+SWIZZLE_ROWS = 8
+TILE_N_UNIT = 64
+# The columns of an epilogue buffer: so many a warpgroup stores at a time.
+EPILOGUE_COLUMNS = 64
+# Reserved for the compiler, which aligns each buffer to at most this number of bytes.
+RESERVED_BYTES = 1024
+# The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
+# barrier `stored` included.
+MAIL_BYTES, MAIL_BARRIERS = 1024, 5
+# The transports whose data pass through shared memory in chunks.
+IN_CHUNKS = ("pull", "push", "broadcast")
 
 
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """The sizes, dtypes and layouts of a product that a kernel shall compute, and its transport.
+def check(
+    mainloop: Mainloop,
+    types: OperandTypes,
+    sizes: Mapping[str, tuple[str, int]],
+    config: Config,
+    target: Target,
+    part: Dimension = "",
+) -> None:
+    """Checks that a mainloop can run a product with a configuration.
 
-    Attributes:
-      m: rows of the left operand (of one shard, in a collective).
-      n: columns of the right operand.
-      k: the contraction dimension.
-      dtype: the dtype of the operands.
-      out_dtype: the dtype in which the kernel writes the result.
-      layouts: how the operands lie in memory.
-      transport: how a fused collective moves data. "pull" and "ring" move an operand. "push" moves parts of sums;
-        "broadcast" moves parts, and then the sums to all devices; "one_shot" moves all parts to all devices. Empty:
-        nothing moves.
-      m_name: what the caller calls `m`, for messages.
-      n_name: what the caller calls `n`, for messages.
-      block_scaled: whether the operands have block scales.
-      sides: how many right operands, of `n` columns each, lie side by side in a tile.
+    Args:
+      mainloop: the mainloop of the device.
+      types: the types of the operands.
+      sizes: m, n (of each right operand) and k, each after its name for messages.
+      config: sizes of the kernel.
+      target: the device.
       part: "m" or "n" if this size is only one device's part of the dimension of the operands.
-    """
-
-    m: int
-    n: int
-    k: int
-    dtype: DTypeLike
-    out_dtype: DTypeLike
-    layouts: OperandLayouts = PLAIN
-    transport: Transport = ""
-    m_name: str = "m"
-    n_name: str = "n"
-    block_scaled: bool = False
-    sides: int = 1
-    part: str = ""
-
-
-def check(sizes: Sizes, config: Config, target: Target) -> None:
-    """Checks that the mainloop of a device can run a product with a configuration.
 
     Raises:
       ValueError: the configuration contradicts itself or exceeds the device.
       NotImplementedError: the problem is valid, but this kernel cannot serve it.
     """
-    mainloop = mainloop_of(target)
-    mainloop.check_types(sizes)
+    mainloop.check_types(types)
     if config.chunk_bytes % TMA_ROW_BYTES:
         raise ValueError(f"`chunk_bytes` must be a multiple of {TMA_ROW_BYTES}, got {config.chunk_bytes}")
-    if config.split_k > 1 and (sizes.transport or config.stream_k > 1):
-        where = "in a fused collective" if sizes.transport else f"with stream_k={config.stream_k}"
+    if config.split_k > 1 and (types.transport or config.stream_k > 1):
+        where = "in a fused collective" if types.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
-    _check_cluster(sizes, config, target)
-    if sizes.transport in SUMMING and (config.cluster > 1 or config.stream_k > 1):
+    _check_cluster(types, config, target)
+    if types.transport in EXCHANGING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
             f"{config.cluster} and {config.stream_k}: leave them out of `config`"
         )
-    mainloop.check_config(sizes, config, target)
-    k, layouts = sizes.k, sizes.layouts
-    named = {"m": (sizes.m_name, sizes.m), "n": (sizes.n_name, sizes.n), "k": ("k", k)}
-    for name, size in named.values():
+    mainloop.check_config(types, config, target)
+    (_, k), layouts = sizes["k"], types.layouts
+    for name, size in sizes.values():
         if size < 1:
             raise NotImplementedError(
                 f'the fused kernel needs {name} to be at least 1, got {name}={size}: use implementation="xla"'
             )
     for what, dimension, kind in (
-        ("lhs", "m" if layouts.transpose_lhs else "k", sizes.dtype),
-        ("rhs", "k" if layouts.transpose_rhs else "n", sizes.dtype),
-        ("the result", "n", sizes.out_dtype),
+        ("lhs", "m" if layouts.transpose_lhs else "k", types.dtype),
+        ("rhs", "k" if layouts.transpose_rhs else "n", types.dtype),
+        ("the result", "n", types.out_dtype),
     ):
-        (name, row), itemsize = named[dimension], jnp.dtype(kind).itemsize
-        of = f"each device's part of {what}" if dimension == sizes.part and what != "the result" else what
+        (name, row), itemsize = sizes[dimension], jnp.dtype(kind).itemsize
+        of = f"each device's part of {what}" if dimension == part and what != "the result" else what
         if row * itemsize % TMA_ROW_BYTES:
             raise NotImplementedError(
                 f"the copy engine needs the rows of {of} to be multiples of {TMA_ROW_BYTES} bytes, got {name}="
                 f"{row} elements of {itemsize} bytes: pad {name} to a multiple of "
                 f'{TMA_ROW_BYTES // itemsize}, or use implementation="xla"'
             )
-    depth = tile_k(sizes.dtype)
+    depth = tile_k(types.dtype)
     k_steps = ceil_div(k, depth)
     if k_steps < config.ctas_per_tile:
         raise NotImplementedError(
@@ -109,13 +103,13 @@ def check(sizes: Sizes, config: Config, target: Target) -> None:
         )
 
 
-def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
+def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:
     """Checks the size of clusters, and whether the operation, the device and the other sizes allow them along k.
 
     Raises ValueError.
 
     Args:
-      sizes: the product.
+      types: the types of the operands.
       config: sizes of the kernel.
       target: the device.
     """
@@ -128,8 +122,8 @@ def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
         )
     if config.ctas_per_tile == 1:
         return
-    if sizes.transport or not target.is_hopper:
-        where = "only in `matmul`" if sizes.transport else f"only on Hopper, and this device is {target.kind}"
+    if types.transport or not target.is_hopper:
+        where = "only in `matmul`" if types.transport else f"only on Hopper, and this device is {target.kind}"
         raise ValueError(f"cluster_along='k' can be used {where}: leave `cluster` and `cluster_along` out of `config`")
     for name, value, usual in (
         ("schedule", config.schedule, "cooperative"),
@@ -141,3 +135,116 @@ def _check_cluster(sizes: Sizes, config: Config, target: Target) -> None:
                 f"`{name}` must be {usual!r} with cluster_along='k', got {value!r}: leave it out of `config`, or leave "
                 "`cluster_along` out"
             )
+
+
+def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False, *, shared: int = 1) -> int:
+    """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
+
+    Args:
+      config: sizes.
+      m: rows of the operand.
+      dtype: dtype of the operand.
+      transpose_lhs: whether the operand lies in memory as [k, m].
+      shared: how many CTAs share the load of these rows.
+    """
+    # Rows are loaded in whole swizzle atoms, and each CTA that shares the load loads the same number of rows. A
+    # transposed operand is loaded in whole boxes, each of 128 bytes along m.
+    unit = tile_k(dtype) if transpose_lhs else SWIZZLE_ROWS * shared
+    return min(config.tile_m, ceil_div(m, unit) * unit)
+
+
+def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
+    """Returns a transport's bytes of shared memory, with its barriers; `wg_rows`: rows of a box that is exchanged."""
+    exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
+    # When devices exchange parts of a tile, a chunk is at most one box.
+    largest = wg_rows * SWIZZLE_BYTES if exchanges else config.chunk_bytes
+    chunk_bytes = min(config.chunk_bytes, largest) if pulls else 0
+    if transport == "broadcast":
+        itemsize = out_dtype.itemsize
+        chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
+    chunk_bytes *= config.chunk_buffers
+    barriers = (config.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
+    return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
+
+
+def stages_bytes(config: Config) -> int:
+    """Returns the shared memory of the pipeline stages of one CTA."""
+    return config.stages * (config.tile_m + config.tile_n) * SWIZZLE_BYTES
+
+
+def cluster_sums_bytes(config: Config) -> int:
+    """Returns the memory, shared with the stages, in which a CTA stores sums for the CTAs of its cluster."""
+    return 0 if config.ctas_per_tile == 1 else config.tile_m * config.tile_n * F32_BYTES
+
+
+def cluster_sums_barriers(config: Config, wg_tiles: int) -> int:
+    """Returns how many barriers order the exchange of sums in a cluster, if a tile has at most `wg_tiles` parts."""
+    return 0 if config.ctas_per_tile == 1 else 2 * wg_tiles + 1
+
+
+def check_dtypes(types: OperandTypes) -> None:
+    """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
+    dtype, out_dtype = jnp.dtype(types.dtype), jnp.dtype(types.out_dtype)
+    in_dtypes = FLOAT16 + FLOAT8
+    out_dtypes = FLOAT16 if types.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
+    if dtype not in in_dtypes:
+        raise NotImplementedError(
+            f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
+            'implementation="xla"'
+        )
+    if out_dtype not in out_dtypes:
+        raise NotImplementedError(
+            f"the fused kernel writes {_names(out_dtypes)}, got `preferred_element_type`={out_dtype.name}: leave "
+            'it out, or use implementation="xla"'
+        )
+
+
+def check_stages(config: Config) -> None:
+    """Checks that `stages` is at least 2. Raises ValueError."""
+    if config.stages < 2:
+        raise ValueError(f"`stages` must be at least 2, since a stage is released one k step late, got {config.stages}")
+
+
+def check_sides(types: OperandTypes, config: Config, wg_columns: int) -> None:
+    """Checks that a warpgroup has the columns of all right operands that lie side by side. Raises ValueError."""
+    unit = types.sides * SIDE_COLUMNS
+    if wg_columns % unit:
+        raise ValueError(
+            f"an `activation` of {types.sides} arrays needs warpgroup tiles of a multiple of {unit} columns, got "
+            f"{wg_columns} of tile_n={config.tile_n}: set tile_n={TMA_BOX_LIMIT}"
+        )
+    for name, value in (("stream_k", config.stream_k), ("split_k", config.split_k), ("cluster", config.ctas_per_tile)):
+        if value > 1:
+            raise ValueError(
+                f"`{name}` must not cut tiles along k with an `activation` of {types.sides} arrays, got {value}: leave "
+                "it out of `config`"
+            )
+
+
+def check_fits(needed: int, types: OperandTypes, config: Config, target: Target) -> None:
+    """Checks that `needed` bytes of shared memory fit. Raises ValueError."""
+    needed += RESERVED_BYTES
+    if needed > target.smem_limit_bytes:
+        # Blackwell's tiles have 128 rows.
+        fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
+        least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest}
+        chunks = ("chunk_bytes", "chunk_buffers") if types.transport in IN_CHUNKS else ()
+        fields, given = {**least, **dict.fromkeys(chunks, 1)}, vars(config)
+        larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]
+        ways_out = [f"reduce {', '.join(larger)}"] if larger else []
+        if cluster_sums_bytes(config) > stages_bytes(config):
+            ways_out.append("leave out cluster_along='k', for which a CTA keeps the sums of a tile")
+        raise ValueError(
+            f"the config needs {needed} bytes of shared memory and {target.kind} has {target.smem_limit_bytes} per "
+            f"CTA: {', or '.join(ways_out)}"
+        )
+
+
+def epilogue_bytes(rows: int, out_dtype: jnp.dtype) -> int:
+    """Returns the bytes of shared memory of the epilogue buffers of all warpgroups, which have `rows` rows together."""
+    return rows * EPILOGUE_COLUMNS * out_dtype.itemsize
+
+
+def _names(dtypes: tuple[jnp.dtype, ...]) -> str:
+    *most, last = [dtype.name for dtype in dtypes]
+    return f"{', '.join(most)} or {last}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 from jax.experimental import pallas as pl
@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.kernels.layouts import PLAIN, OperandLayouts
+from overlap.kernels.operations import EXCHANGING, PLAIN, OperandLayouts, Transport
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives.types import GmemRef, Index, SemaphoreRef
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
 
@@ -38,10 +37,10 @@ class OperandTypes:
       rhs_dtype: the dtype of the right operand.
       out_dtype: the dtype of the result.
       layouts: how the operands lie in memory.
-      forwards: whether the forwarder warp passes operand tiles on (`Hooks.in_smem`).
+      transport: how data travels between devices. "pull" and "ring" move an operand. "push" moves parts of sums;
+        "broadcast" moves parts, and then the sums to all devices; "one_shot" moves all parts to all devices. Empty:
+        nothing moves.
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
-      exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
-      direct_sends: whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
       sides: how many right operands a tile has columns of (`SideBySide`).
     """
@@ -51,12 +50,25 @@ class OperandTypes:
     rhs_dtype: DTypeLike
     out_dtype: DTypeLike
     layouts: OperandLayouts = PLAIN
-    forwards: bool = False
+    transport: Transport = ""
     addend: bool = False
-    exchanges: bool = False
-    direct_sends: bool = False
     block_scaled: bool = False
     sides: int = 1
+
+    @property
+    def forwards(self) -> bool:
+        """Whether the forwarder warp passes operand tiles on (`Hooks.in_smem`)."""
+        return self.transport == "ring"
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether parts of tiles are exchanged with peers (`Hooks.exchange`)."""
+        return self.transport in EXCHANGING
+
+    @property
+    def direct_sends(self) -> bool:
+        """Whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`)."""
+        return self.transport == "one_shot"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +110,23 @@ class Mainloop(Protocol):
     @property
     def compute_warpgroups(self) -> int: ...
 
-    def check_types(self, sizes: Sizes) -> None:
+    def check_types(self, types: OperandTypes) -> None:
         """Raises NotImplementedError if the mainloop does not take these dtypes and layouts."""
         ...
 
-    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
+    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
         """Raises ValueError if the configuration contradicts itself, or needs more than the device has."""
         ...
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
-        """Returns the changes of jax (mends) that a kernel with this mainloop needs."""
+    def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+        """Whether a thread of a kernel with this number of tiles may need more registers than it has."""
         ...
 
-    def buffer_types(self, config: Config, types: OperandTypes) -> Any:
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
+        """Returns the changes of jax (patches) that a kernel with this mainloop needs."""
+        ...
+
+    def buffer_types(self, config: Config, types: OperandTypes) -> ScratchType:
         """Returns the types of the shared memory that the mainloop needs, for `pl.run_scoped`."""
         ...
 
@@ -118,7 +134,7 @@ class Mainloop(Protocol):
         """Returns how many boxes a tile is stored as (`Hooks.exchange`), and the rows and columns of each box."""
         ...
 
-    def run(self, loop: Loop, buffers: Any) -> None:
+    def run(self, loop: Loop, buffers: Tree) -> None:
         """Runs all roles of this CTA. `buffers`: allocated from `buffer_types`."""
         ...
 

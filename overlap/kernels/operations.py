@@ -11,8 +11,46 @@ from typing import Literal
 Dimension = Literal["", "m", "n", "k"]
 Layout = Literal["nn", "nt", "tn", "tt"]
 Transport = Literal["", "pull", "ring", "push", "broadcast", "one_shot"]
+# The transports that exchange parts of tiles, in products that are summed over devices.
+EXCHANGING: tuple[Transport, ...] = ("push", "broadcast", "one_shot")
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 EPILOGUE = ("lhs_scale", "rhs_scale", "bias", "addend", "activation")
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandLayouts:
+    """Which operands are stored transposed.
+
+    Attributes:
+      transpose_lhs: the left operand is [k, m] instead of [m, k].
+      transpose_rhs: the right operand is [n, k] instead of [k, n].
+    """
+
+    transpose_lhs: bool = False
+    transpose_rhs: bool = False
+
+    @property
+    def k_major(self) -> bool:
+        """Whether the rows of both operands run along k."""
+        return self.transpose_rhs and not self.transpose_lhs
+
+    @property
+    def name(self) -> Layout:
+        """Two letters, for `lhs` and `rhs`: "t" for a transposed operand, else "n"."""
+        return LAYOUTS[2 * self.transpose_lhs + self.transpose_rhs]
+
+    def m_k(self, lhs_shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns m and k of a left operand of this shape."""
+        *_, first, second = lhs_shape
+        return (second, first) if self.transpose_lhs else (first, second)
+
+    def k_n(self, rhs_shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns k and n of a right operand of this shape."""
+        *_, first, second = rhs_shape
+        return (second, first) if self.transpose_rhs else (first, second)
+
+
+PLAIN = OperandLayouts()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +119,11 @@ GATHER_RHS_N = OperationSpec(
     "collectives.gather.all_gather_rhs_matmul",
     gathers="n",
     transports=("pull",),
-    keyword=("gather_dimension", 1),
+    keyword=("dimension", 1),
     layouts=("nn", "tn"),
     epilogue=(),
 )
-GATHER_RHS_K = dataclasses.replace(
-    GATHER_RHS_N, name="all_gather_rhs_matmul_k", gathers="k", keyword=("gather_dimension", 0)
-)
+GATHER_RHS_K = dataclasses.replace(GATHER_RHS_N, name="all_gather_rhs_matmul_k", gathers="k", keyword=("dimension", 0))
 SCATTER_M = OperationSpec(
     "matmul_reduce_scatter",
     "matmul_reduce_scatter",
@@ -95,11 +131,9 @@ SCATTER_M = OperationSpec(
     sums=True,
     scatters="m",
     transports=("push", "ring"),
-    keyword=("scatter_dimension", 0),
+    keyword=("dimension", 0),
 )
-SCATTER_N = dataclasses.replace(
-    SCATTER_M, name="matmul_reduce_scatter_n", scatters="n", keyword=("scatter_dimension", 1)
-)
+SCATTER_N = dataclasses.replace(SCATTER_M, name="matmul_reduce_scatter_n", scatters="n", keyword=("dimension", 1))
 ALL_REDUCE = OperationSpec(
     "matmul_all_reduce",
     "matmul_all_reduce",

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Protocol
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
-from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, cta
@@ -28,7 +27,7 @@ from overlap.kernels.target import Target
 from overlap.primitives import addresses, marks, shared_semaphores
 from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import in_32_bits
-from overlap.primitives.types import Index, SemaphoreRef
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, SmemRef, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Refs[Inputs, Outputs]:
     inputs: Inputs
     outputs: Outputs
     flags: tuple[SemaphoreRef, ...]
-    smem: tuple[Any, ...]
+    smem: tuple[SmemRef, ...]
 
 
 class Body(Protocol):
@@ -75,7 +74,6 @@ class ProductKernel:
       peers_read: the inputs, as indices of leaves of the tree, that the peers read or write, in a kernel that gets the
         peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel gets no addresses.
       draws: whether running CTAs draw the tiles from a counter (`tma/drawn.py`); needed if peers wait for tiles.
-      transport: how the kernel communicates, as in `limits.Sizes`.
       aliased_results: pairs of the index of an operand in `peers_read` and the index of a result: the result is written
         to the operand's memory.
     """
@@ -86,10 +84,9 @@ class ProductKernel:
     types: OperandTypes
     work: StreamK
     flags: tuple[tuple[int, ...], ...] = ()
-    smem: tuple[Any, ...] = ()
+    smem: tuple[ScratchType, ...] = ()
     peers_read: tuple[int, ...] = ()
     draws: bool = False
-    transport: Literal["", "pull", "ring", "push", "broadcast", "one_shot"] = ""
     aliased_results: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -112,10 +109,7 @@ class ProductKernel:
           ValueError: the configuration does not fit the types or the device.
         """
         config, work, types = self.config, self.work, self.types
-        transport = self.transport or ("pull" if self.smem else "")
-        of_types = types.dtype, types.out_dtype, types.layouts, transport
-        needs = limits.Sizes(types.m, 0, 0, *of_types, block_scaled=types.block_scaled, sides=types.sides)
-        self.mainloop.check_config(needs, config, self.target)
+        self.mainloop.check_config(types, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)
         sums_flags = [partial_sums_flags(work, config, self.mainloop.compute_warpgroups)] if work.cuts else []
@@ -126,7 +120,7 @@ class ProductKernel:
         entries_types = [] if recording is None else [recording.entries_type(ctas)]
         roles: dict[int, str] = {}
 
-        def body(*refs: Any) -> None:
+        def body(*refs: GmemRef) -> None:
             given, (outs, rest) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
             sums, entries = _split(rest, len(sums_types))
             shapes = (*self.flags, *counters, *sums_flags)
@@ -136,7 +130,7 @@ class ProductKernel:
             partial = PartialSums(*sums, *of_sums, transposed=config.swap_operands) if work.cuts else None
             trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
 
-            def run(buffers: Any, *smem: Any) -> None:
+            def run(buffers: Tree, *smem: SmemRef) -> None:
                 of_call = body_of(Refs(*trees, own, smem[: len(self.smem)]))
                 next_tile = counter[0].at[0] if counter else None
                 loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
@@ -150,14 +144,14 @@ class ProductKernel:
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
         # A kernel with flags communicates, and may loop over numbers that it draws from a counter.
-        mends = self.mainloop.mends(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
+        patches = self.mainloop.patches(config, types) + ((IN_CLIQUES, _compat.WARP_LOOPS) if self.flags else ())
         kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
-        results = sealed(kernel, self.name, mends=mends)(*leaves)
+        results = sealed(kernel, self.name, patches=patches)(*leaves)
         if recording is not None:
             recording.kernels.append(marks.RecordedKernel(self.name, roles, results[-1]))
         return jax.tree.unflatten(out_structure, results[: len(results_types)])
 
-    def _kernel(self, body: Callable[..., None], out_type: Any) -> Callable[..., Any]:
+    def _kernel(self, body: Callable[..., None], out_type: Tree) -> Callable[..., Tree]:
         """Makes a Pallas kernel of `body`, with the grid, the clusters and the warpgroups that the mainloop needs."""
         body.__name__ = self.name
         semantics, work, cluster = plgpu.LoweringSemantics.Warpgroup, self.work, self.config.cluster
@@ -180,5 +174,5 @@ class ProductKernel:
         )
 
 
-def _split(values: tuple[Any, ...], count: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _split[T](values: tuple[T, ...], count: int) -> tuple[tuple[T, ...], tuple[T, ...]]:
     return values[:count], values[count:]

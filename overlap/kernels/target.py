@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -63,7 +63,7 @@ def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
         yield
 
 
-def current_target(mesh: Any = None) -> Target:
+def current_target(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Target:
     """Returns the device that the code being traced will run on: one of the enclosing mesh, else the default device.
 
     A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.

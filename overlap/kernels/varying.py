@@ -16,26 +16,28 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from overlap.primitives.types import Axis, Tree
 
-def axes_of(*values: Any) -> frozenset[Any]:
+
+def axes_of(*values: Tree) -> frozenset[Axis]:
     """Returns the manual axes that at least one of these values varies along."""
     types = (getattr(jax.typeof(value), "manual_axis_type", None) for value in values)
     return frozenset().union(*(own.varying for own in types if own is not None))
 
 
-def varying(value: Any, axes: Iterable[Any]) -> Any:
+def varying(value: Tree, axes: Iterable[Axis]) -> Tree:
     """Returns the value, typed as varying along `axes` as well. Its gradient is then summed along these axes."""
     missing = tuple(axis for axis in axes if axis not in axes_of(value))
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
-def alike(tree: Any) -> Any:
+def alike(tree: Tree) -> Tree:
     """Returns the values, all typed as varying along each axis that at least one of them varies along."""
     axes = sorted(axes_of(*jax.tree.leaves(tree)), key=str)
     return jax.tree.map(lambda value: varying(value, axes), tree)
 
 
-def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
+def summed_like(cotangent: jax.Array, operand: Tree) -> jax.Array:
     """Returns a cotangent, summed along the axes along which the type of its operand does not vary.
 
     The sum is needed because an operand that is the same on several devices contributes to the result of each of them.
@@ -46,7 +48,7 @@ def summed_like(cotangent: jax.Array, operand: Any) -> jax.Array:
     return varying(lax.psum(cotangent, axes) if axes else cotangent, wanted)
 
 
-def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
+def part_of(cotangent: jax.Array, axes: Iterable[Axis]) -> jax.Array:
     """Returns one device's part of a cotangent that may be the same on all devices along some of `axes`.
 
     Use it where the parts of all devices are summed afterwards. A cotangent that is the same on all devices would
@@ -56,7 +58,7 @@ def part_of(cotangent: jax.Array, axes: Iterable[Any]) -> jax.Array:
     return varying(cotangent, common) / lax.axis_size(common) if common else cotangent
 
 
-def same_along(value: jax.Array, axes: Iterable[Any]) -> jax.Array:
+def same_along(value: jax.Array, axes: Iterable[Axis]) -> jax.Array:
     """Returns the value, typed as equal on all devices along `axes`.
 
     Use it for values that the caller knows to be equal on these devices, e.g. because they were gathered along `axes`.
@@ -72,12 +74,12 @@ batching.defvectorized(same_along_p)
 
 
 @same_along_p.def_abstract_eval
-def _abstract(aval: Any, *, axes: tuple[Any, ...]) -> Any:
+def _abstract(aval: Any, *, axes: tuple[Axis, ...]) -> Any:
     own = aval.manual_axis_type
     return aval.update(manual_axis_type=own.update(varying=own.varying - frozenset(axes)))
 
 
-def _transpose(cotangent: Any, value: Any, *, axes: tuple[Any, ...]) -> list[Any]:
+def _transpose(cotangent: jax.Array, value: Tree, *, axes: tuple[Axis, ...]) -> list[jax.Array]:
     return [part_of(cotangent, axes)]
 
 

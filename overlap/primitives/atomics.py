@@ -173,6 +173,6 @@ def each_drawn(
 def loop_while(test: Callable[[Any], Any], body: Callable[[Any], Any], state: Any) -> Any:
     """Runs `lax.while_loop` over int32 scalars.
 
-    In a single warp of a `plgpu.warp_map` it needs the mend `_compat.WARP_LOOPS` (`overlap.primitives.prepare`).
+    In a single warp of a `plgpu.warp_map` it needs the patch `_compat.WARP_LOOPS` (`overlap.primitives.prepare`).
     """
     return lax.while_loop(test, body, state)

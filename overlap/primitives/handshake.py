@@ -6,35 +6,36 @@ place *inside* the kernel, where there is other work to do. The first says that 
 ready and its flags are zero. The second says that nobody needs this device's memory any more.
 
 No flag of a peer may be written before that peer has begun, since its memory still belongs to something else. So a
-device begins by raising a *beacon* in its own memory, and its peers look for it there:
+device begins by raising a *ready flag* in its own memory, and its peers look for it there:
 
-    begin   raise the own beacon; look at each peer's beacon until it is raised, and tell that peer that it was seen
-    end     when this device needs no peer's memory any more and all peers have seen its beacon: lower the beacon, then
+    begin   raise the own ready flag; look at each peer's until it is raised, and tell that peer that it was seen
+    end     when this device needs no peer's memory any more and all peers have seen its ready flag: lower it, then
             tell every peer; leave when all peers have told this device the same
 
 Why a launch is never taken for another
 ---------------------------------------
-Before the beacon of this launch is raised, a peer's memory holds whatever was there before. That may be the beacon of
-another launch, with other members, of another operation or program: XLA gives the flags of all of them the same
-addresses. So a raised beacon is a key of 128 bits which says who talks to whom. It is made of the mesh with its devices
-in order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device A, in
-launch L, see the key of L in the memory of its peer P, and suppose that P has raised this beacon in another launch M.
+Before the ready flag of this launch is raised, a peer's memory holds whatever was there before. That may be the ready
+flag of another launch, with other members, of another operation or program: XLA gives the flags of all of them the same
+addresses. So a raised ready flag is a key of 128 bits which says who talks to whom. It is made of the mesh with its
+devices in order, of the axes along which the kernel talks, and of which peers a device looks for (`_key`). Let device
+A, in launch L, see the key of L in the memory of its peer P, and suppose that P has raised this ready flag in another
+launch M.
 
 - M has the same key, so the same mesh and the same axes. P is in exactly one peer group along these axes, so M has the
   same members as L, A among them. The key also says who looks for whom, so A looks for P in M as it does in L.
 - Devices run the programs that they share in the same order. So either both ran M before L, or both will run it after.
-- M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its beacon of M.
-- M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's beacon of L.
+- M before L: A has left M. So A had P's last message of M, which P sends after it has lowered its ready flag of M.
+- M after L: P has left L. So P had A's last message of L, which A sends only after it has seen P's ready flag of L.
 
-Either way P's beacon of M is not raised while A looks for P's beacon of L. The argument assumes nothing about where the
-flags of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from one launch
-for the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative control,
-without the key (`tests/test_sequences.py`).
+Either way P's ready flag of M is not raised while A looks for P's ready flag of L. The argument assumes nothing about
+where the flags of L and M lie, what either of them computes, or how late any device is. Nothing in memory is kept from
+one launch for the next. The emulator runs random sequences of launches on shared flags, with the key and, as a negative
+control, without the key (`tests/test_sequences.py`).
 
 Progress with whichever CTAs run
 --------------------------------
 Other kernels (NCCL's) may hold some of the SMs, for as long as they wait for other devices. So nothing here waits for a
-CTA that may not have started. The CTAs that run draw the *looks* (each look is a wait for one peer's beacon) from a
+CTA that may not have started. The CTAs that run draw the *looks* (each look is a wait for one peer's ready flag) from a
 counter. Whichever CTA completes the last transfer does the second handshake for the device. A CTA that starts later
 finds nothing left to do. One CTA on each device suffices for all devices to finish.
 
@@ -55,7 +56,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from overlap.primitives import atomics, board, clique, marks
+from overlap.primitives import atomics, clique, marks, stalls
 from overlap.primitives.addresses import require_told
 from overlap.primitives.arguments import require_constant, require_index, require_reference
 from overlap.primitives.marks import Work
@@ -66,16 +67,17 @@ from overlap.primitives.waits import look_until, wait_for_word, wait_within_devi
 
 _WORDS = 4
 _BEGUN, _SEEN, _COMPLETED, _DONE, _DRAWN = range(_WORDS, _WORDS + 5)
-# The shape of the flags of both handshakes, for `shared_semaphores`: the beacon's words; how many peers have been seen
-# to begin (a counter); which peers have seen this device (a bit for each position); completed transfers (a counter);
-# which peers are done (a bit for each position); the counter of the items.
+# The shape of the flags of both handshakes, for `shared_semaphores`: the ready flag's words; how many peers have been
+# seen to begin (a counter); which peers have seen this device (a bit for each position); completed transfers (a
+# counter); which peers are done (a bit for each position); the counter of the items.
 HANDSHAKE_FLAGS = (_WORDS + 5,)
-# The value of a lowered beacon. Zero is a beacon that has not been raised yet; a key is greater than this value.
+# The value of a lowered ready flag. Zero is a ready flag that has not been raised yet; a key is greater than this
+# value.
 _LOWERED = 1
 
 
 def _key(context: Any, group: PeerGroup, only: int | None) -> list[int]:
-    """Returns the words of a raised beacon. Call it at lowering, when the devices of the mesh are known."""
+    """Returns the words of a raised ready flag. Call it at lowering, when the devices of the mesh are known."""
     text = f"overlap: {group.places} on {clique.device_ids(context)}, looking for {only}"
     digest = hashlib.sha256(text.encode()).digest()
     words = [int.from_bytes(digest[4 * word : 4 * word + 4], "little") for word in range(_WORDS)]
@@ -159,10 +161,10 @@ class Handshake:
 
     @property
     def _number(self) -> int:
-        return board.describe(self.operation, self.group)
+        return stalls.describe(self.operation, self.group)
 
     def begin(self) -> jax.Array:
-        """Raises this device's beacon (one CTA does it for the device) and waits for peers to begin.
+        """Raises this device's ready flag (one CTA does it for the device) and waits for peers to begin.
 
         Each communicator calls it once, first. The communicators share the peers: each draws peers from `counter`, and
         waits until those that it has drawn have begun.
@@ -190,7 +192,7 @@ class Handshake:
     def _begin(self, look: Callable[[Any], None]) -> Any:
         marks.now(Work.AWAIT_PEERS)
         # CTA 0 nearly always runs, and need not wait for a number. Otherwise the CTA that draws number 0 raises the
-        # beacon.
+        # ready flag.
         pl.when(self.cta == 0)(self._raise)
         first = atomics.draw(self.counter, self.items)
         pl.when(jnp.logical_and(first == 0, self.cta != 0))(self._raise)
@@ -239,7 +241,7 @@ class Handshake:
     def wait_for(self, role: int, word: SemaphoreRef, expected: Index, position: Index) -> None:
         """Waits until a word of this device, which the peer at `position` raises, has reached `expected`.
 
-        `role` says what the wait is for, in the report of a long wait (`board.ROWS` and so on).
+        `role` says what the wait is for, in the report of a long wait (`stalls.ROWS` and so on).
         """
         wait_for_word(word, expected, self.group, position, operation=self._number, role=role, at_least=True)
 
@@ -251,7 +253,7 @@ class Handshake:
         others = [f"@first st.relaxed.sys.global.b32 [$0+{4 * i}], {key[i]};" for i in range(1, _WORDS)]
         lines = [
             *atomics.BY_LANE_0, ".reg .b32 before;",
-            # What was computed before this kernel, and the zeroed flags, come before the beacon.
+            # What was computed before this kernel, and the zeroed flags, come before the ready flag.
             "fence.acq_rel.sys;", *others,
             # Only once: a CTA that starts late must not raise it again.
             f"@first atom.relaxed.sys.global.cas.b32 before, [$0], 0, {key[0]};",
@@ -264,10 +266,10 @@ class Handshake:
         atomics.ptx(lines, pointer)
 
     def _look(self, item: Any) -> None:
-        """Looks at one peer's beacon until it is raised, and tells that peer that it was seen."""
-        group, beacon = self.group, self.flags.at[0]
+        """Looks at one peer's ready flag until it is raised, and tells that peer that it was seen."""
+        group, ready_flag = self.group, self.flags.at[0]
         peer = group.peer(item + 1 if self.only is None else self.only)
-        atomics.inline(self._look_code, [group.remote_ref(beacon, peer), beacon], group.me(), peer, 1)
+        atomics.inline(self._look_code, [group.remote_ref(ready_flag, peer), ready_flag], group.me(), peer, 1)
         semaphore_signal(self.flags.at[_BEGUN])
         atomics.set_bit_at_peer(self.flags.at[_SEEN], group, peer, group.me())
 
@@ -279,12 +281,12 @@ class Handshake:
             "mov.b32 got, word0;", f"setp.eq.u32 there, word0, {key[0]};",
             *(f"setp.eq.and.u32 there, word{i}, {key[i]}, there;" for i in range(1, _WORDS)),
         ]  # fmt: skip
-        look_until(look, operands, operation=self._number, role=board.BEGUN, expected_constant=key[0])
+        look_until(look, operands, operation=self._number, role=stalls.BEGUN, expected_constant=key[0])
 
     def _speak(self) -> None:
-        """Lowers the beacon, tells the peers that this device is done, and waits until they are done."""
+        """Lowers the ready flag, tells the peers that this device is done, and waits until they are done."""
         group, flags = self.group, self.flags
-        self._wait(_SEEN, board.SEEN, () if self.only is None else (group.size - self.only,))
+        self._wait(_SEEN, stalls.SEEN, () if self.only is None else (group.size - self.only,))
         atomics.inline(self._lower_code, [flags.at[0]])
 
         def tell(distance: Any) -> None:
@@ -292,14 +294,14 @@ class Handshake:
 
         if self.only is None:
             pl.loop(1, group.size)(tell)
-            self._wait(_DONE, board.DONE, ())
+            self._wait(_DONE, stalls.DONE, ())
         else:
-            # The peer that this device looks for must lower its beacon, and the peer that looks for this device must be
-            # done with this device's memory. In a group of two they are the same.
+            # The peer that this device looks for must lower its ready flag, and the peer that looks for this device
+            # must be done with this device's memory. In a group of two they are the same.
             both = sorted({self.only, group.size - self.only})
             for distance in both:
                 tell(distance)
-            self._wait(_DONE, board.DONE, both)
+            self._wait(_DONE, stalls.DONE, both)
 
     def _wait(self, flag: int, role: int, distances: Sequence[int]) -> None:
         """Waits for the bits of the peers at these distances; if none are given, for the bits of all peers."""

@@ -24,5 +24,11 @@ type TmemRef = Any
 type BarrierRef = Any
 # A semaphore in global memory, or an array of them. This library uses them as flags, which only grow.
 type SemaphoreRef = Any
+# The type of one of these memories or barriers, or a tree of such types, as in `scratch_types` and `pl.run_scoped`.
+type ScratchType = Any
+# A tree of arrays, of their types or of references.
+type Tree = Any
+# The name of an axis of a mesh or of a kernel: any hashable object, though jax's annotations say `str`.
+type Axis = Any
 # A wgmma accumulator in the registers of a warpgroup (Hopper, `plgpu.WGMMAAccumulatorRef`).
 type AccumulatorRef = Any

@@ -2,7 +2,7 @@
 
 A legal wait may be long: the peer compiles, loads data, or sits in a debugger. So the waiting warp keeps looking, and
 
-    after `board.REPORT_AFTER_S`             writes to the board which device waits for which, and for what
+    after `stalls.REPORT_AFTER_S`             writes to the stall report which device waits for which, and for what
     after `_settings.wait_timeout_s()`        writes that it gives up, lingers until the host has read that, and traps
 
 The clock is read only after a look that did not end the wait. Waits for CTAs of the same device have no limit: those
@@ -18,7 +18,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _settings
-from overlap.primitives import board
+from overlap.primitives import stalls
 from overlap.primitives.arguments import require_index, require_one
 from overlap.primitives.atomics import inline, ptx
 from overlap.primitives.peers import PeerGroup, require_group
@@ -29,20 +29,20 @@ _FENCES = ("fence.acquire.sys;", "fence.proxy.async.global;")
 
 
 def _ticks(seconds: float) -> int:
-    return min(int(seconds / board.TICK_S) + 1, _NEVER - 1)
+    return min(int(seconds / stalls.TICK_S) + 1, _NEVER - 1)
 
 
 def _write_record(state: int, operation: int, role: int) -> list[str]:
     """PTX that writes a record from registers: `own`, `me`, `peer`, `expected`, `got`, `waited`."""
     fields = (
-        (board.OPERATION, str(operation)), (board.POSITION, "me"), (board.PEER, "peer"), (board.ROLE, str(role)),
-        (board.EXPECTED, "expected"), (board.GOT, "got"), (board.WAITED, "waited"),
+        (stalls.OPERATION, str(operation)), (stalls.POSITION, "me"), (stalls.PEER, "peer"), (stalls.ROLE, str(role)),
+        (stalls.EXPECTED, "expected"), (stalls.GOT, "got"), (stalls.WAITED, "waited"),
     )  # fmt: skip
     return [
         *(f"@lane_0 st.relaxed.sys.global.b32 [record+{4 * word}], {value};" for word, value in fields),
-        f"@lane_0 st.relaxed.sys.global.b64 [record+{4 * board.POINTER}], own;",
+        f"@lane_0 st.relaxed.sys.global.b64 [record+{4 * stalls.POINTER}], own;",
         "fence.acq_rel.sys;",
-        f"@lane_0 st.relaxed.sys.global.b32 [record+{4 * board.STATE}], {state};",
+        f"@lane_0 st.relaxed.sys.global.b32 [record+{4 * stalls.STATE}], {state};",
     ]
 
 
@@ -61,17 +61,17 @@ def look_until(
       look: PTX that looks once. It sets the predicate `there` if the wait is over, and `got` to the value that it saw.
       operands: $0, $1, … in `look`: pointers to the words looked at. Then follow, for the record, a pointer to any flag
         of this device, and as i32 values this device's position, the peer's position and the expected value.
-      operation: the number of the kernel, from `board.describe`.
-      role: what the wait is for: `board.BEGUN` and so on.
+      operation: the number of the kernel, from `stalls.describe`.
+      role: what the wait is for: `stalls.BEGUN` and so on.
       fences: PTX behind the last look, which makes the wait an acquire.
       expected_constant: the expected value for the record, where it is known only at lowering; in place of the operand.
     """
-    where, limit_s = board.address(), _settings.wait_timeout_s()
+    where, limit_s = stalls.address(), _settings.wait_timeout_s()
     limit = _ticks(limit_s) if limit_s else _NEVER
-    first = min(_ticks(board.REPORT_AFTER_S), limit)
+    first = min(_ticks(stalls.REPORT_AFTER_S), limit)
     own, me, peer, expected = (f"${len(operands) - 4 + i}" for i in range(4))
     expected = expected if expected_constant is None else str(expected_constant)
-    most = board.MOST_DEVICES - 1
+    most = stalls.MOST_DEVICES - 1
 
     def write(state: int) -> list[str]:
         if where is None:
@@ -82,8 +82,8 @@ def look_until(
             f"mov.b64 own, {own};", "shr.u64 record, own, 34;", "cvt.u32.u64 place, record;",
             "shr.u32 me, place, 5;", "xor.b32 place, place, me;", f"and.b32 place, place, {most};",
             f"mov.b32 me, {me};", f"and.b32 peer, {peer}, {most};", f"mov.b32 expected, {expected};",
-            f"mad.lo.u32 place, place, {board.MOST_DEVICES}, peer;",
-            f"mov.b64 record, {where};", f"mad.wide.u32 record, place, {board.RECORD_BYTES}, record;",
+            f"mad.lo.u32 place, place, {stalls.MOST_DEVICES}, peer;",
+            f"mov.b64 record, {where};", f"mad.wide.u32 record, place, {stalls.RECORD_BYTES}, record;",
             "mov.u32 place, %laneid;", "setp.eq.u32 lane_0, place, 0;",
             *_write_record(state, operation, role),
         ]  # fmt: skip
@@ -97,19 +97,19 @@ def look_until(
         *clock, "setp.eq.u32 early, since, 0;", "@early mov.b32 since, clock;",
         "sub.u32 waited, clock, since;", "setp.lt.u32 early, waited, until;", "@early bra LOOK;",
         f"setp.ge.u32 early, waited, {limit};", "@early bra GIVE_UP;",
-        *write(board.STILL_WAITING), f"mov.b32 until, {limit};", "bra LOOK;",
-        "GIVE_UP:", *write(board.GIVEN_UP), "mov.b32 since, clock;",
+        *write(stalls.STILL_WAITING), f"mov.b32 until, {limit};", "bra LOOK;",
+        "GIVE_UP:", *write(stalls.GIVEN_UP), "mov.b32 since, clock;",
         "LINGER:", "nanosleep.u32 1000000;",
         *clock, "sub.u32 waited, clock, since;",
-        f"setp.lt.u32 early, waited, {_ticks(board.LINGER_S)};", "@early bra LINGER;",
+        f"setp.lt.u32 early, waited, {_ticks(stalls.LINGER_S)};", "@early bra LINGER;",
         "trap;",
         "THERE:", *fences,
         # The lanes of the warp may read the word at different times. If the first lane that sees the expected value
-        # went on alone, what it does next may change the value: a peer lowers its beacon once it knows that the beacon
-        # has been seen. The other lanes, which have not read the word yet, would then wait for ever. The compiler need
-        # not make the lanes converge here, so this barrier does.
+        # went on alone, what it does next may change the value: a peer lowers its ready flag once it knows that the
+        # ready flag has been seen. The other lanes, which have not read the word yet, would then wait for ever. The
+        # compiler need not make the lanes converge here, so this barrier does.
         "bar.warp.sync 0xffffffff;",
-        f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(board.OVER), "OVER:",
+        f"setp.eq.u32 early, until, {first};", "@early bra OVER;", *write(stalls.OVER), "OVER:",
     ]  # fmt: skip
     ptx(lines, *operands)
 
@@ -133,8 +133,8 @@ def wait_for_word(
       expected: an int32 scalar.
       group: the peers.
       peer: the position of the device that this one waits for; this device's own position if it waits for several.
-      operation: the number of the kernel, from `board.describe`.
-      role: what the wait is for: `board.BEGUN` and so on.
+      operation: the number of the kernel, from `stalls.describe`.
+      role: what the wait is for: `stalls.BEGUN` and so on.
       at_least: whether a greater value ends the wait as well.
     """
     test = "ge" if at_least else "eq"
@@ -180,8 +180,8 @@ def semaphore_wait_peer(
     require_one("semaphore_wait_peer", "flag", flag)
     require_index("semaphore_wait_peer", "value", value, "the number that the flag must reach")
     require_index("semaphore_wait_peer", "position", position, "a position in the group", group.size)
-    number = board.describe(operation, group)
-    wait_for_word(flag, value, group, position, operation=number, role=board.FLAG, at_least=True)
+    number = stalls.describe(operation, group)
+    wait_for_word(flag, value, group, position, operation=number, role=stalls.FLAG, at_least=True)
 
 
 def wait_within_device(word: SemaphoreRef, count: int) -> None:

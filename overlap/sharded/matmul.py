@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.dispatch import Implementation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
+from overlap.frame.explain import recorded
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
-from overlap.frame.signatures import AnyArray, AnyMesh, Arguments
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, PerRhs, Sides
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
@@ -48,8 +49,8 @@ class _Call:
     dimensions: Dimensions
     columns: tuple[tuple[int, ...], ...]
 
-    def run(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
-        """Computes the results. If `decisions` is a list, the decision about each operation is added to the list."""
+    def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Computes the results."""
         specs = dict(self.specs)
         # The caller's own scopes stay around this scope.
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
@@ -59,7 +60,7 @@ class _Call:
             def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
                 self._require_all_manual()
                 merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
-                outs = self.product.compute(merged, decisions)
+                outs = self.product.compute(merged)
                 return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
 
             return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
@@ -129,10 +130,18 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
-    applied, scalars = None, ()
+    applied, scalars, out_dtype, implementation = None, (), whole.out_dtype, given.implementation
     if activation is not None:
-        count = len(rhs) if whole.combines else 1
-        applied, scalars = activations.traced(activation, accumulator(operands["lhs"].dtype), count)
+        wide = accumulator(operands["lhs"].dtype)
+        try:
+            applied, scalars = activations.traced(activation, wide, len(rhs) if whole.combines else 1)
+        except activations.NotElementwise as why:
+            if implementation == "fused":
+                raise
+            # XLA computes the products in f32, and the activation is applied to the global results.
+            of_all = activations.on_all(activations.by_itself(activation), whole.combines)
+            whole = dataclasses.replace(whole, not_elementwise=str(why), by_xla=of_all)
+            out_dtype, implementation = wide, "xla"
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -148,10 +157,11 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
         columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
-    columns = columns[:1] if whole.combines else columns
     product = Product(
-        plan, dimensions.transpose_rhs, whole.out_dtype, applied, given.config, given.implementation, keep_gathered
-    )
+        plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered,
+        whole.not_elementwise,
+    )  # fmt: skip
+    columns = columns[:1] if product.combines else columns
     checked = _Call(product, used, tuple(specs.items()), partitions.spec_of(out), dimensions, tuple(columns))
     return checked, operands, whole
 
@@ -207,100 +217,30 @@ def _named(name: str, whole: Call) -> str:
     return name.split("[")[0] if whole.container is None else name
 
 
-def explain(given: ShardedArguments) -> Explanation:
-    """Checks a call of `sharded_matmul` and says what would run. Arrays may be types."""
-    checked, operands, _ = _prepare(given)
-    return _decided(checked, operands)[0]
-
-
-def _decided(checked: _Call, operands: dict[str, Any]) -> tuple[Explanation, ...]:
-    """Returns the decision about each operation that the call would run. Nothing is computed."""
-    decisions: list[Explanation] = []
-    jax.eval_shape(lambda operands: checked.run(operands, decisions), operands)
-    return tuple(dataclasses.replace(choice, plan=str(checked.product.plan)) for choice in decisions)
-
-
-# --- The public function. Its result is an array, a list or a tuple, as `rhs` is --------------------------------------
-
-
-@overload
 def sharded_matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | None = None,
-    bias: AnyArray | None = None,
-    addend: AnyArray | None = None,
-) -> jax.Array: ...
-@overload
-def sharded_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side],
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None,
-    bias: Sequence[AnyArray | None] | None = None,
-    addend: Sequence[AnyArray | None] | None = None,
-) -> list[jax.Array]: ...
-@overload
-def sharded_matmul(
-    lhs: AnyArray,
-    rhs: tuple[AnyArray, ...],
-    *,
-    out_sharding: Sharding,
-    lhs_sharding: Sharding | None = None,
-    mesh: AnyMesh | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    keep_gathered: bool = False,
-    implementation: Implementation | None = None,
-    config: Config | None = None,
-    rhs_sharding: Sharding | list[Sharding] | None = None,
-    bias: Sequence[AnyArray | None] | None = None,
-    addend: Sequence[AnyArray | None] | None = None,
-) -> tuple[jax.Array, ...]: ...
-def sharded_matmul(
-    lhs: AnyArray,
-    rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
+    rhs: Sides,
     *,
     out_sharding: Sharding,
     lhs_sharding: Sharding | None = None,
     rhs_sharding: Sharding | list[Sharding] | None = None,
     mesh: AnyMesh | None = None,
-    bias: AnyArray | Sequence[AnyArray | None] | None = None,
-    addend: AnyArray | Sequence[AnyArray | None] | None = None,
+    bias: PerRhs | None = None,
+    addend: PerRhs | None = None,
     activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     keep_gathered: bool = False,
     implementation: Implementation | None = None,
     config: Config | None = None,
-) -> jax.Array | list[jax.Array] | tuple[jax.Array, ...]:
+) -> Sides:
     """Computes activation(lhs @ rhs + bias + addend) of global arrays. Communication overlaps with the computation.
 
     This function is for code under plain `jax.jit`, and calls `jax.shard_map` itself. The places of each mesh axis
     in the shardings say which operation of this library runs (docs/sharded.md has the table and examples):
 
         rows of lhs, n of rhs, n of the result    all_gather_lhs_matmul
-        k of lhs and rhs, rows of the result      matmul_reduce_scatter (n of the result: scatter_dimension=1)
+        k of lhs and rhs, rows of the result      matmul_reduce_scatter (n of the result: dimension=1)
         k of lhs and rhs, not in the result       matmul_all_reduce
         n or k of rhs alone (FSDP)                all_gather_rhs_matmul; beside one of the above, XLA gathers the
                                                   weights before it
@@ -327,20 +267,17 @@ def sharded_matmul(
         that has no bias.
       addend: global [..., m, n] or [m, n], added before the activation (a residual, for example); for several right
         operands a list, with None for one that has no addend. Its dtype does not change the dtype of the result.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to each result; or of as
-        many arrays as there are right operands, which makes one result of them (of their values in the dtype of the
-        result, where no kernel does it).
-      preferred_element_type: dtype of the result; by default the operands' dtype, bfloat16 for float8. Accumulation
-        is in float32; products that are summed over devices are sent in this dtype.
-      transpose_rhs: whether `rhs` lies transposed in memory.
+      activation: applied to each result; or of as many arrays as there are right operands, which makes one result of
+        them (of their values in the dtype of the result, where no kernel does it).
+      preferred_element_type: see `overlap.matmul`. Products that are summed over devices are sent in this dtype.
       keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
         where the fused kernel gathers it. On D devices this takes D times the memory of the shard, and saves one
         gather. By default the backward pass gathers them again. Where XLA gathers `lhs`, it is kept in any case, unless
         `jax.checkpoint` says otherwise.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla", or None to choose: the fused kernel
-        where it can serve the call on a GPU and XLA was not measured to be faster. If the weights are gathered beside
-        another communication, XLA gathers them in any case.
-      config: tile sizes of the fused kernel; by default from a table of measurements, else by a model.
+      implementation: see `overlap.matmul`. Weights that are gathered beside another communication, XLA gathers in any
+        case.
+
+    Keywords not listed here: see `overlap.matmul`.
 
     Returns:
       Global [..., m, n], sharded as `out_sharding` says; a list or tuple of such arrays if `rhs` is one. Deterministic.
@@ -355,7 +292,7 @@ def sharded_matmul(
     Works under `jax.jit` and outside of it, with `jax.grad` of any operand, `jax.checkpoint`, `lax.scan`, `jax.vmap`
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
     gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
-    `overlap.explain` takes this function.
+
 
     Example:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -389,5 +326,10 @@ def sharded_matmul(
     if any(isinstance(x, Tracer) for x in operands.values()):
         outs = checked.run(operands)
     else:
-        outs = _run_eagerly(checked, _decided(checked, operands), operands)
-    return outs[0] if whole.container is None or whole.combines else whole.container(outs)
+        with recorded() as decisions:
+            jax.eval_shape(checked.run, operands)
+        outs = _run_eagerly(checked, tuple(decisions), operands)
+    if whole.not_elementwise and whole.by_xla is not None:
+        outs = tuple(x.astype(whole.out_dtype) for x in whole.by_xla(outs))
+    result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)
+    return result

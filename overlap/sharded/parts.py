@@ -14,10 +14,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.collectives.operations import PUBLIC
 from overlap.frame import by_xla, call
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
+from overlap.frame.explain import settled
 from overlap.frame.operands import Operands, accumulator
 from overlap.frame.signatures import Arguments, PerRhs
 from overlap.kernels.config import Config
@@ -59,6 +61,7 @@ class Product:
       config: `config` as the caller gave it.
       implementation: `implementation` as the caller gave it.
       keep_gathered: whether gathered operands are kept for the backward pass.
+      why_xla: why only XLA can run, whatever the sizes; empty if a kernel may.
     """
 
     plan: ShardingPlan
@@ -68,15 +71,15 @@ class Product:
     config: Config | None
     implementation: Implementation | None
     keep_gathered: bool
+    why_xla: str = ""
 
-    def compute(self, operands: dict[str, Any], decisions: list[Explanation] | None = None) -> tuple[jax.Array, ...]:
+    def compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the result for each right operand from a device's parts of the operands. Call it inside `shard_map`.
 
         Args:
           operands: "lhs"; "rhs[0]", …; and, where they are given, "bias[0]", "addend[0]" and "scalars[0]", ….
-          decisions: a list to which the decision about each operation is added.
         """
-        run = functools.partial(self._compute, decisions=decisions)
+        run = self._compute
         along = {axis for _, axes in self.plan.gathers for axis in axes}
         if self.plan.spec.gathers_rhs:
             along |= {*self.plan.axes}
@@ -85,7 +88,7 @@ class Product:
             run = jax.checkpoint(run, policy=_saves_all_but_gathers(frozenset(along)))
         return run(operands)
 
-    def _compute(self, operands: dict[str, Any], decisions: list[Explanation] | None) -> tuple[jax.Array, ...]:
+    def _compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         plan = self.plan
         rhs_list = [x for name, x in operands.items() if name.startswith("rhs")]
         scalars = tuple(x for name, x in operands.items() if name.startswith("scalars"))
@@ -103,11 +106,11 @@ class Product:
             for i in range(len(rhs_list))
         ]
         if self.combines:
-            outs = self._combined(lhs, rhs_list, epilogues, decisions)
+            outs = self._combined(lhs, rhs_list, epilogues)
         elif plan.spec is GATHER_LHS:
-            outs = self._together(lhs, rhs_list, epilogues, decisions)
+            outs = self._together(lhs, rhs_list, epilogues)
         else:
-            outs = [self._one(lhs, rhs, epilogue, decisions) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
+            outs = [self._one(lhs, rhs, epilogue) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
         return tuple(self._unfold(out, shape) for out in outs)
 
     # --- The operation ---
@@ -117,15 +120,15 @@ class Product:
         lhs: jax.Array,
         rhs_list: list[jax.Array],
         epilogues: list[_Epilogue],
-        decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
         """Computes the products with all right operands, with one gather of `lhs`."""
         given, epilogue = self._of_all(lhs, rhs_list, epilogues)
-        by_xla, behind = self._decide(given, epilogue, decisions).implementation == "xla", self._is_behind(epilogue)
-        result = self._run(given if behind and not by_xla else epilogue.of(given))
+        choice = self._decide(given, epilogue)
+        finish = choice.implementation == "fused" and self._is_behind(epilogue)
+        result = self._run(given if finish else epilogue.of(given), choice)
         outs = result[0] if self.keep_gathered else result
         outs = [outs] if len(rhs_list) == 1 else list(outs)
-        return self._finished(outs, epilogues) if behind and not by_xla else outs
+        return self._finished(outs, epilogues) if finish else outs
 
     def _of_all(
         self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[_Epilogue]
@@ -151,8 +154,7 @@ class Product:
             preferred_element_type=self.out_dtype,
             config=self.config,
             implementation=self.implementation,
-            gather_dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else None,
-            scatter_dimension=1 if spec is SCATTER_N else 0,
+            dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else int(spec is SCATTER_N),
             return_gathered=spec is GATHER_LHS and self.keep_gathered,
         )
 
@@ -166,7 +168,6 @@ class Product:
         lhs: jax.Array,
         rhs_list: list[jax.Array],
         epilogues: list[_Epilogue],
-        decisions: list[Explanation] | None,
     ) -> list[jax.Array]:
         """Computes the result of an activation of all right operands: in the kernel of the product if there is one.
 
@@ -176,28 +177,24 @@ class Product:
         if gathers or self.plan.spec is MATMUL:
             given, epilogue = self._of_all(lhs, rhs_list, epilogues)
             try:
-                choice = None if self._is_behind(epilogue) else self._decide(given, epilogue, None)
+                choice = None if self._is_behind(epilogue) else self._decide(given, epilogue)
             except NotImplementedError:
                 choice = None
             if choice is not None and choice.implementation == "fused":
-                if decisions is not None:
-                    decisions.append(choice)
-                result = self._run(epilogue.of(given))
+                result = self._run(epilogue.of(given), choice)
                 return [result[0] if gathers and self.keep_gathered else result]
         bare = dataclasses.replace(self, activation=None)
         if gathers:
-            outs = bare._together(lhs, rhs_list, [_Epilogue()] * len(rhs_list), decisions)
+            outs = bare._together(lhs, rhs_list, [_Epilogue()] * len(rhs_list))
         else:
-            outs = [bare._one(lhs, rhs, _Epilogue(), decisions) for rhs in rhs_list]
+            outs = [bare._one(lhs, rhs, _Epilogue()) for rhs in rhs_list]
         return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], epilogues)
 
-    def _one(
-        self, lhs: jax.Array, rhs: jax.Array, epilogue: _Epilogue, decisions: list[Explanation] | None
-    ) -> jax.Array:
+    def _one(self, lhs: jax.Array, rhs: jax.Array, epilogue: _Epilogue) -> jax.Array:
         plan, given = self.plan, self._arguments(lhs, rhs)
-        choice = self._decide(given, epilogue, decisions)
+        choice = self._decide(given, epilogue)
         if choice.implementation == "fused" and self._is_behind(epilogue):
-            return self._finished([self._run(given)], [epilogue])[0]
+            return self._finished([self._run(given, choice)], [epilogue])[0]
         if choice.implementation == "xla" and plan.spec.gathers_rhs:
             # XLA gathers the weights here and not inside the operation, so that the policy of `jax.checkpoint` sees the
             # gather, and does not keep its result.
@@ -205,22 +202,24 @@ class Product:
             whole = dataclasses.replace(
                 self, plan=ShardingPlan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
             )
-            return whole._run(epilogue.of(whole._arguments(lhs, gathered)))
-        return self._run(epilogue.of(given))
+            return whole._run(epilogue.of(whole._arguments(lhs, gathered)), choice)
+        return self._run(epilogue.of(given), choice)
 
     def _is_behind(self, epilogue: _Epilogue) -> bool:
         """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
         return not epilogue.names <= {*self.plan.spec.epilogue}
 
-    def _decide(self, given: Arguments, epilogue: _Epilogue, decisions: list[Explanation] | None) -> Explanation:
+    def _decide(self, given: Arguments, epilogue: _Epilogue) -> Explanation:
         given = given if self._is_behind(epilogue) else epilogue.of(given)
         choice = call.explain(PUBLIC[self.plan.operation].prepare, given)
-        if decisions is not None:
-            decisions.append(choice)
-        return choice
+        if self.why_xla:
+            choice = dataclasses.replace(choice, reason=self.why_xla, cause=Cause.NOT_SERVED)
+        return dataclasses.replace(choice, plan=str(self.plan))
 
-    def _run(self, given: Arguments) -> Any:
-        return call.run(PUBLIC[self.plan.operation].prepare, given)
+    def _run(self, given: Arguments, choice: Explanation) -> Any:
+        """Runs the operation. `choice`: the decision about it, for `overlap.explain`."""
+        with settled(choice):
+            return call.run(PUBLIC[self.plan.operation].prepare, given)
 
     def _finished(self, outs: list[jax.Array], epilogues: list[_Epilogue]) -> list[jax.Array]:
         """Applies epilogues to the results of the fused kernel. XLA fuses each of them into one loop."""

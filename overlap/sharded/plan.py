@@ -9,11 +9,11 @@ happens along it:
     rows   –      rows      nothing: each device has rows of its own
     –      n      n         nothing: each device has columns of its own
     rows   n      n         `lhs` is gathered: all_gather_lhs_matmul
-    k      k      rows      products are summed, rows scattered: matmul_reduce_scatter(scatter_dimension=0)
-    k      k      n         products are summed, columns scattered: matmul_reduce_scatter(scatter_dimension=1)
+    k      k      rows      products are summed, rows scattered: matmul_reduce_scatter(dimension=0)
+    k      k      n         products are summed, columns scattered: matmul_reduce_scatter(dimension=1)
     k      k      –         products are summed: matmul_all_reduce
-    rows   n      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=1)
-    rows   k      rows      `rhs` is gathered: all_gather_rhs_matmul(gather_dimension=0)
+    rows   n      rows      `rhs` is gathered: all_gather_rhs_matmul(dimension=1)
+    rows   k      rows      `rhs` is gathered: all_gather_rhs_matmul(dimension=0)
 
 In the last two lines the rows may also be whole, in `lhs` and in the result. If an axis occurs in the result alone,
 `lhs` or `rhs` is cut along this axis first, which moves no data.

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
-from overlap.choice.dispatch import Implementation
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import by_xla, call, explicit, sharded
+from overlap.frame import by_xla, explicit, primitive, sharded
+from overlap.frame.explain import record
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results, as_rows, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.frame.signatures import AnyArray, Arguments, Scale
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, Scale
 from overlap.kernels import launch, operations
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import marks
 from overlap.single_gpu import product
@@ -45,30 +46,35 @@ class Matmul(Operation):
         # Several right operands of one product share nothing but an activation.
         return self.combines
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: Any) -> Problem:
+    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
         batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
-        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
-        more: Any = dict(layout=layout, batch=batch or 1, block_scaled=operands.is_block_scaled, sides=len(widths))
-        return Problem(self.name, m, sum(widths), k, *dtypes, **more)
+        dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
+        of_operands = layouts.name, batch or 1, operands.is_block_scaled, len(widths)
+        return Problem(self.name, m, sum(widths), k, *dtypes, 1, *of_operands)
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         if call.sizes[0] == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
         sharded.require_no_partitioner_axes()
 
-    def times(self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: Any, plan: LaunchPlan) -> jax.Array:
+    def times(
+        self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
+    ) -> jax.Array:
         """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
         operands = Operands(lhs, (rhs,))
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
         problem = MATMUL.problem(operands, layouts, dtype)
-        config, _ = choose.choose_config(problem, plan.target)
+        config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        (out,), _ = call.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
+        why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
+        chosen = Explanation(self.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
+        record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
+        (out,), _ = primitive.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
@@ -132,12 +138,11 @@ def matmul(
       addend: [..., m, n] or [m, n], added before the activation; converted to the dtype of the result first.
       bias: [n], added to each row.
       activation: an elementwise function of float32 values, e.g. `jax.nn.gelu`, fused into the epilogue. It must be a
-        pure function, since a call runs it several times, to check it and to trace it. A function that is not provably
-        elementwise is refused. Scalars that it captures become operands of the call, so `jax.grad`, `jax.jit` and
-        `jax.vmap` work through them. Loops of a known length are unrolled. The kernel's `erf`, `log1p` and the
-        like are within 2 ulp of the true values; its `tan` is NaN above 12867. With a function that the kernel cannot
-        compute (e.g. a Bessel function, or `y**1.5`) XLA runs the whole operation. If it has as many parameters
-        without a default as there are right operands, it makes one result of theirs, for example
+        pure function, since a call runs it several times, to check it and to trace it. Scalars that it captures become
+        operands of the call, so `jax.grad`, `jax.jit` and `jax.vmap` work through them. The kernel's `erf`, `log1p` and
+        the like are within 2 ulp of the true values. With a function that is not made of what kernels can compute
+        (e.g. `jax.nn.softmax`, a loop, or `y**1.5`) XLA runs the whole operation, and applies it to the result. If it
+        has as many parameters without a default as there are right operands, it makes one result of theirs, for example
         `lambda gate, up: jax.nn.silu(gate) * up`. Gradients then use their values in the dtype of the result.
       lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1], the same for all leading
         indices, or [..., m, 1].
@@ -147,12 +152,20 @@ def matmul(
         are multiplied by one block scale before the product, by the tensor cores of Blackwell, or by XLA in bfloat16.
         Block scales have no derivative.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
-        Accumulation is in float32.
+        Accumulation is in float32. The kernels that gather write float16 and bfloat16.
       transpose_lhs: whether `lhs` is stored transposed. The kernel reads it as it lies, without a copy.
       transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
-      config: tile sizes of the kernel; by default from a table of measurements, else by a model. It is for this
+      config: tile sizes of the kernel; by default from a table of measurements, else by a model, which treats several
+        right operands as one of their total width. It is for this
         product; see below for the backward pass and `jax.vmap`.
-      implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose.
+      implementation: "fused" (this library's kernel; emulated on a CPU), "xla", or None to choose: the kernel where it
+        can serve the call on a GPU and XLA was not measured, or is not predicted, to be faster. The choice is logged
+        once, by the logger "overlap".
+
+    The collectives have the same keywords, in which m, n and k are the sizes of a device's parts, and:
+      axis_name: the mesh axis to communicate along, or a tuple of axes. The devices of a tuple of axes are counted
+        row-major in its order, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
+        any order.
 
     Returns:
       [..., m, n]. Deterministic.

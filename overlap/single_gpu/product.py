@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ NAME = "overlap_matmul"
 @in_32_bits
 def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
-    config: Any = plan.config
+    config = plan.config
     split = config.split_k
     batch, m, (n, *_), k = sizes(operands, plan.layouts)
     batches, types = batch or 1, plan.types(operands, m)
@@ -44,7 +43,7 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
     out_dtype = jnp.dtype(jnp.float32 if split > 1 else plan.out_dtype)
     given = operands if split == 1 else operands.matrices
-    kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype), work)
+    kernel = ProductKernel(NAME, plan.target, config, plan.types(given, m, out_dtype=out_dtype), work)
     leading = (batches * split,) if batch is not None or split > 1 else ()
     inputs = _Inputs(_matrices(given, out_dtype, plan), _vectors(given, plan) if split == 1 else epilogue.Vectors())
     out_type: GmemRef = jax.ShapeDtypeStruct((*leading, m, n), out_dtype)
@@ -59,7 +58,6 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
 def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
     """The operands that the mainloop loads. The addend gets the result's dtype: both use the same epilogue buffers."""
     addends, config, layouts = operands.addends, plan.config, plan.layouts
-    assert config is not None
     matrices = dataclasses.replace(
         operands.matrices, addends=None if addends is None else tuple(x.astype(out_dtype) for x in addends)
     )
@@ -72,7 +70,6 @@ def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Ope
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
-    assert plan.config is not None
     rows, _ = plan.config.cluster_tile
     scale = operands.row_scale
     if scale is not None:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import pathlib
-import signal
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from overlap.kernels.target import Target
 from overlap.tuning.progress import Progress, shown
 from overlap.tuning.search import Outcome, search
 from overlap.tuning.settings import Settings
-from overlap.tuning.stop import stopped_by_signals
+from overlap.tuning.stop import stopped_by_ctrl_c
 
 logger = logging.getLogger("overlap")
 
@@ -139,7 +138,7 @@ def autotune(
         written. It comes before any measurement.
       OSError: a result cannot be written.
       NotImplementedError: there are several processes. Tune in one process, on the same kind of GPU.
-      KeyboardInterrupt: after Ctrl-C, when the results so far have been written. SIGTERM then ends the process.
+      KeyboardInterrupt: after Ctrl-C, when the results so far have been written.
 
     Example:
       >>> with overlap.autotune(layer, x, w) as tuning:
@@ -177,9 +176,7 @@ def autotune(
     lines = shown(lambda line: logger.info("autotune: %s", line))
     with lines if progress is None else contextlib.nullcontext(progress) as report:
         outcomes = tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=report)
-    if ended_by := next((outcome.interrupted for outcome in outcomes if outcome.interrupted), 0):
-        if ended_by == signal.SIGTERM:
-            signal.raise_signal(ended_by)
+    if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     return Tuning(outcomes, file)
 
@@ -264,7 +261,7 @@ def tune(
       found: called with each outcome before the outcome is written, so that none is lost by an exception.
 
     Returns:
-      The outcomes. After an interrupt, the outcomes so far; `interrupted` of the last outcome is the signal.
+      The outcomes. After Ctrl-C, the outcomes so far; the last one is `interrupted`.
 
     Raises:
       ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or `budget_s` is not
@@ -284,7 +281,7 @@ def tune(
         outcomes.append(outcome)
         found(outcome)
 
-    with stopped_by_signals() as stop:
+    with stopped_by_ctrl_c() as stop:
         for index, problem in enumerate(problems):
             old = known.get((problem, target.kind, jax.__version__))
             if old is not None and old.complete and problem.accepts(old.config, target) and not force:
@@ -303,7 +300,7 @@ def tune(
             note(outcome)
             if file is not None and outcome.result is not None:
                 tables.add(file, [outcome.result])
-            if stop.signal:
-                outcome.interrupted = stop.signal
+            if stop.interrupted:
+                outcome.interrupted = True
                 break
     return outcomes

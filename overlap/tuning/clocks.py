@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import ArrayLike
 
 from overlap.kernels.launch import sealed
-from overlap.primitives import PeerGroup, atomics, board, semaphore_signal_peer, shared_semaphores
+from overlap.primitives import PeerGroup, atomics, semaphore_signal_peer, shared_semaphores, stalls
 from overlap.primitives.clique import IN_CLIQUES
 from overlap.primitives.integers import in_32_bits
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
@@ -97,7 +97,7 @@ def _exchange(group: PeerGroup) -> jax.Array:
     # Pallas's barrier runs before the kernel: all devices have begun, and their flags are zero.
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
     kernel = plgpu.kernel(body, out_type=out_type, grid=(1,), grid_names=("cta",), compiler_params=params)
-    return sealed(kernel, _NAME, mends=(IN_CLIQUES,))()
+    return sealed(kernel, _NAME, patches=(IN_CLIQUES,))()
 
 
 def _ask(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
@@ -125,7 +125,7 @@ def _answer(group: PeerGroup, flags: SemaphoreRef, times_gmem: GmemRef) -> None:
 
 
 def _await(group: PeerGroup, flag: SemaphoreRef, count: Index, peer: Index) -> None:
-    wait_for_word(flag, count, group, peer, operation=board.describe(_NAME, group), role=board.BEGUN, at_least=True)
+    wait_for_word(flag, count, group, peer, operation=stalls.describe(_NAME, group), role=stalls.BEGUN, at_least=True)
 
 
 def _read_clock(time_gmem: GmemRef) -> None:

@@ -17,13 +17,17 @@ from overlap.choice.problem import Problem
 from overlap.collectives.operations import PUBLIC
 from overlap.kernels.block_scales import ones_for
 from overlap.kernels.config import Config
-from overlap.kernels.operations import BY_NAME
 
 AXIS = "x"
 
 
 def call_operation(
-    problem: Problem, lhs: jax.Array, rhs: jax.Array, config: Config | None, implementation: Implementation
+    problem: Problem,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    config: Config | None,
+    implementation: Implementation,
+    **keywords: str,
 ) -> jax.Array:
     """Calls the public function of a problem's operation, inside `jax.shard_map`. All scales of blocks are 1."""
     spec = problem.spec
@@ -42,38 +46,8 @@ def call_operation(
         transpose_rhs=problem.transpose_rhs,
         config=config,
         implementation=implementation,
+        **keywords,
     )
-
-
-def require_layout(op: str, layout: str, option: str) -> None:
-    """Raises ValueError if the operation takes no operands in this layout.
-
-    Args:
-      op: the name of the operation.
-      layout: the layout, such as "nt".
-      option: the user's argument or option that gave the layout, for the message.
-    """
-    layouts = BY_NAME[op].layouts
-    if layout not in layouts:
-        raise ValueError(f"{option} must be one of {', '.join(layouts)} for {op}, got {layout}")
-
-
-def require_equal_parts(problem: Problem, option: str) -> None:
-    """Raises ValueError if the problem's operation cannot give each device an equal part of the result.
-
-    Args:
-      problem: the problem.
-      option: the user's argument or option that gave the sizes, for the message.
-    """
-    name, devices = problem.scattered, problem.devices
-    size = {"m": problem.m, "n": problem.n}.get(name, 0)
-    # A sum that all devices get is the same on each.
-    if size % devices and not problem.replicates:
-        what = "rows" if name == "m" else "columns"
-        raise ValueError(
-            f"{option}: {problem.op} gives each of the {devices} devices the same number of {what}, got {name}={size}: "
-            f"name a multiple of {devices}"
-        )
 
 
 # --- How operands lie -------------------------------------------------------------------------------------------------
@@ -122,11 +96,10 @@ def gather(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array,
     return gathered_first(problem, lax.all_gather(shard, AXIS, axis=along, tiled=True), other)
 
 
-def product(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """Multiplies gathered operands by XLA, as they are stored: no copy transposes them."""
-    return call_operation(
-        dataclasses.replace(problem, op="matmul", devices=1, block_scaled=False), lhs, rhs, None, "xla"
-    )
+def product(problem: Problem, lhs: jax.Array, rhs: jax.Array, implementation: Implementation = "xla") -> jax.Array:
+    """Multiplies gathered operands on one device, as they are stored: no copy transposes them."""
+    alone = dataclasses.replace(problem, op="matmul", devices=1, block_scaled=False)
+    return call_operation(alone, lhs, rhs, None, implementation)
 
 
 def unfused(problem: Problem, lhs: jax.Array, rhs: jax.Array) -> jax.Array:

@@ -6,8 +6,7 @@
     halving   times all configurations that are left and drops the slower half, until a few finalists are left.
     finals    times the finalists, XLA and the model's choice in turns for several rounds. The medians decide.
 
-After an interrupt or the end of the budget, the result is made from the measurements so far. An emulated launch, which
-can take hours, is stopped then.
+After an interrupt or the end of the budget, the result is made from the measurements so far.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import dataclasses
 import datetime
 import functools
 import math
-import signal
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -80,7 +78,7 @@ class Outcome:
       problem: the problem that was tuned.
       trials: XLA, then all configurations that were measured or have failed.
       complete: False if the budget or an interrupt ended the search.
-      interrupted: the signal that ended the search, SIGINT or SIGTERM; 0 if none did.
+      interrupted: whether Ctrl-C ended the search.
       note: why there is no result, or why no search was needed; else "".
       result: the table entry: of this search, or the old one that made a search unnecessary. None if no configuration
         has run with a right result.
@@ -89,7 +87,7 @@ class Outcome:
     problem: Problem
     trials: list[Trial] = dataclasses.field(default_factory=list)
     complete: bool = True
-    interrupted: int = 0
+    interrupted: bool = False
     note: str = ""
     result: Entry | None = None
 
@@ -144,8 +142,7 @@ def search(
       target: the kind of the devices.
       devices: as many devices as the problem has.
       settings: how much is searched.
-      stop: when the search has to end. The first wave is measured even after the deadline, but emulated launches are
-        stopped a minute later.
+      stop: when the search has to end. The first wave is measured even after the deadline.
       progress: called with what is being done and the fraction that is done.
 
     Returns:
@@ -166,9 +163,8 @@ def search(
             race.halve()
             race.finals()
     except (Ended, KeyboardInterrupt) as end:
-        if isinstance(end, KeyboardInterrupt):
-            stop.signal = stop.signal or signal.SIGINT
-        outcome.complete, outcome.interrupted = False, stop.signal
+        stop.interrupted |= isinstance(end, KeyboardInterrupt)
+        outcome.complete, outcome.interrupted = False, stop.interrupted
     except Exception as error:  # For example, the GPU has too little memory. The next problem may fit.
         outcome.complete, outcome.note = False, _one_line(error)
     finally:
@@ -196,14 +192,7 @@ class _Race:
 
     bench: Bench
 
-    def __init__(
-        self,
-        outcome: Outcome,
-        settings: Settings,
-        stop: Stop,
-        progress: Progress,
-        count: int,
-    ) -> None:
+    def __init__(self, outcome: Outcome, settings: Settings, stop: Stop, progress: Progress, count: int) -> None:
         self.outcome, self.settings, self.stop, self.progress = outcome, settings, stop, progress
         # A sample takes about a tenth of the time of compiling a configuration.
         self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
@@ -215,14 +204,14 @@ class _Race:
         self.error_bound = math.nan
 
     def _report(self, text: str, amount: float) -> None:
-        """Reports what is done next, after `amount` more work. Ends the search if a signal has come."""
+        """Reports what is done next, after `amount` more work. Ends the search after Ctrl-C."""
         self.done += amount
         self.progress(text, min(self.done / self.total, 1.0))
         self.stop.check()
 
     def _failed(self, trial: Trial, error: Exception) -> None:
         """Notes why a configuration has failed."""
-        self.stop.check_launches()
+        self.stop.check()
         trial.status = _one_line(error)
 
     def begin_compiling(self, configs: Sequence[Config]) -> list[Callable[[], Any]]:
@@ -244,9 +233,9 @@ class _Race:
         self.xla.program = self.bench.compile(None)
         self.xla.error = self.bench.error_of(self.xla.program)
         self.error_bound = error_bound(self.outcome.problem, self.xla.error)
-        self.stop.check_launches()  # On a CPU these steps can take minutes.
+        self.stop.check()  # On a CPU these steps can take minutes.
         self.bench.warm_up(self.xla.program)
-        self.stop.check_launches()
+        self.stop.check()
         self.xla.samples_us.append(self.bench.sample_us(self.xla.program))
 
     def waves(self, configs: Sequence[Config], programs: Sequence[Callable[[], Any]]) -> None:
@@ -313,7 +302,7 @@ class _Race:
         except Exception as failure:
             self._failed(trial, failure)
             return
-        self.stop.check_launches()
+        self.stop.check()
         # Use np.max, since max() may drop a NaN.
         trial.error = error if trial.error is None else float(np.max([trial.error, error]))
         if trial.config is not None and not trial.error <= self.error_bound:
@@ -327,7 +316,7 @@ class _Race:
         except Exception as failure:
             self._failed(trial, failure)
             return
-        self.stop.check_launches()
+        self.stop.check()
         trial.samples_us.append(us)
 
     def _round(self, trials: Sequence[Trial]) -> None:

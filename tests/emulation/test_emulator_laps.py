@@ -42,7 +42,7 @@ def exchange(*, skips_barrier, looks=True, lowers=True, told=False):
     """Returns a kernel in which each of two devices copies the other's input: [8, 64] -> [8, 64]."""
 
     def body(x_gmem, out_gmem, smem, loaded):
-        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: beacon, seen, done.
+        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: ready flag, seen, done.
         other = {"x": 1 - lax.axis_index("x")}
         if skips_barrier and looks:
             inline(RAISE, flags.at[0])
@@ -100,7 +100,7 @@ def test_the_copy_engine_needs_a_fence_behind_the_wait():
         exchange(skips_barrier=True, told=True)()
 
 
-def test_a_beacon_left_raised_stands_for_the_launch_before():
+def test_a_ready_flag_left_raised_stands_for_the_launch_before():
     run, reports = exchange(skips_barrier=True, lowers=False), []
     for seed in range(40):
         try:

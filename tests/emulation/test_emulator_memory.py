@@ -274,17 +274,16 @@ def test_warps_keep_their_phases_between_maps():
                 call()
 
 
-def test_swap_and_addupdate():
+def test_swap():
     def body(x, o, smem):
         smem[...] = x[...]
         o[0] = ref_swap(smem, (), x[...] * 3)
-        ref_addupdate(smem, (), x[...])
         o[1] = smem[...]
 
-    ref_swap, ref_addupdate = jax.ref.swap, jax.ref.addupdate
+    ref_swap = jax.ref.swap
     x = normal(64)
     y = run(body, x, out_type=out((2, 64)), scratch_types=[plgpu.SMEM((64,), jnp.float32)])
-    np.testing.assert_allclose(y, [x, x * 4], rtol=1e-6)
+    np.testing.assert_allclose(y, [x, x * 3], rtol=1e-6)
 
 
 def test_writing_an_input():
@@ -294,3 +293,14 @@ def test_writing_an_input():
 
     with pytest.raises(ProtocolError, match=r"input 0.*must not be written"):
         run(body, np.ones(2, np.float32), out_type=out((1,)))
+
+
+@pytest.mark.parametrize("name", ["add", "and", "or", "xor", "min", "max"])
+def test_atomic_operations(name):
+    def body(x, o):
+        o[...] = jnp.full((128,), 0b0110, jnp.int32)
+        getattr(plgpu, f"atomic_{name}")(o, x[...])
+
+    x = np.full(128, 0b0101, np.int32)
+    expected = {"add": 11, "and": 0b0100, "or": 0b0111, "xor": 0b0011, "min": 5, "max": 6}[name]
+    np.testing.assert_array_equal(run(body, x, out_type=out((128,), jnp.int32)), expected)

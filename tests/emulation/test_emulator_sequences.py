@@ -18,7 +18,7 @@ from overlap.emulation import DeadlockError, EmulationError, ProtocolError, emul
 
 SHAPE = (8, 16)
 ROWS = P(("x", "y"))
-OF_X, OF_Y = 7, 9  # The keys (of beacons) for the two axes.
+OF_X, OF_Y = 7, 9  # The keys (of ready flags) for the two axes.
 
 
 def inline(text, ref):
@@ -46,13 +46,13 @@ def await_key(key):
 def exchange(axis, key=None, order=(0, 1, 2, 3), *, pushes=False, says_done=True, awaits_done=True, counts=0):
     """Returns a launch in which each device of a 2×2 mesh gets the input of its peer along `axis`: [8, 16] -> [8, 16].
 
-    `key`: the beacon's key. None: Pallas's barrier instead of a beacon; 0: neither. `pushes`: whether a device stores
-    its input at the peer, instead of copying the peer's. `counts`: how often the device then increments the word that
-    was its beacon.
+    `key`: the ready flag's key. None: Pallas's barrier instead of a ready flag; 0: neither. `pushes`: whether a device
+    stores its input at the peer, instead of copying the peer's. `counts`: how often the device then increments the word
+    that was its ready flag.
     """
 
     def body(x_gmem, out_gmem, smem, loaded):
-        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: beacon, seen, done.
+        flags = pl.get_global(plgpu.SemaphoreType.REGULAR((3,)))  # The three flags: ready flag, seen, done.
         peer = {axis: 1 - lax.axis_index(axis)}
         if key:
             inline(f"fence.acq_rel.sys; st.relaxed.sys.global.b32 [$0], {key};", flags.at[0])

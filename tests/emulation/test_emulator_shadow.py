@@ -8,7 +8,9 @@ import pytest
 from overlap.emulation.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
 from overlap.emulation.foundations.shadow import region_of
 from overlap.emulation.state.memory import Buffer, View
+from overlap.emulation.state.orders import Orders
 from overlap.emulation.state.races import Access, RaceDetector
+from overlap.emulation.state.sync import Semaphore, Write
 
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 
@@ -126,3 +128,28 @@ def test_components_are_reused_only_when_ordered():
     assert third == (first[0], first[1] + 1)
     fourth = pool.take(with_time(EMPTY, *first))  # This clock knows the first use, but not the reuse.
     assert fourth[0] not in (first[0], second[0])
+
+
+def test_a_wait_learns_only_what_the_value_that_ends_it_carries():
+    word, known = Semaphore("flag", 0), Knowledge()
+    for time in (1, 2):
+        word.signal(1, with_time(EMPTY, 0, time), 0)
+    assert word.acquire(1, known, decrement=False, scope="sys") is word.log[1]
+    assert covers(known.seen, 0, 1) and not covers(known.seen, 0, 2)
+
+
+@pytest.mark.parametrize(("scope", "learns"), [("cta", ()), ("gpu", (0,)), ("sys", (0, 1))])
+def test_an_acquire_fence_learns_what_its_scope_covers(scope, learns):
+    orders, known = Orders(), Knowledge()
+    orders.gather(Write(1, 1, with_time(EMPTY, 1, 1), {0: with_time(EMPTY, 0, 1)}, None), 0, "sys")
+    orders.acquire(known, scope)
+    assert [component for component in (0, 1) if covers(known.seen, component, 1)] == list(learns)
+
+
+@pytest.mark.parametrize("scope", ["gpu", "sys"])
+def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
+    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    orders.release(Knowledge(early), "sys")
+    for clock, releases in ((early, False), (late, True)):
+        carried = orders.released(Knowledge(late), scope, releases=releases)
+        assert carried["local"] is clock and (carried["system"] is clock) == (scope == "sys")

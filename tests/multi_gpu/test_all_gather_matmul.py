@@ -108,15 +108,15 @@ def test_a_device_that_is_late(devices, victim, transport, monkeypatch):
 @TRANSPORTS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_device_that_begins_late(devices, victim, transport, monkeypatch):
-    raise_beacon = Handshake._raise
-    monkeypatch.setattr(Handshake, "_raise", lambda self: (stall(victim), raise_beacon(self))[1])
+    raise_ready_flag = Handshake._raise
+    monkeypatch.setattr(Handshake, "_raise", lambda self: (stall(victim), raise_ready_flag(self))[1])
     mesh = make_mesh(x=devices)
     assert float(repeated(mesh, 5, transport)(*operands(mesh, (256, 512, 512), jnp.bfloat16, seed=4))) < 1e-2
 
 
 @TRANSPORTS
 def test_a_communicator_that_begins_late(devices, transport, monkeypatch):
-    """CTA 0's communicator begins after the others are done with all peers. It must not raise the beacon again."""
+    """CTA 0's communicator begins after the others are done with all peers. It must not raise the ready flag again."""
     begin = Handshake._begin
     monkeypatch.setattr(Handshake, "_begin", lambda self, look: (stall(1, self.cta == 0), begin(self, look))[1])
     mesh = make_mesh(x=devices)

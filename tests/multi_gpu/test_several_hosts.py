@@ -46,16 +46,16 @@ def test_launches_in_a_loop_with_operands_that_change(transport):
     assert float(loop(*mesh_cases.operands(case, SHAPE, jnp.bfloat16, 7))) < 5e-3
 
 
-@pytest.mark.parametrize("gather_dimension", [0, 1])
-def test_gathered_weights(gather_dimension):
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_gathered_weights(dimension):
     case = within_hosts()
     mesh, size = case.mesh(), case.size
-    spec = P("x", None) if gather_dimension == 0 else P(None, "x")
+    spec = P("x", None) if dimension == 0 else P(None, "x")
 
     def measure(lhs, rhs):
         lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)
-        ours = overlap.all_gather_rhs_matmul(lhs, rhs, "x", gather_dimension=gather_dimension, implementation="fused")
-        gathered = lax.all_gather(rhs, "x", axis=gather_dimension, tiled=True)
+        ours = overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=dimension, implementation="fused")
+        gathered = lax.all_gather(rhs, "x", axis=dimension, tiled=True)
         expected = lax.dot(lhs.astype(jnp.float32), gathered.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         worst = lambda value: oracle.worst(oracle.distance(value, expected), mesh)  # noqa: E731
         return worst(ours), worst(oracle.rounded(lhs @ gathered))

@@ -19,14 +19,14 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.gather.operation import TRANSPORTS, AllGatherLhs
 from overlap.collectives.transposes import transposed
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import Call
-from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, PerRhs, Scale, Sides
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_LHS
 
@@ -36,173 +36,90 @@ GatherTransport = Literal["pull", "ring"]
 
 def prepare(given: Arguments) -> tuple[AllGatherLhs, Call]:
     """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    returns = arguments.flag("return_gathered", given.return_gathered)
     group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
     chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     reason = "asked for" if chosen else TRANSPORTS["pull"].why
     combines = activations.takes_all(given.activation, given.rhs)
-    operation = AllGatherLhs(group, reason, returns, combines, transport=chosen or "pull", transpose=transposed)
+    operation = AllGatherLhs(
+        group, reason, given.return_gathered, combines, transport=chosen or "pull", transpose=transposed
+    )
     return operation, normalize(operation, given)
 
 
 # --- The public function: the type of its result depends on `rhs`, `return_gathered` and `activation` -----------------
 
 
-class _Shared[Each, EachScale](TypedDict, total=False):
-    """The keywords of all overloads.
+class _Keywords(TypedDict, total=False):
+    """The keywords of all overloads. If `rhs` is a list, those of each right operand are lists, too."""
 
-    `Each` is the type of an array that each right operand has, and `EachScale` that of its scales.
-    """
-
-    addend: Each | None
-    bias: Each | None
+    addend: PerRhs | None
+    bias: PerRhs | None
     lhs_scale: Scale | None
-    rhs_scale: EachScale | None
+    rhs_scale: Scale | Sequence[Scale] | None
     transpose_lhs: bool
     transpose_rhs: bool
+    keep_gathered: bool
     preferred_element_type: DTypeLike | None
     config: Config | None
     implementation: Implementation | None
     transport: GatherTransport | None
 
 
-class _Keywords[Each, EachScale](_Shared[Each, EachScale], total=False):
+class _OfEach(_Keywords, total=False):
     """The keywords where each right operand has a result of its own."""
 
     activation: Callable[[jax.Array], jax.Array] | None
 
 
-type _OfTwo = Callable[[jax.Array, jax.Array], jax.Array]
-type _OfThree = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-_OfOne = _Keywords[AnyArray, Scale]
-_OfSeveral = _Keywords[Sequence[AnyArray | None], Scale | Sequence[Scale]]
-_OfAll = _Shared[Sequence[AnyArray | None], Scale | Sequence[Scale]]
+type _OfSeveral = Callable[[jax.Array, jax.Array], jax.Array] | Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-# A single right operand. mypy does not try True and False for a `bool`, so there is an overload for `bool`, too.
 @overload
 def all_gather_lhs_matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
+    rhs: Sides,
     axis_name: AxisName,
     *,
     return_gathered: Literal[False] = False,
-    **keywords: Unpack[_OfOne],
+    **keywords: Unpack[_OfEach],
+) -> Sides: ...
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray, rhs: Sides, axis_name: AxisName, *, return_gathered: Literal[True], **keywords: Unpack[_OfEach]
+) -> tuple[Sides, jax.Array]: ...
+@overload
+def all_gather_lhs_matmul(
+    lhs: AnyArray,
+    rhs: Sequence[jax.Array],
+    axis_name: AxisName,
+    *,
+    activation: _OfSeveral,
+    return_gathered: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
 ) -> jax.Array: ...
 @overload
 def all_gather_lhs_matmul(
     lhs: AnyArray,
-    rhs: AnyArray,
+    rhs: Sequence[jax.Array],
     axis_name: AxisName,
     *,
+    activation: _OfSeveral,
     return_gathered: Literal[True],
-    **keywords: Unpack[_OfOne],
-) -> tuple[jax.Array, jax.Array]: ...
-@overload
-def all_gather_lhs_matmul(
-    lhs: AnyArray,
-    rhs: AnyArray,
-    axis_name: AxisName,
-    *,
-    return_gathered: bool,
-    **keywords: Unpack[_OfOne],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-
-
-# A list of right operands. `list` is invariant, so a list of one kind of array is no list[AnyArray]: hence the type
-# variable.
-@overload
-def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side],
-    axis_name: AxisName,
-    *,
-    return_gathered: Literal[False] = False,
-    **keywords: Unpack[_OfSeveral],
-) -> list[jax.Array]: ...
-@overload
-def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side],
-    axis_name: AxisName,
-    *,
-    return_gathered: Literal[True],
-    **keywords: Unpack[_OfSeveral],
-) -> tuple[list[jax.Array], jax.Array]: ...
-@overload
-def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side],
-    axis_name: AxisName,
-    *,
-    return_gathered: bool,
-    **keywords: Unpack[_OfSeveral],
-) -> list[jax.Array] | tuple[list[jax.Array], jax.Array]: ...
-
-
-# A tuple of right operands.
-@overload
-def all_gather_lhs_matmul(
-    lhs: AnyArray,
-    rhs: tuple[AnyArray, ...],
-    axis_name: AxisName,
-    *,
-    return_gathered: Literal[False] = False,
-    **keywords: Unpack[_OfSeveral],
-) -> tuple[jax.Array, ...]: ...
-@overload
-def all_gather_lhs_matmul(
-    lhs: AnyArray,
-    rhs: tuple[AnyArray, ...],
-    axis_name: AxisName,
-    *,
-    return_gathered: Literal[True],
-    **keywords: Unpack[_OfSeveral],
-) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
-@overload
-def all_gather_lhs_matmul(
-    lhs: AnyArray,
-    rhs: tuple[AnyArray, ...],
-    axis_name: AxisName,
-    *,
-    return_gathered: bool,
-    **keywords: Unpack[_OfSeveral],
-) -> tuple[jax.Array, ...] | tuple[tuple[jax.Array, ...], jax.Array]: ...
-
-
-# Several right operands, and an activation that makes one result of them.
-@overload
-def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side] | tuple[AnyArray, ...],
-    axis_name: AxisName,
-    *,
-    activation: _OfTwo | _OfThree,
-    return_gathered: Literal[False] = False,
-    **keywords: Unpack[_OfAll],
-) -> jax.Array: ...
-@overload
-def all_gather_lhs_matmul[Side: AnyArray](
-    lhs: AnyArray,
-    rhs: list[Side] | tuple[AnyArray, ...],
-    axis_name: AxisName,
-    *,
-    activation: _OfTwo | _OfThree,
-    return_gathered: Literal[True],
-    **keywords: Unpack[_OfAll],
+    **keywords: Unpack[_Keywords],
 ) -> tuple[jax.Array, jax.Array]: ...
 def all_gather_lhs_matmul(
     lhs: AnyArray,
-    rhs: AnyArray | list[Any] | tuple[AnyArray, ...],
+    rhs: AnyArray | Sequence[AnyArray],
     axis_name: AxisName,
     *,
-    addend: AnyArray | Sequence[AnyArray | None] | None = None,
-    bias: AnyArray | Sequence[AnyArray | None] | None = None,
+    addend: PerRhs | None = None,
+    bias: PerRhs | None = None,
     activation: Callable[..., jax.Array] | None = None,
     lhs_scale: Scale | None = None,
     rhs_scale: Scale | Sequence[Scale] | None = None,
     transpose_lhs: bool = False,
     transpose_rhs: bool = False,
+    keep_gathered: bool = False,
     return_gathered: bool = False,
     preferred_element_type: DTypeLike | None = None,
     config: Config | None = None,
@@ -223,39 +140,24 @@ def all_gather_lhs_matmul(
         (float8 kinds may be mixed). Or a list or tuple of such matrices, each with its own n_shard; they are not
         concatenated. With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if `lhs` has
         none.
-      axis_name: the mesh axis to gather along, or a tuple of axes. The devices of a tuple of axes are counted row-major
-        in the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
-        any order.
-      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard], added before the activation. For several right
-        operands, a list with an addend or None for each. Only XLA's implementation takes it.
-      bias: [n_shard], added to each row. For several right operands, a list with a bias or None for each.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`: of one array, then applied to each
-        result; or of as many arrays as there are right operands (`lambda gate, up: jax.nn.silu(gate) * up`), which
-        makes one result of them.
-      lhs_scale: a factor of the product, in float32. Either one value per row of this shard, gathered with the rows:
-        [m_shard, 1], the same for all leading indices, or [..., m_shard, 1]. Or a scalar, which must be the same on all
-        devices of the axis.
-      rhs_scale: a factor of the product, in float32: [n_shard] or [1, n_shard], one value per column of this device; or
-        a scalar. For several right operands, one scalar for all, or a list with one of these for each. Or both
-        `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`: they have the shards' shapes with k / 32 in
-        place of k, and those of `lhs` are gathered with its rows (by the transport "pull").
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m_shard] per shard. Only XLA's implementation takes it.
-      transpose_rhs: `rhs` lies transposed in memory, [n_shard, k] per shard. No copy is made.
-      return_gathered: whether to return the gathered `lhs` as well. The backward pass then keeps the gathered `lhs`,
-        which takes D times the memory of `lhs`; otherwise the fused operation gathers `lhs` again. (XLA's
-        implementation always keeps it, unless `jax.checkpoint` says otherwise.)
-      preferred_element_type: dtype of the result; by default that of the operands, or bfloat16 for float8. The fused
-        kernel writes float16 and bfloat16. Sums are accumulated in float32.
-      config: tile sizes of the fused kernel; by default from a table of measurements, or else from a model, which
-        treats several right operands as one of their total width.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
-        choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
-        once, by the logger "overlap".
+      axis_name: the mesh axis, or a tuple of axes, which count as one; see `overlap.matmul`.
+      addend: [..., D · m_shard, n_shard] or [D · m_shard, n_shard]. Only XLA's implementation takes it. `addend`,
+        `bias` and `rhs_scale` are lists if `rhs` is one, with None for a right operand that has none.
+      activation: of one array, then applied to each result; or of as many arrays as there are right operands.
+      lhs_scale: [m_shard, 1] or [..., m_shard, 1], gathered with the rows, as block scales are (by the transport
+        "pull"); or a scalar, the same on all devices of the axis.
+      transpose_lhs: [..., k, m_shard] per shard. Only XLA's implementation takes it.
+      keep_gathered: whether the gathered `lhs` is kept for the backward pass. This takes D times the memory of `lhs`;
+        otherwise the backward pass of the kernel gathers `lhs` again. (XLA's implementation always keeps it, unless
+        `jax.checkpoint` says otherwise.)
+      return_gathered: whether to return the gathered `lhs` as well, which is then kept, too.
       transport: how the shards travel in the fused kernel. The results have the same bits. "pull" (the default): every
         device reads each peer's shard itself. Use it where all peers are one hop away, as the GPUs of one host are
         behind its switch. "ring": every device passes the rows that it has multiplied on to the device before it. Use
         it where only neighbours in the order of `axis_name` have a link, which traffic between other devices would
         share.
+
+    Keywords not listed here: see `overlap.matmul`.
 
     Returns:
       [..., D · m_shard, n_shard] per shard; globally [..., D · m_shard, D · n_shard], columns sharded. If `rhs` is a
@@ -296,7 +198,8 @@ def all_gather_lhs_matmul(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(
+    keep_gathered = arguments.flag("keep_gathered", keep_gathered)
+    outs = call.run(
         prepare,
         Arguments(
             lhs,
@@ -312,7 +215,8 @@ def all_gather_lhs_matmul(
             preferred_element_type=preferred_element_type,
             config=config,
             implementation=implementation,
-            return_gathered=return_gathered,
+            return_gathered=arguments.flag("return_gathered", return_gathered) or keep_gathered,
             transport=transport,
         ),
     )
+    return outs[0] if keep_gathered and not return_gathered else outs

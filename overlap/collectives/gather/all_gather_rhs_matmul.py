@@ -21,7 +21,7 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.gather import rhs_kernel
 from overlap.collectives.gather.operation import AllGather
 from overlap.frame import arguments, call
@@ -56,12 +56,10 @@ class AllGatherRhs(AllGather):
 
 def prepare(given: Arguments) -> tuple[AllGatherRhs, Call]:
     """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh, more=", gather_dimension=…")
+    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh, more=", dimension=…")
     transposed = arguments.flag("transpose_rhs", given.transpose_rhs)
     first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
-    dimension = arguments.index(
-        "gather_dimension", given.gather_dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})"
-    )
+    dimension = arguments.index("dimension", given.dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})")
     operation = AllGatherRhs(group, spec=GATHER_RHS_K if (dimension == 0) != transposed else GATHER_RHS_N)
     return operation, normalize(operation, given)
 
@@ -71,7 +69,7 @@ def all_gather_rhs_matmul(
     rhs: AnyArray,
     axis_name: AxisName,
     *,
-    gather_dimension: int,
+    dimension: int,
     addend: AnyArray | None = None,
     bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
@@ -87,38 +85,25 @@ def all_gather_rhs_matmul(
 
     For fully sharded data parallelism: the weights are sharded over the axis, and each device has rows of its own. Call
     it inside `jax.shard_map`. The result equals
-    `lhs @ lax.all_gather(rhs, axis_name, axis=gather_dimension, tiled=True)`.
+    `lhs @ lax.all_gather(rhs, axis_name, axis=dimension, tiled=True)`.
 
     Args:
       lhs: [..., m, k] per shard; globally, for example, [..., D · m, k], with the rows sharded over the D devices of
         `axis_name`. Leading dimensions are more rows. float16 or bfloat16 in the fused kernel.
       rhs: one shard of the [k, n] weights (with `transpose_rhs` of the [n, k] weights), in the same dtype. With
-        gather_dimension=1 it is [k, n_shard] per shard, globally [k, D · n_shard]; with gather_dimension=0 it is
+        dimension=1 it is [k, n_shard] per shard, globally [k, D · n_shard]; with dimension=0 it is
         [k_shard, n] per shard, globally [D · k_shard, n].
         With XLA's implementation it may have leading dimensions: those of `lhs`, or any if `lhs` has none.
-      axis_name: the mesh axis to gather along, or a tuple of axes. The devices of a tuple of axes are counted row-major
-        in the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
-        any order.
-      gather_dimension: the sharded dimension of `rhs`, as it lies in memory: 0 or 1, which are k and n, and with
+      axis_name: the mesh axis, or a tuple of axes, which count as one; see `overlap.matmul`.
+      dimension: the sharded dimension of `rhs`, as it lies in memory: 0 or 1, which are k and n, and with
         `transpose_rhs` n and k. If `rhs` has more than two dimensions, it counts among the last two.
-      addend: [..., m, n] or [m, n], added before the activation. Only XLA's implementation takes `addend`, `bias`,
-        `activation`, `lhs_scale`, `rhs_scale` and `transpose_rhs`.
-      bias: [n], added to each row.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`.
-      lhs_scale: a factor of the product, in float32: a scalar, or one value per row: [m, 1] or [..., m, 1].
-      rhs_scale: a factor of the product, in float32: a scalar, or one value per column of this device's `rhs`:
-        [n_shard] where n is gathered (with the columns), else [n]. Or both `lhs_scale` and `rhs_scale` are scales
-        of blocks, as in `matmul`: they have the shards' shapes with k / 32 in place of k, and those of `rhs` are
+      addend: [..., m, n] or [m, n]. Only XLA's implementation takes `addend`, `bias`, `activation`, `lhs_scale`,
+        `rhs_scale` and `transpose_rhs`.
+      rhs_scale: a scalar; or [n_shard] where n is gathered (with the columns), else [n]. Block scales of `rhs` are
         gathered with it.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k, m]. No copy is made. The fused kernel then takes a single
-        matrix only: all leading dimensions must be 1.
-      transpose_rhs: `rhs` lies transposed in memory: [n_shard, k] with gather_dimension=0, [n, k_shard] with 1.
-      preferred_element_type: dtype of the result; by default that of the operands. The fused kernel writes float16 and
-        bfloat16. Sums are accumulated in float32.
-      config: tile sizes of the fused kernel; by default from a table of measurements, or else from a model.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (all-gather, then matmul), or None to
-        choose: fused where it can serve the call on a GPU and was measured to be no slower than XLA for such sizes. The
-        choice is logged once, by the logger "overlap".
+      transpose_lhs: [..., k, m]. The fused kernel then takes a single matrix: all leading dimensions must be 1.
+
+    Keywords not listed here: see `overlap.matmul`.
 
     Returns:
       [..., m, n] per shard, where n = D · n_shard if n is gathered; the rows are sharded as those of `lhs`.
@@ -140,7 +125,7 @@ def all_gather_rhs_matmul(
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
-      ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", gather_dimension=0),
+      ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", dimension=0),
       ...     mesh=mesh, in_specs=(P("x", None), P("x", None)), out_specs=P("x", None),
       ... )
       >>> y = jax.jit(layer)(x, w)
@@ -163,6 +148,6 @@ def all_gather_rhs_matmul(
             preferred_element_type=preferred_element_type,
             config=config,
             implementation=implementation,
-            gather_dimension=gather_dimension,
+            dimension=dimension,
         ),
     )

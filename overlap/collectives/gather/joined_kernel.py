@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,11 +64,10 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
       [(batch,) D · rows, n] for each right operand; the gathered left operand, or None.
     """
     config = plan.config
-    assert config is not None
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
-    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0])
+    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0], "pull")
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))
@@ -157,7 +155,7 @@ class _Body:
         def landed(step: Index, row: Index, column: Index) -> None:
             semaphore_signal(flags.at[schedule.flag(schedule.row(me, step, row))])
 
-        def of_peer(step: Index, *place: Any) -> GmemRef:
+        def of_peer(step: Index, *place: pl.Slice) -> GmemRef:
             return group.remote_ref(lhs_gmem, group.peer(step)).at[place]
 
         peers = Chunks(schedule.pulled_chunks, schedule.chunking, schedule.chunk, of_peer, destination, landed)

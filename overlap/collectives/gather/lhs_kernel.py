@@ -14,7 +14,6 @@ Shape legend: D: number of devices; m_shard, k, n_shard: per-shard sizes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,16 +53,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
       operand, or None.
     """
     lhs, config = operands.lhs, plan.config
-    assert config is not None
     *batch, m_shard, k = lhs.shape
-    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, forwards=transport.forwards)
+    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, transport.name)
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
-    schedule = AllGatherSchedule.of(
-        group.size,
-        lhs.shape,
-        widths if types.sides == 1 else [types.sides * widths[0]],
-        lhs.dtype.itemsize,
-        config,
+    tiled = widths if types.sides == 1 else [types.sides * widths[0]]
+    schedule = dataclasses.replace(
+        AllGatherSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config),
         keeps_own=keeps_own,
         scaled=has_scales and transport.brings_scales,
         scale_k_steps=blocks[0].shape[1] if blocks else 0,
@@ -93,8 +88,15 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         transport.smem_types(schedule, config, lhs.dtype),
         peers_read if transport.reads_inputs_only else (),
     )
-    described = plan.described(operands)
-    body_of = functools.partial(_Body.of, kernel, schedule, group, transport, plan.program, described)
+    name = plan.described(operands)
+
+    def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
+        inputs, outputs = refs.inputs, refs.outputs
+        own_scales = inputs.blocks[0] if inputs.blocks else inputs.vectors.row_scale
+        scales = (own_scales, *outputs.scales) if outputs.scales else None
+        shards = Shards(name, group, schedule, config, work.pieces_per_tile, inputs.lhs, outputs.scratch, scales)
+        return _Body(kernel, transport, plan.program, shards, refs, group.me())
+
     results = kernel.launch(inputs, out_types, body_of)
     rows = (*operands.lhs.shape[:-2], group.size * m_shard)
     gathered = results.scratch.reshape(*rows, k) if keeps_own else None
@@ -109,8 +111,7 @@ def _packed(operands: Operands, plan: LaunchPlan) -> tuple[()] | tuple[jax.Array
     """
     if operands.rhs_block_scales is None:
         return ()
-    config: Any = plan.config
-    tile = config.tile_m, config.tile_n
+    tile = plan.config.tile_m, plan.config.tile_n
     left, right = block_scales.of_tiles(operands.lhs_block_scale, operands.rhs_block_scales, plan.layouts, tile)
     return left.reshape(-1, *left.shape[-2:]), right
 
@@ -133,7 +134,6 @@ def _padded_row_scale(
     """
     if row_scale is None:
         return None
-    assert plan.config is not None
     scales = row_scale if schedule.scaled else lax.all_gather(row_scale, group.axis_name)
     missing = schedule.padded_rows(plan.config) - scales.shape[-1]
     padded = jnp.pad(scales, ((0, 0),) * (scales.ndim - 1) + ((0, missing),))
@@ -159,24 +159,6 @@ class _Body:
     shards: Shards
     refs: Refs[Inputs, Outputs]
     me: Index
-
-    @staticmethod
-    def of(
-        kernel: ProductKernel,
-        schedule: AllGatherSchedule,
-        group: PeerGroup,
-        transport: Transport,
-        program: epilogue.Program | None,
-        operation: str,
-        refs: Refs[Inputs, Outputs],
-    ) -> _Body:
-        """Makes the body of one device from the references that the launch has made."""
-        inputs, outputs = refs.inputs, refs.outputs
-        own_scales = inputs.blocks[0] if inputs.blocks else inputs.vectors.row_scale
-        scales = (own_scales, *outputs.scales) if outputs.scales else None
-        pieces = kernel.work.pieces_per_tile
-        shards = Shards(operation, group, schedule, kernel.config, pieces, inputs.lhs, outputs.scratch, scales)
-        return _Body(kernel, transport, program, shards, refs, group.me())
 
     def tile_at(self, index: Index) -> Tile:
         schedule, config = self.shards.schedule, self.kernel.config

@@ -63,12 +63,8 @@ class AllGatherSchedule:
         widths: Sequence[int],
         itemsize: int,
         config: Config,
-        *,
-        keeps_own: bool = False,
-        scaled: bool = False,
-        scale_k_steps: int = 0,
     ) -> AllGatherSchedule:
-        """Makes the schedule of a problem.
+        """Makes the schedule of a problem in which nothing but the rows of the peers travels.
 
         Args:
           devices: number of devices in the peer group.
@@ -76,17 +72,12 @@ class AllGatherSchedule:
           widths: n of each right operand.
           itemsize: bytes of an element of the left operand.
           config: tile sizes and chunk sizes.
-          keeps_own: see the attribute.
-          scaled: see the attribute.
-          scale_k_steps: see the attribute.
         """
         (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
         batch_size, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
         order = TileOrder(batch_size * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
         chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
-        return AllGatherSchedule(
-            devices, order, config.tile_m, chunking, batch_size, sides, keeps_own, scaled, scale_k_steps
-        )
+        return AllGatherSchedule(devices, order, config.tile_m, chunking, batch_size, sides)
 
     # --- Tiles ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +13,30 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.gather import joined_kernel, lhs_kernel
 from overlap.collectives.gather.pull import PullTransport
 from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
-from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
-from overlap.kernels import limits
-from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import GATHER_LHS, Dimension
-from overlap.kernels.target import Target
+from overlap.frame.signatures import AnyMesh, Arguments, Leaf
+from overlap.kernels import limits, operations
+from overlap.kernels.operations import GATHER_LHS, Dimension, OperandLayouts
 from overlap.kernels.varying import axes_of, part_of, same_along, varying
-from overlap.primitives import PeerGroup
 from overlap.single_gpu.matmul import Matmul
-
-_XLA = 'use implementation="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather(Operation):
+class AllGather(Collective):
     """A product with one operand gathered: the left one along its rows (m), or the right one along n or k.
 
     Attributes:
-      group: the devices.
       transport: how the shards travel in the fused kernel.
       has_batch: whether the fused kernel takes leading dimensions as a batch; else they are folded into the rows.
     """
 
-    group: PeerGroup
     transport: Literal["pull", "ring"] = dataclasses.field(default="pull", kw_only=True)
 
     has_batch = False
@@ -70,40 +62,20 @@ class AllGather(Operation):
         k, _ = layouts.k_n(operands.rhs_list[0].shape)
         if not self.has_batch and batch is not None:
             batch, m = 1, batch * m
-        dtypes, layout = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), layouts.name
+        dtypes, sides = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), len(widths) if self.combines else 1
+        of_operands = layouts.name, max(batch or 1, 1), operands.is_block_scaled, sides
         # Several right operands count as one of their total width.
-        more: Any = layout, max(batch or 1, 1), operands.is_block_scaled, len(widths) if self.combines else 1
-        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *more)
+        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *of_operands)
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
-        return dispatch.Circumstances(why_not_by_default=untried(self.group, mesh))
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
+        return dispatch.Circumstances(why_not_by_default=self.untried(mesh))
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
+    def products(self, call: Call) -> list[tuple[str, Problem, operations.Transport]]:
         self._check_operands(call)
-        problem = self.problem(call.operands, call.layouts, call.out_dtype)
-        several = self.group.size > 1
-        unit = limits.TMA_ROW_BYTES // problem.itemsize
-        if self.along == "k" and problem.k % unit and several and not call.layouts.transpose_lhs:
-            raise NotImplementedError(
-                f"the copy engine needs a shard's part of the rows of lhs to be a multiple of {limits.TMA_ROW_BYTES} "
-                f"bytes, got k_shard={problem.k} elements of {problem.itemsize} bytes: pad k_shard to a multiple of "
-                f"{unit}, or {_XLA}"
-            )
-        dtypes, k = (call.operands.lhs.dtype, call.out_dtype), problem.whole[2]
-        m_name = "m_shard" if self.along == "m" else "m"
-        for name, n in zip(call.names, call.sizes[2], strict=True):
-            transport = self.transport if several else ""
-            try:
-                more: Any = dict(block_scaled=problem.block_scaled, sides=problem.sides)
-                of_one = limits.Sizes(problem.m, n, k, *dtypes, call.layouts, transport, m_name, **more)
-                limits.check(of_one, config, target)
-            except NotImplementedError as cannot:
-                raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        require_peers(self.group, target, mesh)
-        if mesh is None:
-            sharded.require_no_partitioner_axes()
-            rhs_list = dict(zip(call.names, call.operands.rhs_list, strict=True))
-            sharded.require_whole({"lhs": call.operands.lhs} | rhs_list)
+        problem, transport = self.problem(call.operands, call.layouts, call.out_dtype), self.transport
+        widths = zip(call.names, call.sizes[2], strict=True)
+        of_one = [(name, dataclasses.replace(problem, n=n * problem.sides)) for name, n in widths]
+        return [(name, each, transport if self.group.size > 1 else "") for name, each in of_one]
 
     def _check_operands(self, call: Call) -> None:
         """Raises NotImplementedError for forms of operands that no configuration takes."""
@@ -111,32 +83,24 @@ class AllGather(Operation):
             # The tensor cores need both 8-bit operands with k contiguous in memory, so `rhs` must be transposed.
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
-                f"cast them, or {_XLA}"
+                f"cast them, or {XLA}"
             )
         lhs, rhs = call.layouts.name
         for operand, alone in (("lhs", f"{lhs}n"), ("rhs", f"n{rhs}")):
             if alone not in self.spec.layouts:
                 raise NotImplementedError(
-                    f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {_XLA}"
+                    f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {XLA}"
                 )
         if call.layouts.transpose_lhs and not self.has_batch and (call.sizes[0] or 1) > 1:
             raise NotImplementedError(
                 f"the fused kernel takes one matrix as a transposed `lhs`, got leading dimensions {call.batch}: "
-                f"transpose it, or {_XLA}"
+                f"transpose it, or {XLA}"
             )
         rhs_list = call.operands.rhs_list
-        if batched := [name for name, rhs in zip(call.names, rhs_list, strict=True) if len(rhs.shape) > 2]:
-            raise NotImplementedError(
-                f"the fused kernel takes leading dimensions of `lhs` only, and `{batched[0]}` has {call.batch}: {_XLA}"
-            )
-        if call.sizes[0] == 0:
-            raise NotImplementedError(
-                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {_XLA}"
-            )
         if len({rhs.dtype for rhs in rhs_list}) > 1:
             raise NotImplementedError(
                 "the fused kernel needs all matrices of `rhs` to have the same dtype, got "
-                f"{', '.join(rhs.dtype.name for rhs in rhs_list)}: cast them, or {_XLA}"
+                f"{', '.join(rhs.dtype.name for rhs in rhs_list)}: cast them, or {XLA}"
             )
 
     # --- The same by XLA, and derivatives ---
@@ -151,7 +115,12 @@ class AllGather(Operation):
         return self._move_shards(operands, layouts, self._gather)
 
     def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+        self,
+        cotangents: Operands,
+        d_kept: jax.Array | None,
+        operands: Operands,
+        wanted: Operands,
+        layouts: OperandLayouts,
     ) -> Operands:
         if d_kept is not None and wanted.lhs is not None:
             # The cotangent of the gathered operand may be typed as the same on all devices. Then each device takes its
@@ -160,7 +129,7 @@ class AllGather(Operation):
             d_lhs = cotangents.lhs + part_of(d_kept.astype(jnp.float32), axes)
             cotangents = dataclasses.replace(cotangents, lhs=d_lhs)
 
-        def as_sent(x: jax.Array | None, dtype: Any) -> jax.Array | None:
+        def as_sent(x: jax.Array | None, dtype: Leaf) -> jax.Array | None:
             # Cotangents that are summed over devices are sent in the result's dtype, unless that has 8 bits: sums of
             # 8-bit values are too inexact.
             return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
@@ -172,7 +141,7 @@ class AllGather(Operation):
             cotangents = dataclasses.replace(cotangents, rhs_list=rhs_list)
         return self._move_shards(cotangents, layouts, self._scatter)
 
-    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Any, int], Any]) -> Operands:
+    def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Leaf, int], Leaf]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
             rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale
@@ -184,31 +153,31 @@ class AllGather(Operation):
             scales = tuple(move(x, -1) for x in scales)
         return dataclasses.replace(operands, rhs_list=rhs_list, column_scales=scales)
 
-    def _gather(self, x: Any, dimension: int) -> Any:
+    def _gather(self, x: Leaf, dimension: int) -> Leaf:
         if x is None or x.shape[dimension] == 0:  # XLA rejects a gather of an empty dimension.
             return x
         return lax.all_gather(x, self.group.axis_name, axis=x.ndim + dimension, tiled=True)
 
-    def _scatter(self, x: Any, dimension: int) -> Any:
+    def _scatter(self, x: Leaf, dimension: int) -> Leaf:
         if x is None or x.shape[dimension] == 0:
             return x
         return lax.psum_scatter(x, self.group.axis_name, scatter_dimension=x.ndim + dimension, tiled=True)
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:
-            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {_XLA}"
+            return f"the fused kernel takes `jax.vmap` over at least one element, got {axis_size}: {XLA}"
         if plan.layouts.transpose_lhs and not self.has_batch and is_batched.lhs:
             return (
                 "the fused kernel takes one matrix as a transposed `lhs`, and `jax.vmap` maps over several: transpose "
-                f"it, or {_XLA}"
+                f"it, or {XLA}"
             )
         if any((*is_batched.rhs_list, *(is_batched.column_scales or ()), *(is_batched.rhs_block_scales or ()))):
             if not self.takes_lists:
-                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: {_XLA}"
+                return f"the fused kernel takes `jax.vmap` over `lhs` only, and here `rhs` is mapped: {XLA}"
             return (
                 "the fused kernel takes `jax.vmap` over `lhs` and an `lhs_scale` with one value per row only, and here "
                 "`rhs`, `rhs_scale` or a scalar `lhs_scale` is mapped: pass right operands of one `lhs` as a "
-                f"list, one value per row, or {_XLA}"
+                f"list, one value per row, or {XLA}"
             )
         return None
 
@@ -244,7 +213,7 @@ class AllGatherLhs(AllGather):
         # Scales of blocks must travel with the rows, which the transport "ring" does not do.
         return TRANSPORTS[self.transport].brings_scales
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         others = super().circumstances(call, mesh)
         if self.group.size == 1:
             return others
@@ -252,10 +221,9 @@ class AllGatherLhs(AllGather):
         return dispatch.Circumstances(self.transport, self.transport_reason, needs, others.why_not_by_default)
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        config: Any = plan.config
         if self.group.size == 1:
             outs, gathered = self._on_one_device(operands, plan)
-        elif config.joined and self.transport == "pull" and not operands.is_block_scaled:
+        elif plan.config.joined and self.transport == "pull" and not operands.is_block_scaled:
             outs, gathered = joined_kernel.launch(operands, plan, self.group, returns_gathered=self.returns_gathered)
         else:
             outs, gathered = lhs_kernel.launch(
@@ -290,7 +258,7 @@ class AllGatherLhs(AllGather):
         gs: Sequence[jax.Array],
         rhs_list: Sequence[jax.Array],
         passenger: jax.Array | None,
-        dtype: Any,
+        dtype: DTypeLike,
         plan: LaunchPlan,
     ) -> tuple[jax.Array, jax.Array | None] | None:
         # The cotangent of `lhs` is a sum of products and a reduce-scatter.
@@ -305,7 +273,9 @@ class AllGatherLhs(AllGather):
             by_xla = self.transport == "ring" or passenger.dtype != dtype
             if by_xla or row_bytes % limits.TMA_ROW_BYTES or not passenger.size:
                 passenger = None
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        given = Arguments(
+            list(gs), list(rhs_list), transpose_rhs=not plan.layouts.transpose_rhs, preferred_element_type=dtype
+        )
         purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
-        found = backward(self.transpose(self), gs, rhs_list, dtype, layouts, plan, purpose, passenger)
+        found = backward(self.transpose(self), given, plan, purpose, passenger)
         return found if found is None or passenger is not None else (found, None)

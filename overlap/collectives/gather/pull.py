@@ -6,7 +6,7 @@ Every device reads each peer's shard: its communicators copy the chunks to its s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -22,7 +22,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import semaphore_signal, tma_store, wait_stores_landed
 from overlap.primitives.integers import largest_divisor
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
 
 def _pull_scales(shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index) -> None:
@@ -66,7 +66,7 @@ def _pull_block_scales(
     semaphore_signal(flags.at[schedule.flag(step, batch * schedule.chunking.shard_rows + block * schedule.block_rows)])
 
 
-def _scales_type(schedule: AllGatherSchedule, config: Config) -> Any:
+def _scales_type(schedule: AllGatherSchedule, config: Config) -> ScratchType:
     """Returns the type of the shared memory through which scales are pulled; None if no scales are pulled."""
     if not schedule.scaled:
         return None
@@ -119,8 +119,8 @@ class _Places:
 class PullTransport:
     """The transport "pull". See `transport.Transport` for the attributes and methods."""
 
+    name: Literal["pull", "ring"] = "pull"
     why = communicator.WHY_DIRECT
-    forwards = False
     reads_inputs_only = True
     needs_all_ctas = False
     brings_scales = True
@@ -128,7 +128,7 @@ class PullTransport:
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return communicator.flag_shapes(schedule.flags_shape, copies_own=schedule.keeps_own)
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[ScratchType, ...]:
         return communicator.smem_types(config, schedule.chunking, dtype, _scales_type(schedule, config))
 
     def hook_in(

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
+from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, marks, semaphore_signal
@@ -37,7 +37,7 @@ from overlap.primitives.marks import Work
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> jax.Array:
+def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Dimension) -> jax.Array:
     """Runs the kernel on checked operands.
 
     Args:
@@ -50,7 +50,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
       [m, n].
     """
     (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, group.size
-    assert config is not None
     (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
     work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)
@@ -58,7 +57,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         f"overlap_{plan.operation.name}_{along}",
         plan.target,
         config,
-        plan.types(operands, m),
+        plan.types(operands, m, "pull"),
         work,
         communicator.flag_shapes(schedule.flags_shape, copies_own=False),
         communicator.smem_types(config, schedule.chunking, rhs.dtype),
@@ -141,20 +140,20 @@ class _Body:
         shard = schedule.shard(self.me, step)
         return lhs_gmem.at[shard] if self.kernel.types.layouts.transpose_lhs else lhs_gmem.at[:, shard], row
 
-    def _rhs_at(self, tile: Tile) -> Any:
+    def _rhs_at(self, tile: Tile) -> OneOf | ByKStep:
         def of_k_step(k_step: Index) -> tuple[OneOf, Index]:
             step, row = self.schedule.rows_of_k_step(tile.step, k_step)
             return self._rhs_of(step), row
 
         return ByKStep(of_k_step) if self.schedule.along == "k" else self._rhs_of(tile.step)
 
-    def _rhs_of(self, step: Any) -> OneOf:
+    def _rhs_of(self, step: Index) -> OneOf:
         """Returns the shard of `step`: this device's own in step 0, else a peer's in scratch.
 
         `step` is an int32 scalar.
         """
         of_peer = self.refs.outputs.scratch.at[jnp.maximum(step - 1, 0)]
-        return OneOf((self.refs.inputs.rhs, of_peer), (step > 0).astype(jnp.int32))
+        return OneOf((self.refs.inputs.rhs, of_peer), jnp.asarray(step > 0, jnp.int32))
 
     def _out_at(self, tile: Tile) -> GmemRef:
         out_gmem = self.refs.outputs.out

@@ -11,9 +11,9 @@ the shard of the device s positions ahead.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.operations import Dimension
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, choose, quotient, remainder, smaller
@@ -45,7 +45,7 @@ class GatherRhsSchedule:
     """
 
     devices: int
-    along: Literal["n", "k"]
+    along: Dimension
     order: TileOrder
     chunking: Chunking
     tile_n: int
@@ -53,7 +53,7 @@ class GatherRhsSchedule:
 
     @staticmethod
     def of(
-        devices: int, along: Literal["n", "k"], m: int, shard: tuple[int, int], itemsize: int, config: Config
+        devices: int, along: Dimension, m: int, shard: tuple[int, int], itemsize: int, config: Config
     ) -> GatherRhsSchedule:
         """Makes the schedule of a problem.
 

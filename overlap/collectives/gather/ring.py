@@ -42,7 +42,7 @@ Source: the ring collective matmul of JAX's Pallas documentation for Mosaic GPU,
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Literal
 
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -55,13 +55,13 @@ from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
-    board,
     semaphore_signal_peer,
+    stalls,
     tma_store,
     wait_stores_landed,
     wait_stores_read,
 )
-from overlap.primitives.types import Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import Index, ScratchType, SemaphoreRef, SmemRef
 
 
 def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> None:
@@ -107,8 +107,8 @@ def _announce(shards: Shards, tile: Tile, pieces: Index, flags: SemaphoreRef) ->
 class RingTransport:
     """The transport "ring". See `transport.Transport` for the attributes and methods."""
 
+    name: Literal["pull", "ring"] = "ring"
     why = ""  # It is never chosen unless the caller asks for it.
-    forwards = True
     reads_inputs_only = False
     needs_all_ctas = True
     brings_scales = False
@@ -116,7 +116,7 @@ class RingTransport:
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         return schedule.flags_shape, HANDSHAKE_FLAGS
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[ScratchType, ...]:
         del schedule, config, dtype  # It sends from the mainloop's stages.
         return ()
 
@@ -129,7 +129,7 @@ class RingTransport:
 
         def wait(tile: Tile) -> None:
             handshake.wait_for(
-                board.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
+                stalls.ROWS, row_flags.at[shards.flag(tile.step, tile)], shards.tile_pieces, group.peer(1)
             )
 
         return dataclasses.replace(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -22,7 +22,7 @@ from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.primitives import PeerGroup
-from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Shards:
     scratch_gmem: GmemRef
     scales: tuple[GmemRef, GmemRef] | None = None
 
-    def within(self, ref: GmemRef, batch: Index, *index: Any) -> GmemRef:
+    def within(self, ref: GmemRef, batch: Index, *index: Index | pl.Slice) -> GmemRef:
         """Returns `ref.at[batch, *index]` if the shards have several batch elements, else `ref.at[index]`."""
         index = (batch, *index) if self.schedule.batch_size > 1 else index
         return ref.at[index] if index else ref
@@ -75,8 +75,8 @@ class Transport(Protocol):
     """What the kernel's body needs of a transport of the gathered left operand.
 
     Attributes:
+      name: the transport's name.
       why: the reason given for the transport where the caller names none.
-      forwards: whether the forwarder warp sends rows (`OperandTypes.forwards`).
       reads_inputs_only: whether a device accesses only the operands and flags of its peers. Only the addresses of these
         can be told to peers in other processes (`overlap/primitives/addresses.py`).
       needs_all_ctas: whether a launch ends only if all CTAs of a device run at the same time. Then two kernels may wait
@@ -85,26 +85,17 @@ class Transport(Protocol):
       brings_scales: whether the scales of rows travel with the rows. Otherwise XLA gathers them before the kernel.
     """
 
-    @property
-    def why(self) -> str: ...
-
-    @property
-    def forwards(self) -> bool: ...
-
-    @property
-    def reads_inputs_only(self) -> bool: ...
-
-    @property
-    def needs_all_ctas(self) -> bool: ...
-
-    @property
-    def brings_scales(self) -> bool: ...
+    name: Literal["pull", "ring"]
+    why: str
+    reads_inputs_only: bool
+    needs_all_ctas: bool
+    brings_scales: bool
 
     def flag_shapes(self, schedule: AllGatherSchedule) -> tuple[tuple[int, ...], ...]:
         """Returns the shapes of the flags that the transport needs. All flags are zero at launch."""
         ...
 
-    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[Any, ...]:
+    def smem_types(self, schedule: AllGatherSchedule, config: Config, dtype: DTypeLike) -> tuple[ScratchType, ...]:
         """Returns the types of the shared memory that the transport needs beside the mainloop's.
 
         The mainloop's check that all shared memory fits counts this memory as well.

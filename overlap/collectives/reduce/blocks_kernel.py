@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,7 +72,7 @@ from overlap.collectives.reduce.blocks_operands import (
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
 from overlap.collectives.reduce.passenger import Passenger
-from overlap.collectives.reduce.refs import Inputs, Outputs
+from overlap.collectives.reduce.refs import Inputs, Outputs, SumBody
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
@@ -81,9 +80,10 @@ from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile
 from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer, tma_store
+from overlap.primitives import Handshake, PeerGroup, semaphore_signal, semaphore_signal_peer, stalls, tma_store
 from overlap.primitives.atomics import add
 from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 
@@ -92,7 +92,9 @@ from overlap.primitives.types import GmemRef, Index, SemaphoreRef, SmemRef
 _STORED, _ARRIVED = 0, 2
 
 
-def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -> tuple[jax.Array, jax.Array | None]:
+def launch(
+    operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Dimension
+) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel on checked operands.
 
     Args:
@@ -106,7 +108,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
       gathered passenger, [(batch,) D · rows, columns], or None.
     """
     config, (_, m, (n,), _) = plan.config, sizes(operands, plan.layouts)
-    assert config is not None
     schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
     if plan.operation.spec.replicates:
@@ -132,7 +133,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
         ),
         communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, others=others),
         draws=True,
-        transport="push" if strips is None else "broadcast",
     )
     parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else shape_in_blocks((batch, m, n), schedule), plan.out_dtype)
@@ -154,71 +154,53 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Any) -
     steps_of_pairs = k_steps(operands, plan)
 
     def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
-        return _Body(kernel, schedule, strips, passenger, steps_of_pairs, group, plan, name, refs, group.me())
+        return _Body(kernel, schedule, steps_of_pairs, group, plan, name, refs, group.me(), strips, passenger)
 
     results = kernel.launch(inputs, out_types, body_of)
     out = results.out.reshape(batch, *((m, n) if strips else block[1:]))
     return out, results.gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
 
 
-def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Any) -> int:
+def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Dimension) -> int:
     """Returns the bytes of scratch memory of one device, for the parts that it sends and the parts that it receives."""
     schedule, _, _ = _schedule(operands, plan, devices, along)
     return 2 * math.prod(schedule.sent_shape) * jnp.dtype(plan.out_dtype).itemsize
 
 
 def _schedule(
-    operands: Operands, plan: LaunchPlan, devices: int, along: Any
+    operands: Operands, plan: LaunchPlan, devices: int, along: Dimension
 ) -> tuple[ReduceScatterSchedule, OperandTypes, tuple[int, int, int]]:
     """Returns the schedule; what the mainloop must know of the operands; batch elements, rows and columns of a block.
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """
-    config: Any = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
     block = (batch or 1, m // devices, n) if along == "m" else (batch or 1, m, n // devices)
-    types = plan.types(operands, block[1], exchanges=True)
-    boxes = mainloop_of(plan.target).box_shape(config, types)
+    types = plan.types(operands, block[1], "broadcast" if plan.operation.spec.replicates else "push")
+    boxes = mainloop_of(plan.target).box_shape(plan.config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
-    uses_ring = plan.operation.transport == "ring"
-    return ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, config, uses_ring=uses_ring), types, block
+    schedule = ReduceScatterSchedule.of(devices, along, block, boxes, itemsize, plan.config)
+    return dataclasses.replace(schedule, uses_ring=plan.operation.transport == "ring"), types, block
 
 
 @dataclasses.dataclass(frozen=True)
-class _Body:
-    """The kernel's body: its tiles, and what is done with each.
+class _Body(SumBody):
+    """The kernel's body: its tiles, and what is done with each. See `SumBody`.
 
     Attributes:
-      kernel: the static part of the kernel: configuration, mainloop, work.
-      schedule: the tiles, chunks and flags.
       strips: how own tiles are cut to be sent to all peers; None: the result is not replicated.
       passenger: an array that is gathered beside the sum; None: there is none.
-      steps: the number of k steps of each pair of operands.
-      group: the devices.
-      plan: the operation, the configuration and the layouts.
-      name: the operation with its sizes, for the message of a wait that takes too long.
-      refs: the kernel's references.
-      me: this device's position in the peer group.
     """
 
-    kernel: ProductKernel
-    schedule: ReduceScatterSchedule
     strips: Strips | None
     passenger: Passenger | None
-    steps: Sequence[int]
-    group: PeerGroup
-    plan: LaunchPlan
-    name: str
-    refs: Refs[Inputs, Outputs]
-    me: Index
 
     def tile_at(self, index: Index) -> Tile:
         step, batch, m, n = self.schedule.tile(index)
         return Tile(step, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        vectors, addends, schedule = self.refs.inputs.vectors, self.refs.inputs.addends, self.schedule
-        has_scales = vectors.row_scale is not None or vectors.column_scale is not None
+        addends, schedule = self.refs.inputs.addends, self.schedule
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
@@ -234,7 +216,7 @@ class _Body:
                 term_at=lambda tile, term: self._boxes(self._landing[0], schedule.step_of_term(tile.step, term), tile),
                 await_terms=self._await_terms,
                 part_stored=lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
-                part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if has_scales else None,
+                part_epilogue_at=(lambda tile: self._epilogue_at(tile, whole=False)) if self._has_scales else None,
                 own_stored=None
                 if self.strips is None
                 else lambda tile: semaphore_signal(self._flag(_STORED, tile.step, tile)),
@@ -270,9 +252,6 @@ class _Body:
         where = (block,) if self.plan.layouts.transpose_rhs else (slice(None), block)
         return of_pairs([rhs.at[where] for rhs in self.refs.inputs.rights], self.steps)
 
-    def _index_of(self, tile: Tile) -> Index:
-        return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
-
     def _boxes(self, ref: GmemRef, step: Index, tile: Tile) -> Boxes:
         """Returns where the boxes of a tile of `step` lie in memory of shape `ReduceScatterSchedule.sent_shape`."""
         return Boxes(ref.at[step], self._index_of(tile) * self.schedule.boxes[0])
@@ -307,7 +286,7 @@ class _Body:
         @pl.loop(0, schedule.terms)
         def _term(term: Index) -> None:
             step = schedule.step_of_term(tile.step, term)
-            handshake.wait_for(board.TERMS, self._flag(_ARRIVED, step, tile), 1, schedule.sender(self.me, step))
+            handshake.wait_for(stalls.TERMS, self._flag(_ARRIVED, step, tile), 1, schedule.sender(self.me, step))
 
     def _communicate(self) -> None:
         schedule, group, (stored, sent, arrived, *handshake) = self.schedule, self.group, self.refs.flags

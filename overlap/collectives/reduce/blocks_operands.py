@@ -45,7 +45,6 @@ def in_blocks(
         columns are scattered and every device needs the whole result. Rows and columns are padded to whole tiles.
     """
     config, layouts = plan.config, plan.layouts
-    assert config is not None
     (m, _), (_, n) = layouts.m_k(operands.lhs.shape), layouts.k_n(operands.rhs_list[0].shape)
     m_blocks, n_blocks = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
     lefts, rights = [], []
@@ -111,7 +110,7 @@ def padded(vectors: jax.Array, unit: int) -> jax.Array:
 def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
     """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
     make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place", mends=(IN_CLIQUES,))()
+    return sealed(make, "overlap_landing_place", patches=(IN_CLIQUES,))()
 
 
 def lands_in_an_operand() -> bool:

@@ -17,9 +17,9 @@ term, and a device sends the sum of all parts so far.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from overlap.kernels.config import Config
+from overlap.kernels.operations import Dimension
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives.copies import Chunking
 from overlap.primitives.integers import ceil_div, larger, quotient, remainder, smaller
@@ -113,7 +113,7 @@ class ReduceScatterSchedule:
     """
 
     devices: int
-    along: Literal["m", "n"]
+    along: Dimension
     order: TileOrder
     batch_size: int
     boxes: tuple[int, int, int]
@@ -123,15 +123,13 @@ class ReduceScatterSchedule:
     @staticmethod
     def of(
         devices: int,
-        along: Literal["m", "n"],
+        along: Dimension,
         block: tuple[int, int, int],
         boxes: tuple[int, int, int],
         itemsize: int,
         config: Config,
-        *,
-        uses_ring: bool = False,
     ) -> ReduceScatterSchedule:
-        """Makes the schedule of a problem.
+        """Makes the schedule of a problem with the transport "push".
 
         Args:
           devices: number of devices in the peer group.
@@ -140,13 +138,12 @@ class ReduceScatterSchedule:
           boxes: the number of boxes of a tile; rows and columns of a box.
           itemsize: bytes of an element of the parts that are sent.
           config: tile sizes and chunk sizes.
-          uses_ring: see the attribute.
         """
         (batch_size, m, n), (count, rows, columns) = block, boxes
         m_tiles, n_tiles = batch_size * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         order = TileOrder(m_tiles, n_tiles, config.order_minor, config.order_width)
         chunking = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.chunk_bytes)
-        return ReduceScatterSchedule(devices, along, order, batch_size, boxes, chunking, uses_ring)
+        return ReduceScatterSchedule(devices, along, order, batch_size, boxes, chunking)
 
     def strips(self, block: tuple[int, int, int], rows: int, config: Config) -> Strips:
         """Cuts the own block into strips of at most `rows` rows, which are sent to all peers; `block` as in `of`."""

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.axis import peer_group_of
-from overlap.collectives.reduce.operation import XLA, Summed
+from overlap.collectives.collective import XLA, peer_group_of
+from overlap.collectives.reduce.operation import Summed
 from overlap.frame import arguments, call
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Operands, Results
 from overlap.frame.operation import Call, LaunchPlan
-from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
 from overlap.kernels.target import Target
@@ -42,8 +41,7 @@ class MatmulAllReduce(Summed):
     spec = ALL_REDUCE
     takes_more_rows = True
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        self.problem(call.operands, call.layouts, call.out_dtype).check_blocks(config)
+    def check(self, call: Call, config: Config, target: Target, mesh: AnyMesh | None) -> None:
         operands = call.operands
         local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
         for name, arrays in local.items():
@@ -111,31 +109,18 @@ def matmul_all_reduce(
         kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
         `lhs` has none. Or a list as long as that of `lhs`: the products of all pairs are added, in float32 and by one
         kernel, before the sum over devices. Nothing is concatenated.
-      axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
-        the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
-        any order.
-      addend: an array of the result's shape, or without its leading dimensions, added to the sum (once, not by each
-        device) before the activation: a residual, for example. Like `bias` and arrays that `activation` captures, it
-        must be the same on all devices along `axis_name`: the kernel reads it on one of them, or on each of them.
-      bias: [n], one value per column of the result, added to the sum.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to the sum.
-      lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
-        which may differ from device to device.
-      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar. Or
-        both `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`, with the shards' shapes and k / 32 in
-        place of k. Only XLA's implementation takes these.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. No copy is made.
-      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. No copy is made.
-      preferred_element_type: dtype of the result, and of the parts that travel; by default that of the operands, or
-        bfloat16 for float8. Products are accumulated and parts added in float32, but parts are rounded to this dtype
-        before they are sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost, and twice
-        as many bytes travel.
+      axis_name: the mesh axis, or a tuple of axes, which count as one; see `overlap.matmul`.
+      addend: of the result's shape, or without its leading dimensions: a residual, for example. Like `bias` and
+        `activation` it is applied to the sum, once. Like `bias` and arrays that `activation` captures, it must be the
+        same on all devices along `axis_name`: the kernel reads it on one of them, or on each of them.
+      lhs_scale: of this device's product. A scalar may differ from device to device. Only XLA's implementation takes
+        block scales here.
+      preferred_element_type: also the dtype of the parts that travel; see `matmul_reduce_scatter`.
       config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1) and `one_shot`; by default
         from a table of measurements, or else from a model. Without `one_shot`, D must divide m, or n in units of 16
         bytes.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then all-reduce), or None to
-        choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is logged
-        once, by the logger "overlap".
+
+    Keywords not listed here: see `overlap.matmul`.
 
     Returns:
       [..., m, n], the same bits on all devices along `axis_name` (with `check_vma=True` its type says so).

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.collectives import communicator
-from overlap.collectives.axis import peer_group_of
+from overlap.collectives.collective import peer_group_of
 from overlap.collectives.reduce.operation import MatmulReduceScatter
 from overlap.collectives.transposes import transposed
 from overlap.frame import arguments, call
@@ -40,7 +40,7 @@ def prepare(given: Arguments) -> tuple[MatmulReduceScatter, Call]:
     """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
     group = peer_group_of(NAME, arguments.axis_name(given.axis_name), given.mesh)
     dimension = arguments.index(
-        "scatter_dimension", given.scatter_dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
+        "dimension", given.dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
     )
     chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
     operation = MatmulReduceScatter(
@@ -58,7 +58,7 @@ def matmul_reduce_scatter(
     rhs: AnyArray | Sequence[AnyArray],
     axis_name: AxisName,
     *,
-    scatter_dimension: int = 0,
+    dimension: int = 0,
     addend: AnyArray | None = None,
     bias: AnyArray | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
 
     For layers whose contraction is sharded (the output projection of attention, the second matrix of an MLP). Call it
     inside `jax.shard_map`. The result equals
-    `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`. Each device first
+    `lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=dimension, tiled=True)`. Each device first
     computes its parts of the other devices' blocks. Each part travels while the device computes the next one.
 
     Args:
@@ -86,39 +86,28 @@ def matmul_reduce_scatter(
         kinds may be mixed). With XLA's implementation `rhs` may have leading dimensions: those of `lhs`, or any if
         `lhs` has none. Or a list as long as that of `lhs`: the products of all pairs are added, in float32 and by one
         kernel, before the sum over devices. Nothing is concatenated.
-      axis_name: the mesh axis to sum over, or a tuple of axes. The devices of a tuple of axes are counted row-major in
-        the order of the tuple, as in `PartitionSpec((a, b))`. The mesh may have more axes, and its devices may be in
-        any order.
-      scatter_dimension: the dimension of the result that is sharded: 0, its rows (m), or 1, its columns (n). If the
+      axis_name: the mesh axis, or a tuple of axes, which count as one; see `overlap.matmul`.
+      dimension: the dimension of the result that is sharded: 0, its rows (m), or 1, its columns (n). If the
         result has more than two dimensions, it counts among the last two. D must divide the size of that dimension.
-      addend: an array of the result's shape, or without its leading dimensions, added to the sum before the activation:
-        this device's block of a residual, for example.
-      bias: one value per column of the result, added to the sum: [n], or [n / D] with scatter_dimension=1.
-      activation: an elementwise function of float32 values, as for `overlap.matmul`, applied to the sum.
-      lhs_scale: a factor of this device's product, in float32: one value per row, [m, 1] or [..., m, 1]; or a scalar,
-        which may differ from device to device.
-      rhs_scale: a factor of this device's product, in float32: [n] or [1, n], one value per column; or a scalar. Or
-        both `lhs_scale` and `rhs_scale` are scales of blocks, as in `matmul`, with the shards' shapes and k / 32 in
-        place of k. Only XLA's implementation takes these.
-      transpose_lhs: `lhs` lies transposed in memory, [..., k_shard, m] per shard. No copy is made.
-      transpose_rhs: `rhs` lies transposed in memory, [n, k_shard] per shard. No copy is made.
-      preferred_element_type: dtype of the result, and of the parts that travel; by default that of the operands, or
-        bfloat16 for float8. Products are accumulated and parts added in float32, but each device's part is rounded to
-        this dtype before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is lost,
-        and twice as many bytes travel.
-      config: tile sizes of the fused kernel (`cluster`, `stream_k` and `split_k` must be 1); by default from a table of
-        measurements, or else from a model.
-      implementation: "fused" (one kernel; on CPU devices it runs emulated), "xla" (matmul, then reduce-scatter), or
-        None to choose: fused where it can serve the call on a GPU and XLA was not measured to be faster. The choice is
-        logged once, by the logger "overlap".
+      addend: of the result's shape, or without its leading dimensions: this device's block of a residual, for example.
+        Like `bias` and `activation` it is applied to the sum.
+      bias: [n], or [n / D] with dimension=1.
+      lhs_scale: of this device's product. A scalar may differ from device to device. Only XLA's implementation takes
+        block scales here.
+      preferred_element_type: also the dtype of the parts that travel. Parts are added in float32, but each is rounded
+        to this dtype before it is sent: with bfloat16 an error of up to 2^-9 of each part. With float32 nothing is
+        lost, and twice as many bytes travel.
+      config: `cluster`, `stream_k` and `split_k` must be 1.
       transport: how the parts travel in the fused kernel. "push" (the default): every device sends its part of each
         block to the block's owner, which adds all parts up. Use it where all peers are one hop away, as the GPUs of one
         host are behind its switch. "ring": every device adds its own part to the sum that the next device in the
         order of `axis_name` has sent, and sends the new sum to the device before it. Use it where only
         neighbours have a link. The sum is then rounded on each of its D − 1 hops.
 
+    Keywords not listed here: see `overlap.matmul`.
+
     Returns:
-      [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with scatter_dimension=1, [..., m, n / D].
+      [..., m / D, n] per shard, globally [..., m, n] with rows sharded; or, with dimension=1, [..., m, n / D].
       Deterministic: parts are added in a fixed order, so repeated calls give the same bits. (With "push", the owner
       first sums the parts of the others, from the device before it on backwards, and then adds that sum to its own
       part.) The two transports may differ in the last bits.
@@ -166,7 +155,7 @@ def matmul_reduce_scatter(
             preferred_element_type=preferred_element_type,
             config=config,
             implementation=implementation,
-            scatter_dimension=scatter_dimension,
+            dimension=dimension,
             transport=transport,
         ),
     )

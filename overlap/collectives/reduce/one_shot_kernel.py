@@ -30,8 +30,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +44,7 @@ from overlap.collectives.reduce.blocks_operands import (
     padded,
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
-from overlap.collectives.reduce.refs import Inputs, Outputs
+from overlap.collectives.reduce.refs import Inputs, Outputs, SumBody
 from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
@@ -54,9 +52,9 @@ from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks, OneOf, Tile
 from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.product_kernel import ProductKernel, Refs
+from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK
-from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, board, semaphore_signal, semaphore_signal_peer
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, semaphore_signal, semaphore_signal_peer, stalls
 from overlap.primitives.types import GmemRef, Index
 
 
@@ -71,7 +69,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     Returns:
       [batch, m, n], the same on all devices.
     """
-    config: Any = plan.config
+    config = plan.config
     _, m, (n,), _ = sizes(operands, plan.layouts)
     steps = k_steps(operands, plan)
     schedule, types, boxes = _schedule(operands, plan)
@@ -84,7 +82,6 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
         # Flags of parts that have landed here, one for each device and tile; flags of the handshakes.
         ((group.size, schedule.tiles), HANDSHAKE_FLAGS),
         draws=True,
-        transport="one_shot",
     )
     result, parts, landing = (
         jax.ShapeDtypeStruct(shape, plan.out_dtype)
@@ -114,9 +111,9 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
 
     The shape is [boxes of all tiles, elements of a box]. Arrays may be `jax.ShapeDtypeStruct`s.
     """
-    config: Any = plan.config
+    config = plan.config
     batch, m, (n,), _ = sizes(operands, plan.layouts)
-    types = plan.types(operands, m, exchanges=True, direct_sends=True)
+    types = plan.types(operands, m, "one_shot")
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize
     # The schedule is that of a single device whose block is the whole result.
@@ -125,28 +122,8 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
 
 
 @dataclasses.dataclass(frozen=True)
-class _Body:
-    """The kernel's body: its tiles, and what is done with each.
-
-    Attributes:
-      kernel: the static part of the kernel: configuration, mainloop, work.
-      schedule: the tiles.
-      steps: the number of k steps of each pair of operands.
-      group: the devices.
-      plan: the operation, the configuration and the layouts.
-      name: the operation with its sizes, for the message of a wait that takes too long.
-      refs: the kernel's references.
-      me: this device's position in the peer group.
-    """
-
-    kernel: ProductKernel
-    schedule: ReduceScatterSchedule
-    steps: Sequence[int]
-    group: PeerGroup
-    plan: LaunchPlan
-    name: str
-    refs: Refs[Inputs, Outputs]
-    me: Index
+class _Body(SumBody):
+    """The kernel's body: its tiles, and what is done with each. See `SumBody`."""
 
     def tile_at(self, index: Index) -> Tile:
         _, batch, m, n = self.schedule.tile(index)
@@ -154,9 +131,8 @@ class _Body:
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
-        lefts, vectors, addends = inputs.lefts, inputs.vectors, inputs.addends
+        lefts, addends = inputs.lefts, inputs.addends
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
-        has_scales = vectors.row_scale is not None or vectors.column_scale is not None
         return Hooks(
             load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps)),
             rhs_at=lambda tile: of_pairs(inputs.rights, self.steps),
@@ -171,7 +147,7 @@ class _Body:
                 term_at=self._term_at,
                 await_terms=self._await_terms,
                 part_stored=self._announce,
-                part_epilogue_at=(lambda tile: self._epilogue_at(tile, of_part=True)) if has_scales else None,
+                part_epilogue_at=(lambda tile: self._epilogue_at(tile, of_part=True)) if self._has_scales else None,
                 direct_sends=DirectSends(
                     peers=self.group.size - 1,
                     rows=self.schedule.boxes[1],
@@ -191,9 +167,6 @@ class _Body:
         """The memory to which the peers send their parts: [D, boxes, elements]."""
         return (*self.refs.inputs.landing, *self.refs.outputs.landing)[0]
 
-    def _index_of(self, tile: Tile) -> Index:
-        return self.schedule.index_in_block(tile.batch, tile.m, tile.n)
-
     def _first_box(self, tile: Tile) -> Index:
         return self._index_of(tile) * self.schedule.boxes[0]
 
@@ -202,7 +175,7 @@ class _Body:
         there = self.group.remote_ref(self._landing, self.group.peer(distance))
         return Boxes(there.at[self.me], self._first_box(tile))
 
-    def _term_at(self, tile: Tile, position: Any) -> Boxes:
+    def _term_at(self, tile: Tile, position: Index) -> Boxes:
         """Returns where in this device's memory the part of a tile lies that the device at `position` has computed."""
         part = OneOf([self._landing.at[position], self.refs.outputs.parts], jnp.where(position == self.me, 1, 0))
         return Boxes(part, self._first_box(tile))
@@ -239,7 +212,7 @@ class _Body:
         @pl.loop(1, self.group.size)
         def _peer(distance: Index) -> None:
             peer = self.group.peer(distance)
-            handshake.wait_for(board.TERMS, flags.at[peer, index], 1, peer)
+            handshake.wait_for(stalls.TERMS, flags.at[peer, index], 1, peer)
 
         wait_for_block(flags.at[self.me, index], 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,40 +13,31 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
-from overlap.collectives.axis import require_peers, untried
 from overlap.collectives.backward import Transpose, backward
+from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
-from overlap.frame import sharded
 from overlap.frame.operands import Operands, Results, as_rows, sizes
-from overlap.frame.operation import Call, LaunchPlan, Operation
-from overlap.kernels import limits
+from overlap.frame.operation import Call, LaunchPlan
+from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels.config import Config
-from overlap.kernels.layouts import OperandLayouts
-from overlap.kernels.operations import SCATTER_M, Dimension, OperationSpec
+from overlap.kernels.operations import SCATTER_M, Dimension, OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 from overlap.kernels.varying import varying
-from overlap.primitives import PeerGroup
 from overlap.single_gpu.matmul import MATMUL
-
-XLA = 'use implementation="xla"'
 
 
 @dataclasses.dataclass(frozen=True)
-class Summed(Operation):
+class Summed(Collective):
     """A product that is summed over devices.
 
     Each device computes one block of the sum, some rows (m) or columns (n), or (one shot) the whole sum.
 
     Attributes:
-      group: the devices.
       takes_more_rows: whether leading dimensions of the left operand may be folded into its rows.
       transport: how the parts travel in the fused kernel, "push" or "ring".
       transport_reason: why the transport is used; empty if there is no choice.
     """
 
-    group: PeerGroup
-
-    sums_pairs = True
     batched_together = frozenset({"lhs", "more_lefts", "passenger"})
     takes_more_rows = False
     transport = "push"
@@ -66,11 +57,11 @@ class Summed(Operation):
     def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
         return as_rows(operands, layouts) if self.takes_more_rows else operands
 
-    def along(self, operands: Operands, plan: LaunchPlan) -> str:
+    def along(self, operands: Operands, plan: LaunchPlan) -> Dimension:
         """Returns the dimension in which the sum is cut into blocks: "m" or "n"."""
         return self.problem(operands, plan.layouts, plan.out_dtype).scattered
 
-    def circumstances(self, call: Call, mesh: Any) -> dispatch.Circumstances:
+    def circumstances(self, call: Call, mesh: AnyMesh | None) -> dispatch.Circumstances:
         def scratch_bytes(config: Config, target: Target) -> int:
             if self.group.size == 1:
                 return 0
@@ -82,35 +73,13 @@ class Summed(Operation):
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
-            transport, self.transport_reason, why_not_by_default=untried(self.group, mesh), scratch_bytes=scratch_bytes
+            transport, self.transport_reason, why_not_by_default=self.untried(mesh), scratch_bytes=scratch_bytes
         )
 
-    def check(self, call: Call, config: Config, target: Target, mesh: Any) -> None:
-        operands, (batch, _, _, _) = call.operands, call.sizes
-        if any(len(rhs.shape) > 2 for rhs in operands.rights):
-            raise NotImplementedError(
-                f"the fused kernel takes leading dimensions of `lhs` only, and `rhs` has {call.batch}: {XLA}"
-            )
-        if batch == 0:
-            raise NotImplementedError(
-                f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
-            )
-        problem = self.problem(operands, call.layouts, call.out_dtype)
-        (rows, columns, _), transport = problem.grid(config), problem.transport(config)
-        part = "" if transport == "one_shot" else problem.scattered
-        names = {name: f"{name} / {self.group.size}" if name == part else name for name in ("m", "n")}
-        dtypes = operands.lhs.dtype, call.out_dtype
-        for k in (call.layouts.m_k(lhs.shape)[1] for lhs in operands.lefts):
-            limits.check(
-                limits.Sizes(rows, columns, k, *dtypes, call.layouts, transport, names["m"], names["n"], part=part),
-                config,
-                target,
-            )
-        require_peers(self.group, target, mesh)
-        if mesh is None:
-            sharded.require_no_partitioner_axes()
-            for lhs, rhs in zip(operands.lefts, operands.rights, strict=True):
-                sharded.require_whole({"lhs": lhs, "rhs": rhs})
+    def products(self, call: Call) -> list[tuple[str, Problem, Transport]]:
+        problem = self.problem(call.operands, call.layouts, call.out_dtype)
+        depths = [call.layouts.m_k(lhs.shape)[1] for lhs in call.operands.lefts]
+        return [("rhs", dataclasses.replace(problem, k=k), "") for k in depths]
 
     # --- The kernel ---
 
@@ -119,7 +88,7 @@ class Summed(Operation):
             return self._on_one_device(operands, plan)
         rows = self._as_rows(operands, plan.layouts)
         gathered = None
-        if self.spec.replicates and plan.config is not None and plan.config.one_shot:
+        if self.spec.replicates and plan.config.one_shot:
             out = one_shot_kernel.launch(rows, plan, self.group)
         else:
             out, gathered = blocks_kernel.launch(rows, plan, self.group, self.along(rows, plan))
@@ -209,7 +178,12 @@ class MatmulReduceScatter(Summed):
         return rows if rows is None else lax.all_gather(rows, self.group.axis_name, axis=rows.ndim - 2, tiled=True)
 
     def scattered(
-        self, cotangents: Operands, d_kept: Any, operands: Operands, wanted: Operands, layouts: OperandLayouts
+        self,
+        cotangents: Operands,
+        d_kept: jax.Array | None,
+        operands: Operands,
+        wanted: Operands,
+        layouts: OperandLayouts,
     ) -> Operands:
         rows = operands.passenger
         if rows is None:
@@ -221,16 +195,18 @@ class MatmulReduceScatter(Summed):
         return dataclasses.replace(cotangents, passenger=d_rows)
 
     def lhs_and_product_cotangents(
-        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: Any, plan: LaunchPlan
+        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: DTypeLike, plan: LaunchPlan
     ) -> tuple[Sequence[jax.Array], jax.Array] | None:
         # The cotangent of `lhs` is an all-gather and a product.
         if self.transpose is None or self.dimension != "m" or plan.layouts.transpose_lhs:
             return None
         if any(cotangent.dtype != rhs.dtype or rhs.ndim > 2 for rhs in rights):
             return None
-        layouts = OperandLayouts(False, not plan.layouts.transpose_rhs)
+        given = Arguments(
+            [cotangent], list(rights), transpose_rhs=not plan.layouts.transpose_rhs, preferred_element_type=dtype
+        )
         purpose = "backward pass, cotangent of `lhs` and the gathered one of the result"
-        return backward(self.transpose(self), [cotangent], rights, dtype, layouts, plan, purpose)
+        return backward(self.transpose(self), given, plan, purpose)
 
     def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
         if self.group.size == 1:

@@ -6,10 +6,9 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from ..cores import DEFAULT_CORES
+from ..cores import DEFAULT_CORES, core_count_of_devices
 from ..cores import cores as in_cores
 from ..foundations import interrupt
-from ..foundations.core_counts import core_count_of_devices
 from ..foundations.settings import Completion, Scheduler, Settings
 from ..state import runs
 from ..state.runs import Run, drain

@@ -6,27 +6,33 @@ one to arrive emulates the launch on all devices; then each callback returns the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
+import math
+import os
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import SupportsInt
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
-from ..execution.program import Program
+from ..execution.program import Launch, Program
 from ..foundations import interrupt
+from ..foundations.equations import AxisName, JaxObject
 from ..foundations.errors import EmulationError, NotEmulatedError, cannot_run
-from ..foundations.jax_rules import lower_by_jax
 from ..instructions.decode import decode
 from ..state import runs
 from ..state.memory import poison
-from .sequence import Launch, World
+from .sequence import World
 
 # How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
 _REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
@@ -36,11 +42,11 @@ _enabled = False
 _one_at_a_time = threading.Lock()  # held by the launch that runs: devices may reach independent kernels at once
 
 
-def _kernel_primitive() -> Any:
+def _kernel_primitive() -> jex_core.Primitive:
     """Finds the primitive behind `plgpu.kernel`, which has no public name, by tracing a trivial kernel."""
     kernel = plgpu.kernel(lambda out: None, out_type=jax.ShapeDtypeStruct((1,), np.float32))
 
-    def search(jaxpr: Any) -> Any:
+    def search(jaxpr: jex_core.Jaxpr) -> jex_core.Primitive | None:
         for eqn in jaxpr.eqns:
             if "meshes" in eqn.params and "jaxprs" in eqn.params:
                 return eqn.primitive
@@ -71,6 +77,13 @@ def enable() -> None:
     interrupt.install()  # At each call, since only the main thread can install it.
 
 
+def _threads_of_xla(devices: int) -> int:
+    """How many threads XLA has for the CPU devices of this process: NPROC, or one for each core or device."""
+    nproc = os.environ.get("NPROC", "")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(int(nproc) if nproc.isdecimal() else cores, devices)
+
+
 class _Meeting:
     """The state of one launch from the arrival of its first device until the launch has ended."""
 
@@ -87,14 +100,14 @@ class _Meeting:
 class _Launcher:
     """Runs the launches of one kernel in one compiled program. Each device calls it once per launch."""
 
-    def __init__(self, program: Program, mesh_shape: dict[str, int], name: str):
+    def __init__(self, program: Program, mesh_shape: dict[AxisName, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
         self._stop = interrupt.stop_event()
-        self._devices = int(np.prod(list(mesh_shape.values()), dtype=int))
+        self._devices = math.prod(mesh_shape.values())
         self._lock = threading.Lock()
         self._open: list[_Meeting] = []
 
-    def __call__(self, device: Any, *inputs: Any) -> list[np.ndarray]:
+    def __call__(self, device: SupportsInt, *inputs: npt.ArrayLike) -> list[np.ndarray]:
         device = int(device)
         values = [np.asarray(x) for x in inputs]
         with self._lock:
@@ -105,40 +118,45 @@ class _Launcher:
                 self._open.append(meeting)
             meeting.inputs[device] = values
             meeting.missing -= 1
-            last = meeting.missing == 0
-            if last:
+            if meeting.missing == 0:
                 self._open.remove(meeting)
-        if last:
+            must_run = meeting.missing == 0 and not meeting.done.is_set()
+        if must_run:
             try:
-                self._run(meeting)
+                with _one_at_a_time:
+                    self._emulate(meeting)
             finally:
                 meeting.done.set()
-        elif not self._is_done(meeting):
-            meeting.error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}: given up")
+        else:
+            self._wait(meeting)
         if meeting.error is not None:
             raise meeting.error
         return meeting.outputs[device]
 
-    def _is_done(self, meeting: _Meeting) -> bool:
-        """Waits until the launch has ended, and logs which devices are missing if that takes long."""
+    def _wait(self, meeting: _Meeting) -> None:
+        """Waits until the launch has ended. Logs which devices are missing if that takes long, and at last gives up."""
         if meeting.done.wait(_REPORT_AFTER_S):
-            return True
+            return
         with self._lock:
             reports, meeting.is_reported = meeting.missing > 0 and not meeting.is_reported, True
         if reports:
             _logger.warning("%s", self._who_is_missing(meeting, _REPORT_AFTER_S))
-        return meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S)
+        if not meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S):
+            with self._lock:
+                if meeting.missing and not meeting.done.is_set():
+                    self._give_up(meeting)
+            meeting.done.wait()  # All devices have come. The launch itself has another limit, `step_limit`.
 
     def _who_is_missing(self, meeting: _Meeting, seconds: float) -> str:
         missing = sorted(set(range(self._devices)) - meeting.inputs.keys())
+        count = jax.local_device_count("cpu")
         return (
             f"kernel {self._name!r}: after {seconds:g} s devices {missing} of {self._devices} have not reached it, and "
-            "the others wait for them: all devices of its mesh must run it"
+            "the others wait for them. Either the program does not run it on all devices of its mesh, or XLA has no "
+            f"thread left to bring them there: it has {_threads_of_xla(count)} threads for {count} devices, and each "
+            f"device that waits keeps one. Expected: all devices of the mesh run the kernel; and NPROC={8 * count} in "
+            "the environment before Python starts, or fewer devices"
         )
-
-    def _run(self, meeting: _Meeting) -> None:
-        with _one_at_a_time:
-            self._emulate(meeting)
 
     def _emulate(self, meeting: _Meeting) -> None:
         run, in_context = runs.current_run()
@@ -147,9 +165,9 @@ class _Launcher:
             repetition = run.repetition(self)
             inputs = [meeting.inputs[device] for device in range(self._devices)]
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
-            devices = range(self._devices)
+            launch = Launch(self._program, self._name, self._mesh_shape, tuple(range(self._devices)), inputs, [])
             for lap in range(laps):
-                world.add(self._program, self._mesh_shape, tuple(devices), inputs, self._name, is_real=lap == laps - 1)
+                world.add(launch, is_real=lap == laps - 1)
             simulation = world.simulation
             run.begin(lambda: simulation.now)
             stops = lambda: self._must_stop or interrupt.stopped(interrupts)  # noqa: E731
@@ -159,8 +177,8 @@ class _Launcher:
             if in_context:
                 run.warnings += simulation.warnings
                 if run.settings.keep:
-                    of_mesh = tuple(self._program.device_ids)
-                    run.launches.append(Launch(self._program, self._name, self._mesh_shape, of_mesh, inputs, outputs))
+                    devices = self._program.device_ids
+                    run.launches.append(dataclasses.replace(launch, devices=devices, outputs=outputs))
         except KeyboardInterrupt:
             # Another handler than the emulator's may have raised the exception.
             if not (self._must_stop or interrupt.stopped(interrupts)):
@@ -180,6 +198,17 @@ class _Launcher:
         elif errors:
             meeting.error = errors[0]
 
+    def _give_up(self, meeting: _Meeting) -> None:
+        """Ends a launch that some devices have not reached, with an error."""
+        meeting.outputs = self._no_outputs()
+        error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}. Given up")
+        run, in_context = runs.current_run()
+        if in_context:
+            run.errors.append(error)
+        else:
+            meeting.error = error
+        meeting.done.set()
+
     @property
     def _must_stop(self) -> bool:
         return self._stop is not None and self._stop.is_set()
@@ -191,13 +220,23 @@ class _Launcher:
 _names = itertools.count()
 
 
-def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
+def _lower(
+    primitive: jex_core.Primitive, ctx: mlir.LoweringRuleContext, *args: JaxObject, **params: JaxObject
+) -> JaxObject:
     """Lowers one kernel for CPU devices to a callback per device.
 
-    A kernel that asks for JAX's own interpreter is lowered as jax does.
+    A kernel that asks for JAX's own interpreter is lowered as jax does without the emulator, whose rule for CPU devices
+    hides jax's rule for all platforms. There is no public way to get the hidden rule: `_lowerings` is the only private
+    name of jax in the emulator (docs/private_names.md).
     """
     if params.get("interpret"):
-        return lower_by_jax(primitive, ctx, *args, **params)
+        rule = getattr(getattr(mlir, "_lowerings", {}).get(primitive), "rule", None)
+        if rule is None:  # This version of jax keeps its rules elsewhere.
+            raise NotImplementedError(
+                f"interpret={params['interpret']}: jax {jax.__version__} cannot run its own interpreter in a process "
+                "that uses the emulator. Expected: interpret=False, or another process"
+            )
+        return rule(ctx, *args, **params)
     name = params.get("name") or f"kernel {next(_names)}"
     axis_context = ctx.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
@@ -214,7 +253,7 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     devices = np.ravel(mesh.devices) if isinstance(mesh, jax.sharding.Mesh) else jax.devices() if mesh else ()
     if any(d.process_index != jax.process_index() for d in devices):
         raise NotImplementedError(f"kernel {name!r}: a mesh of several processes is not emulated")
-    count = int(np.prod(list(axes.values()), dtype=int))
+    count = math.prod(axes.values())
     ids = range(count) if mesh is None else (device.id for device in devices)
     try:
         program = decode(params, ctx.avals_in, tuple(ids))
@@ -226,7 +265,7 @@ def _lower(primitive: Any, ctx: Any, *args: Any, **params: Any) -> Any:
     launcher = _Launcher(program, axes, name)
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 
-    def call(*operands: Any) -> Any:
+    def call(*operands: jax.Array) -> Sequence[jax.Array]:
         device = 0
         for axis, size in axes.items():
             device = device * size + lax.axis_index(axis)

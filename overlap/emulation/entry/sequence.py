@@ -13,48 +13,29 @@ launch has ended, its memory holds undefined values.
 
 from __future__ import annotations
 
-import dataclasses
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..execution import deadlock
+from ..cores import DEFAULT_CORES
 from ..execution.engines import Engine
 from ..execution.machine import Machine, Thread
-from ..execution.program import Program
+from ..execution.program import Launch
 from ..foundations.clocks import Knowledge
 from ..foundations.errors import DeadlockError, EmulationError, ProtocolError, StepLimitError, cannot_run
-from ..foundations.settings import Settings
+from ..foundations.settings import Completion, Scheduler, Settings
 from ..foundations.shadow import Shadow
 from ..state import report
 from ..state.devices import Device
 from ..state.memory import Buffer, poison
-from ..state.mesh import Mesh
 from ..state.runs import Run
 from ..state.simulation import Simulation
+from ..state.sync import Meeting
 
 _ALIGNMENT = 256  # the alignment in bytes of a launch's buffers in global memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One launch of one kernel, kept so that `run_sequence` can run it again.
-
-    Attributes:
-        program: the decoded kernel.
-        name: the kernel's name.
-        mesh_shape: the sizes of the mesh's axes.
-        devices: for each position of the mesh, row-major, the number of the device there.
-        inputs: for each position, the operands' values.
-        outputs: for each position, the results' values that the kept launch has computed.
-    """
-
-    program: Program
-    name: str
-    mesh_shape: dict[str, int]
-    devices: tuple[int, ...]
-    inputs: list[list[np.ndarray]]
-    outputs: list[list[np.ndarray]]
+_FLAG_SHIFTS = (0,) * 7 + (1, 4, 7)  # the addresses from which that of a launch's first semaphore is drawn
+_MOST = 64  # threads that the message of a deadlock lists
 
 
 class World:
@@ -71,46 +52,23 @@ class World:
     def _reuses_memory(self) -> bool:
         return len(self.machines) > 1
 
-    def add(
-        self,
-        program: Program,
-        mesh_shape: dict[str, int],
-        devices: tuple[int, ...],
-        inputs: list[list[np.ndarray]],
-        name: str,
-        *,
-        flags_at: int = 0,
-        is_real: bool = True,
-    ) -> Machine:
+    def add(self, launch: Launch, *, flags_at: int = 0, is_real: bool = True) -> Machine:
         """Appends a launch to the sequence.
 
         Args:
-            program: the decoded kernel.
-            mesh_shape: the size of each axis of the mesh.
-            devices: for each position of the mesh, row-major, the number of the device there.
-            inputs: for each position, the operands' values.
-            name: the kernel's name.
+            launch: the kernel, its mesh and its operands' values.
             flags_at: the address of the launch's first semaphore.
-            is_real: whether the launch gets the values in `inputs`; if not, its operands are undefined (NaN).
+            is_real: whether the launch gets the operands' values; if not, its operands are undefined (NaN).
         """
-        for index in devices:
+        for index in launch.devices:
             if index not in self._devices:
                 self._devices[index] = Device(index, self.simulation.components.new())
             self._devices[index].launches += 1
         machine = Machine(
-            self.simulation,
-            self._engine,
-            self._devices,
-            program,
-            Mesh(mesh_shape, devices),
-            inputs,
-            name,
-            flags_at=flags_at,
-            is_real=is_real,
-            on_end=self._end,
+            self.simulation, self._engine, self._devices, launch, flags_at=flags_at, is_real=is_real, on_end=self._end
         )
         self.machines.append(machine)
-        for index in devices:
+        for index in launch.devices:
             self._launches.setdefault(index, []).append(machine)
         return machine
 
@@ -214,11 +172,12 @@ class World:
                 if isinstance(picked, Device):
                     self._start_next(picked)
                     continue
+                assert isinstance(picked, Thread)
                 thread = picked
                 if picked.turn():
                     scheduler.ready(picked)
             if any(device.ended < device.launches for device in devices):
-                raise DeadlockError(deadlock.message(simulation.threads, self.machines))
+                raise DeadlockError(_deadlock(self.machines))
             self._check_end()
         except EmulationError as error:
             simulation.fail(error, thread)
@@ -236,11 +195,12 @@ class World:
 
         The values of threads, and the views that a program caches, refer back to the launches.
         """
-        for thread in self.simulation.threads:
-            thread.env.clear()
         for machine in self.machines:
+            for thread in machine.threads:
+                thread.env.clear()
             machine.program.forget_views()
             machine.globals.clear()
+            machine.flag_arrays.clear()
             for cta in (cta for ctas in machine.ctas.values() for cta in ctas):
                 cta.scopes.clear()
                 cta.cluster = None
@@ -260,3 +220,97 @@ class World:
             machine.check_remote_uses()
         for access, wholly in detector.unwritten.values() if not simulation.errors else ():
             simulation.fault(("unwritten", access.instruction.index), ProtocolError(report.unwritten(access, wholly)))
+
+
+def _deadlock(machines: Sequence[Machine]) -> str:
+    """Returns the message: each waiting thread, the devices that a barrier waits for, the CTAs that never started.
+
+    Threads that wait for semaphores and mbarriers come first: one of them is the cause. Threads that wait for other
+    threads of their CTA, such as a warpgroup for the warps of a `warp_map`, come after them.
+    """
+    waiting = sorted((t for m in machines for t in m.threads if not t.done), key=_waits_for_own_cta)
+    lines = [f"deadlock: {len(waiting)} threads wait and nothing is in flight that could wake one"]
+    for thread in waiting[:_MOST]:
+        why = thread.blocked[1]() if thread.blocked else "is not blocked"
+        source = thread.machine.program.instructions[thread.pc].source
+        lines.append(f"  {thread.in_launch}: {why} (at {source}, since step {thread.blocked_at})")
+    if len(waiting) > _MOST:
+        lines.append(f"  ... and {len(waiting) - _MOST} more")
+    for machine in machines:
+        missing = [device for device in machine.mesh.devices if device not in machine.arrived]
+        if machine.program.has_barrier and machine.arrived and missing:
+            lines.append(
+                f"  devices {machine.arrived} wait at the framework's barrier before launch {machine.number} "
+                f"({machine.name}) for devices {missing}"
+            )
+        for device, queue in machine.queued.items():
+            if not queue:
+                continue
+            names = ", ".join(str(cta).split(", ", 1)[1] for cta in queue[:8]) + (", ..." if len(queue) > 8 else "")
+            fit = machine.resident
+            of = f" of launch {machine.number} ({machine.name})" if len(machines) > 1 else ""
+            lines.append(
+                f"  device {device}: {len(queue)} CTAs{of} were never launched ({names}), as only {fit} fit at a time"
+            )
+    return "\n".join(lines)
+
+
+def _waits_for_own_cta(thread: Thread) -> bool:
+    return thread.blocked is not None and isinstance(thread.blocked[0], Meeting)
+
+
+def run_sequence(
+    launches: Sequence[Launch],
+    completion: Completion = "late",
+    scheduler: Scheduler = "pct",
+    seed: int = 0,
+    *,
+    detect_races: bool = True,
+    resident: int | None = None,
+    step_limit: int | None = 20_000_000,
+) -> list[list[list[np.ndarray]]]:
+    """Runs launches one after the other, each device at its own pace, and returns the results of each.
+
+    The launches may be of different kernels, along different axes, and on different meshes: with the devices in another
+    order, or with only some of the devices. Each device runs its launches in the order given; the scheduler chooses the
+    delays between them. All launches have their operands and results at the same addresses of a device's memory, and
+    their semaphores at nearly the same addresses (shifted by a few words, by chance). So a launch finds there what
+    earlier launches have left.
+
+    Args:
+        launches: from `Run.launches` (`emulate(keep=True)`).
+        completion, scheduler, seed, detect_races, resident, step_limit: see `emulate`.
+
+    Returns:
+        The outputs: for each launch, for each position of the launch's mesh, a list of arrays.
+
+    Raises:
+        EmulationError: the first fault. The message names the launch of each thread, by its number from 1.
+        NotImplementedError: a launch ran along only some axes of its mesh (a partly manual `shard_map`), so that its
+            devices are not known.
+
+    Example:
+        >>> with emulation.emulate(cores=2, keep=True) as run:
+        ...     along_x(a), along_y(b)
+        >>> x, y = run.launches
+        >>> for seed in range(100):
+        ...     emulation.run_sequence([y, y, x, x], seed=seed)
+    """
+    for number, launch in enumerate(launches, 1):
+        if len(launch.devices) != len(launch.inputs):
+            raise NotImplementedError(
+                f"`launches`: launch {number} ({launch.name}) ran on {len(launch.inputs)} of the {len(launch.devices)} "
+                "devices of a mesh whose other axes are not manual: expected a shard_map over all axes"
+            )
+    settings = Settings(
+        DEFAULT_CORES, completion, scheduler, seed, detect_races=detect_races, resident=resident, step_limit=step_limit
+    )
+    world = World(settings, Run(settings), ", ".join(launch.name for launch in launches), is_replay=True)
+    chance = random.Random(seed)
+    machines = [world.add(launch, flags_at=chance.choice(_FLAG_SHIFTS)) for launch in launches]
+    simulation = world.simulation
+    simulation.run.begin(lambda: simulation.now)
+    ended = world.execute()
+    if simulation.errors:
+        raise simulation.errors[0]
+    return [machine.outputs(ended=ended) for machine in machines]

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 
 import numpy as np
 
 from ..foundations.clocks import EMPTY, ComponentPool, Knowledge, covers
+from ..foundations.equations import AxisName, Environment
 from ..foundations.errors import ProtocolError, RaceError
+from ..foundations.source_lines import Instruction
 from ..state import report
 from ..state.clusters import Cluster, Cta
 from ..state.devices import Device, Flags
-from ..state.memory import Buffer, View, poison
+from ..state.memory import Buffer, Cells, View, poison
 from ..state.mesh import Mesh
 from ..state.orders import Orders
 from ..state.races import Access
 from ..state.simulation import Simulation
-from ..state.sync import Semaphore, Waitable
+from ..state.sync import MBarrier, Meeting, Semaphore, Waitable
 from .engines import Engine
-from .program import Instruction, Program
+from .operations import Issued, Product, Store
+from .program import Launch
 from .tensor_queue import TensorThread
 
 
@@ -34,7 +36,7 @@ class Thread:
         cta: Cta,
         warpgroup: int,
         warp: int | None,
-        env: list,
+        env: Environment,
         pc: int,
         before: Thread | None = None,
     ):
@@ -48,12 +50,13 @@ class Thread:
         self.component = machine.simulation.components.new() if before is None else before.component
         self.time = 1 if before is None else before.time + 1
         self.pool = ComponentPool(machine.simulation.components) if before is None else before.pool
-        self.open_stores: list[Any] = []  # TMA stores not yet committed
-        self.groups: list[list[Any]] = []  # committed groups of stores, oldest first
-        self.wgmmas: list[Any] = []  # wgmma operations in flight, oldest first
-        self.waits: dict[Any, Any] = {}  # mbarrier -> number of its phases waited for; a tuple if the warps differ
-        self.arrivals: dict[Any, int] = {}  # meeting -> the generation whose end the thread waits for
-        self.axes: dict[Any, int] = {}
+        self.open_stores: list[Store] = []  # TMA stores not yet committed
+        self.groups: list[list[Store]] = []  # committed groups of stores, oldest first
+        self.wgmmas: list[Product] = []  # wgmma operations in flight, oldest first
+        # mbarrier -> number of its phases waited for; a tuple if the warps differ
+        self.waits: dict[MBarrier, int | tuple] = {}
+        self.arrivals: dict[Meeting, int] = {}  # meeting -> the generation whose end the thread waits for
+        self.axes: dict[AxisName, int] = {}
         self.visits: dict[int, int] = {}  # instruction of a `run_scoped` -> how often it has run
         self.children: list[Thread] = []  # the warps of the last map
         self.tensor = TensorThread(machine.simulation.components) if before is None else before.tensor
@@ -88,23 +91,10 @@ class Thread:
 
     def access(self, view: View, what: str, *, write: bool, atomic: bool = False, by_rows: bool = False) -> None:
         """Checks an access that this thread itself makes (through the generic proxy), and records it."""
-        if write and view.buffer.read_only:
-            raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
-        detector = self.machine.detector
-        if detector is not None and view.buffer.space != "regs":
-            access = Access(
-                self,
-                view,
-                what,
-                self.instruction,
-                self.component,
-                self.time,
-                write=write,
-                atomic=atomic,
-                by_rows=by_rows,
-            )
-            detector.access(access, self.knowledge)
-            self.note_remote(access)
+        if view.buffer.space != "regs":
+            own = Issued(self, self.instruction, self.knowledge, self.component, self.time)
+            engine = self.machine.engine
+            engine.record(own, view, what, write=write, atomic=atomic, by_rows=by_rows, asynchronous=False)
 
     def turn(self) -> bool:
         """Runs up to the next visible instruction; returns whether the thread can go on."""
@@ -127,7 +117,7 @@ class Thread:
     def note_remote(self, access: Access) -> None:
         """Remembers an access to memory of another device or CTA, which must not end before the access is complete."""
         buffer = access.view.buffer
-        if buffer.space in ("smem", "tmem") and buffer.cta is not self.cta:
+        if buffer.space in ("smem", "tmem") and buffer.cta is not None and buffer.cta is not self.cta:
             buffer.cta.note_use(self, f"{access.what} of {access.view}", access.component, access.time)
         if buffer.space == "gmem" and buffer.device != self.device:
             what = f"uses {buffer.name}{access.view.text}"
@@ -142,11 +132,9 @@ class Thread:
     def in_launch(self) -> str:
         """The thread's name, and its launch if there are several."""
         launches = self.simulation.launches
-        return (
-            str(self)
-            if launches == 1
-            else f"{self}, in launch {self.machine.number} of {launches} ({self.machine.name})"
-        )
+        if launches == 1:
+            return str(self)
+        return f"{self}, in launch {self.machine.number} of {launches} ({self.machine.name})"
 
     @property
     def where(self) -> str:
@@ -169,6 +157,7 @@ class Machine:
         arrived: the devices that have come to this launch, in the order in which they came.
         buffers: for each device, the buffers (or plain values) of the kernel's parameters.
         values: for each device, the contents of its buffers when the launch begins; None for undefined contents.
+        threads: the threads that have started, in order.
         private: semaphores that belong to single CTAs.
         results: the outputs of each device on which the launch has ended and its memory is free for other launches.
     """
@@ -178,28 +167,29 @@ class Machine:
         simulation: Simulation,
         engine: Engine,
         devices: Mapping[int, Device],
-        program: Program,
-        mesh: Mesh,
-        inputs: list[list[np.ndarray]],
-        name: str,
+        launch: Launch,
         *,
         flags_at: int,
         is_real: bool,
         on_end: Callable[[Machine, int], None],
     ):
-        self.simulation, self.engine, self.program, self.name = simulation, engine, program, name
-        self.mesh, self._devices, self._on_end = mesh, devices, on_end
+        self.simulation, self.engine, self.program, self.name = simulation, engine, launch.program, launch.name
+        self.mesh = mesh = Mesh(launch.mesh_shape, launch.devices)
+        self._devices, self._on_end = devices, on_end
         # Shorter names for objects that most instructions use.
         self.run, self.detector, self.fault = simulation.run, simulation.detector, simulation.fault
         simulation.launches += 1
         self.number = simulation.launches
-        self.flags = Flags(flags_at, program.words, self.number)
+        self.flags = Flags(flags_at, self.program.words, self.number)
         self.ordinals = {device: devices[device].launches for device in mesh.devices}
         self.arrived: list[int] = []
-        self.globals: dict[Any, dict[int, Any]] = {}
+        self.threads: list[Thread] = []
+        # what pl.get_global and scopes have made: (key of the allocation) -> device -> the allocation there
+        self.globals: dict[Hashable, dict[int, Buffer]] = {}
+        self.flag_arrays: dict[Hashable, dict[int, Cells]] = {}
         self.private: list[Semaphore] = []
         self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in mesh.devices}  # by component
-        self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, inputs)}
+        self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, launch.inputs)}
         self.values = {
             device: [b.data if isinstance(b, Buffer) and b.is_operand and is_real else None for b in row]
             for device, row in self.buffers.items()
@@ -226,9 +216,9 @@ class Machine:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _bind(self, device: int, values: list[np.ndarray]) -> list[Any]:
+    def _bind(self, device: int, values: list[np.ndarray]) -> Environment:
         """Makes the buffers (or plain values) that the kernel's parameters stand for on `device`."""
-        out: list[Any] = []
+        out: Environment = []
         aliases = {o: i for i, o in self.program.aliases.items()}
         for i, (value, is_ref) in enumerate(zip(values, self.program.input_is_ref)):
             if not is_ref:
@@ -243,15 +233,12 @@ class Machine:
                 out.append(out[aliases[o]])
             else:
                 out.append(Buffer(f"output {o}", "gmem", poison(aval.shape, aval.dtype), device))
-        for buffer, name in zip(out, self.program.parameter_names):
-            if isinstance(buffer, Buffer):
-                buffer.parameter = name  # (Of an input that is an output too: the output's.)
         return out
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
     def start(self, thread: Thread) -> None:
-        self.simulation.threads.append(thread)
+        self.threads.append(thread)
         self.simulation.scheduler.admit(thread)
 
     def begin(self, device: int, known: Knowledge) -> None:

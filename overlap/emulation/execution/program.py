@@ -3,100 +3,75 @@
 Every variable gets an entry in the thread's environment. Calls are inlined; loops and branches become jumps. A thread
 is then a program counter and a list of values, and a scheduler can stop it between instructions. The handlers of the
 primitives are in `control`, `scopes`, `data`, `inline`, `transfers`, `signals`, `multimem`, `tensor_memory`,
-`tcgen05`, `cluster_launch` and `cluster_stores`. They register themselves with `handles`, and `decode` imports them.
+`tcgen05` and `clusters`. They register themselves with `handles`, and `decode` imports them.
 """
 
 from __future__ import annotations
 
-import os
-import pathlib
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from jax.extend import core as jex_core
-from jax.extend import source_info_util
 
 from ..foundations import arithmetic
-from ..foundations.environment import Entry, value_of
-from ..foundations.equations import ArrayType, Atom, Equation
+from ..foundations.equations import (
+    ArrayType,
+    Atom,
+    AxisName,
+    Entry,
+    Environment,
+    Equation,
+    JaxObject,
+    Scalar,
+    Transform,
+    open_jaxpr,
+    value_of,
+)
 from ..foundations.errors import NotEmulatedError
+from ..foundations.source_lines import Instruction
 from .references import RefPath
 
-Function = Callable[[Any], Any]
-# The functions in this folder are called by kernels. Reports name the line of the call.
-_PRIMITIVES = f"{pathlib.Path(__file__).parents[2] / 'primitives'}{os.sep}"
-_MOST_FRAMES = 100
-_HANDLERS: dict[str, Callable[..., Any]] = {}
+# An instruction: takes a `machine.Thread`, which stands above this module; returns True if the thread cannot go on.
+Function = Callable[[Any], bool | None]
+Handler = Callable[["Decoder", Equation, list[int]], list[int] | None]
+_HANDLERS: dict[str, Handler] = {}
 
 
-def handles(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def handles(*names: str) -> Callable[[Handler], Handler]:
     """Decorates a `handler(decoder, eqn, ins)`, to register it for primitives of these names.
 
-    `ins` are the entries of the operands. The handler returns the entries of the outputs.
+    `ins` are the entries of the operands. The handler returns the entries of the outputs, if there are any.
     """
 
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for name in names:
-            _HANDLERS[name] = handler
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(names, handler))
         return handler
 
     return register
 
 
-def lines_of(eqn: Equation | None) -> list[str]:
-    """Returns the lines in which an equation was traced, jax's own left out, innermost first."""
-    if eqn is None:
-        return []
-    text = source_info_util.summarize(eqn.source_info, num_frames=_MOST_FRAMES)
-    # Of each function's name, keep the part behind the last dot.
-    return [re.sub(r"\((?:[^()]*\.)?([^().]+)\)$", r"(\1)", line) for line in reversed(text.splitlines())]
+class Runner(Protocol):
+    """A thread that runs instructions."""
 
-
-def _function_of(frame: str) -> str:
-    return frame.rpartition("(")[2].removesuffix(")")
-
-
-class Instruction:
-    """The origin of an instruction in the kernel's source, for messages and events."""
-
-    __slots__ = ("_source", "eqn", "index", "name")
-
-    def __init__(self, index: int, name: str, eqn: Equation | None):
-        self.index, self.name, self.eqn = index, name, eqn
-        self._source: str | None = None
-
-    @property
-    def source(self) -> str:
-        if self._source is None:
-            frames = lines_of(self.eqn)
-            # The kernel's own line, not the line in a primitive that the kernel calls; then the primitive's name.
-            own = next((i for i, frame in enumerate(frames) if not frame.startswith(_PRIMITIVES)), 0)
-            primitive = _function_of(frames[own - 1]) if own else ""
-            self._source = ": ".join(filter(None, (*frames[own : own + 1], primitive, self.name)))
-        return self._source
-
-    @property
-    def scope(self) -> str:
-        """The named scopes around the instruction."""
-        return str(self.eqn.source_info.name_stack) if self.eqn is not None else ""
+    env: Environment
+    pc: int
 
 
 class Program:
     """A decoded kernel.
 
     Attributes:
-        functions: the instructions. Each takes a thread, and returns True if the thread cannot go on.
+        functions: the instructions.
         visible: for each instruction, whether other threads can observe it. Only before visible instructions can the
             scheduler stop a thread.
         instructions: for each instruction, its origin in the source.
         template: the initial environment: constants, and None for entries without a value.
         parameters: the entries of the kernel's parameters.
-        parameter_names: their names in the kernel's source, "" where unknown.
         aliases: input -> the output that uses the same memory.
         grid: the sizes of the grid's axes, then those of the cluster's axes.
-        axis_names, axis_sizes: the names and sizes of the axes of the grid, of the cluster and of the threads.
+        axis_names: the names of the axes of the grid, of the cluster and of the threads.
         words: the names of the semaphores that all CTAs share, in the order of their addresses.
         device_ids: the ids of the mesh's devices, in order.
     """
@@ -105,17 +80,15 @@ class Program:
         self.functions: list[Function] = []
         self.visible: list[bool] = []
         self.instructions: list[Instruction] = []
-        self.template: list[Any] = []
+        self.template: Environment = []
         self.paths: list[RefPath] = []
         self.parameters: list[int] = []
-        self.parameter_names: list[str] = []
         self.input_is_ref: list[bool] = []
-        self.out_avals: tuple[Any, ...] = ()
+        self.out_avals: tuple[ArrayType, ...] = ()
         self.aliases: dict[int, int] = {}
         self.grid: tuple[int, ...] = ()
-        self.cluster: dict[Any, int] = {}
-        self.axis_names: tuple[Any, ...] = ()
-        self.axis_sizes: tuple[int, ...] = ()
+        self.cluster: dict[AxisName, int] = {}
+        self.axis_names: tuple[AxisName, ...] = ()
         self.num_threads: int | None = None
         self.has_barrier = True  # whether the framework runs a barrier over all devices before each launch
         self.words: list[str] = []
@@ -129,24 +102,45 @@ class Program:
             path.forget()
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel, kept so that `run_sequence` can run it again.
+
+    Attributes:
+        program: the decoded kernel.
+        name: the kernel's name.
+        mesh_shape: the sizes of the mesh's axes.
+        devices: for each position of the mesh, row-major, the number of the device there.
+        inputs: for each position, the operands' values.
+        outputs: for each position, the results' values that the kept launch has computed.
+    """
+
+    program: Program
+    name: str
+    mesh_shape: dict[AxisName, int]
+    devices: tuple[int, ...]
+    inputs: list[list[np.ndarray]]
+    outputs: list[list[np.ndarray]]
+
+
 class Decoder:
     """Emits the instructions of one program."""
 
     def __init__(self, program: Program):
         self.program = program
-        self.scope: dict[Any, int] = {}
-        self._constants: dict[Any, int] = {}
-        self._used: set[Any] = set()
-        self.warp_axes: list[Any] = []  # the axes of the maps over warps whose bodies are being decoded
+        self.scope: dict[Atom, int] = {}
+        self._constants: dict[tuple[type, object], int] = {}
+        self._used: set[Atom] = set()
+        self.warp_axes: list[AxisName] = []  # the axes of the maps over warps whose bodies are being decoded
 
     # ---- entries -----------------------------------------------------------------------------------------------------
 
-    def new(self, value: Any = None) -> int:
+    def new(self, value: object = None) -> int:
         """Makes an entry, which holds `value` in the initial environment, and returns it."""
         self.program.template.append(value)
         return len(self.program.template) - 1
 
-    def constant(self, value: Any, aval: ArrayType) -> int:
+    def constant(self, value: object, aval: ArrayType) -> int:
         """Returns the entry of a constant, and makes one if there is none."""
         if arithmetic.is_plain(aval):
             value = np.asarray(value).item()
@@ -168,8 +162,8 @@ class Decoder:
     def here(self) -> int:
         return len(self.program.functions)
 
-    def emit(self, function: Function, eqn: Equation | None, name: str = "", *, visible: bool = False) -> int:
-        """Appends an instruction, and returns its index.
+    def emit(self, function: Function, eqn: Equation | None, name: str = "", *, visible: bool = False) -> None:
+        """Appends an instruction.
 
         If it is `visible`, other threads can observe it, and the scheduler may stop a thread before it.
         """
@@ -178,10 +172,18 @@ class Decoder:
         self.program.instructions.append(
             Instruction(self.here - 1, name or (eqn.primitive.name.removesuffix("_p") if eqn else ""), eqn)
         )
-        return self.here - 1
 
-    def path(self, transforms: Any, *, clip: bool = False, multicast: bool = False) -> RefPath:
-        path = RefPath(transforms, clip)
+    def instruction(self, eqn: Equation, name: str = "", *, visible: bool = False) -> Callable[[Function], Function]:
+        """Decorates a function, to append it as an instruction (`emit`)."""
+
+        def append(function: Function) -> Function:
+            self.emit(function, eqn, name, visible=visible)
+            return function
+
+        return append
+
+    def path(self, transforms: Iterable[Transform], *, clip: bool = False, multicast: bool = False) -> RefPath:
+        path = RefPath(transforms or (), clip)
         if path.multicast is not None and not multicast:
             raise NotImplementedError(
                 "a multicast_ref can only be the target of copy_smem_to_gmem, as on the GPU. Expected: that, or "
@@ -190,11 +192,20 @@ class Decoder:
         self.program.paths.append(path)
         return path
 
-    def unflatten(self, tree: Any, entries: Sequence[int]) -> Any:
+    def paths(self, leaves: Sequence[int], *trees: JaxObject) -> list[RefPath]:
+        """Decodes references, each with a tree of transforms or None. `leaves` are those of all trees, in order."""
+        paths = []
+        for tree in trees:
+            count = 0 if tree is None else tree.num_leaves
+            paths.append(self.path(() if tree is None else self.unflatten(tree, leaves[:count])))
+            leaves = leaves[count:]
+        return paths
+
+    def unflatten(self, tree: JaxObject, entries: Sequence[int]) -> JaxObject:
         """Rebuilds `tree` as decoded parameters: its leaves are constants, or an `Entry` for each other value."""
         return tree.unflatten([self.leaf(s) for s in entries])
 
-    def unflatten_entries(self, tree: Any, entries: Sequence[int]) -> Any:
+    def unflatten_entries(self, tree: JaxObject, entries: Sequence[int]) -> JaxObject:
         """Rebuilds `tree` from a flat list of entries, as a list [reference, transforms, operands...].
 
         The transforms are decoded into the form that `path` takes. The reference and the operands stay entries.
@@ -203,7 +214,7 @@ class Decoder:
         decoded = tree.unflatten([self.leaf(s) for s in entries])
         return [parts[0], decoded[1], *parts[2:]]
 
-    def leaves(self, tree: Any) -> Any:
+    def leaves(self, tree: JaxObject) -> JaxObject:
         """Decodes the entries in a device id, which is None, a scalar, a tuple or a dict."""
         if isinstance(tree, dict):
             return {k: self.leaves(v) for k, v in tree.items()}
@@ -211,7 +222,7 @@ class Decoder:
             return tuple(self.leaves(v) for v in tree)
         return None if tree is None else self.leaf(tree)
 
-    def leaf(self, entry: int) -> Any:
+    def leaf(self, entry: int) -> Scalar:
         """Turns an entry into a decoded parameter: its value if it is a constant scalar, else an `Entry`."""
         value = self.program.template[entry]
         return value if type(value) in (int, bool) else Entry(entry)
@@ -223,7 +234,7 @@ class Decoder:
             return
         sources, targets = zip(*pairs)
 
-        def run(thread: Any) -> None:
+        def run(thread: Runner) -> None:
             env = thread.env
             for target, value in zip(targets, [env[s] for s in sources]):
                 env[target] = value
@@ -234,21 +245,27 @@ class Decoder:
         """Emits a jump whose target is set later by the returned function."""
         target = [0]
 
-        def run(thread: Any) -> None:
+        def run(thread: Runner) -> None:
             thread.pc = target[0]
 
         self.emit(run, eqn, "jump")
         return lambda pc: target.__setitem__(0, pc)
 
-    def inline(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
+    def inline(self, jaxpr: JaxObject, arguments: Sequence[int], constants: Sequence[int] | None = None) -> list[int]:
         """Emits the equations of `jaxpr`, whose arguments are in these entries; returns the entries of its results."""
         closed_constants = getattr(jaxpr, "consts", ())
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        jaxpr = open_jaxpr(jaxpr)
         if constants is None:
             constants = [self.constant(c, v.aval) for c, v in zip(closed_constants, jaxpr.constvars)]
         outer, self.scope = self.scope, {}
-        outer_used, self._used = self._used, {v for e in jaxpr.eqns for v in e.invars if not self._is_literal(v)}
-        self._used |= {v for v in jaxpr.outvars if not self._is_literal(v)}
+        outer_used, self._used = (
+            self._used,
+            {
+                v
+                for v in (*jaxpr.outvars, *(v for e in jaxpr.eqns for v in e.invars))
+                if not isinstance(v, jex_core.Literal)
+            },
+        )
         self.scope.update(zip(jaxpr.constvars, constants))
         self.scope.update(zip(jaxpr.invars, arguments))
         for eqn in jaxpr.eqns:
@@ -256,10 +273,6 @@ class Decoder:
         results = [self.read(v) for v in jaxpr.outvars]
         self.scope, self._used = outer, outer_used
         return results
-
-    @staticmethod
-    def _is_literal(atom: Atom) -> bool:
-        return isinstance(atom, jex_core.Literal)
 
     def is_used(self, variable: Atom) -> bool:
         """Whether anything in the jaxpr that is being decoded reads `variable`."""
@@ -287,7 +300,7 @@ class Decoder:
         outs = [self.new() for _ in eqn.outvars]
         if multiple:
 
-            def run_multiple(thread: Any) -> None:
+            def run_multiple(thread: Runner) -> None:
                 env = thread.env
                 for out, value in zip(outs, function(*[env[i] for i in ins])):
                     env[out] = value
@@ -301,18 +314,18 @@ class Decoder:
         if len(ins) == 1:
             (a,) = ins
 
-            def run(thread: Any) -> None:
+            def run(thread: Runner) -> None:
                 env = thread.env
                 env[out] = function(env[a])
         elif len(ins) == 2:
             a, b = ins
 
-            def run(thread: Any) -> None:
+            def run(thread: Runner) -> None:
                 env = thread.env
                 env[out] = function(env[a], env[b])
         else:
 
-            def run(thread: Any) -> None:
+            def run(thread: Runner) -> None:
                 env = thread.env
                 env[out] = function(*[env[i] for i in ins])
 
@@ -320,7 +333,7 @@ class Decoder:
         return outs
 
 
-def predicate_of(d: Decoder, entries: list[int], present: bool) -> tuple[list[int], Any]:
+def predicate_of(d: Decoder, entries: list[int], present: bool) -> tuple[list[int], Callable[[Environment], bool]]:
     """Splits a predicate off the end of an operation's entries, if one is `present`.
 
     Returns:

@@ -9,19 +9,18 @@ that depends on the lane is taken to run in one lane.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from ..foundations import ptx
 from ..foundations.errors import ProtocolError
 from .machine import Thread
 
-Getter = Callable[[Any], Any]
+Getter = Callable[[Thread], int]  # reads a register or computes a value; a truth value is a `bool`
 LANES, WARPS = 32, 4
 
 # A function that returns a thread's time in nanoseconds. By default (None) time stands still: no wait times out, so a
 # thread that waits for an event that never happens is in a deadlock. Without a clock, a loop that only reads words
 # blocks its thread, and %clock counts the scheduler's steps.
-CLOCK: Callable[[Any], int] | None = None
+CLOCK: Getter | None = None
 
 
 class Unreadable(NotImplementedError):
@@ -110,7 +109,7 @@ class Frame:
             raise Unreadable("an address where a value is expected")
         entry, name = self.entries[operand.name], operand.name.split("'")[0]
 
-        def read(thread: Thread) -> Any:
+        def read(thread: Thread) -> int:
             value = thread.env[entry]
             if value is None:
                 raise ProtocolError(f"the register {name} is read before anything has been written to it")
@@ -118,7 +117,7 @@ class Frame:
 
         return read
 
-    def set(self, operand: ptx.Operand) -> Callable[[Any, Any], None]:
+    def set(self, operand: ptx.Operand) -> Callable[[Thread, int], None]:
         """Returns a function that writes a value to an operand in a thread."""
         if operand is None:
             return lambda thread, value: None

@@ -1,8 +1,6 @@
 """The tensor core of a CTA, or of a pair of CTAs (Blackwell): issues `tcgen05` operations and computes their results.
 
-The operations that one thread issues run in the order of issue, some time later. A commit arrives on a barrier when all
-operations that its thread has issued before are complete. No other event tells that they are complete. So the
-operations of one thread share one component of the vector clocks.
+`tensor_queue` says when they complete.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import numpy as np
 from ..foundations.arithmetic import matmul
 from ..state.memory import View
 from ..state.sync import MBarrier
-from .engines import Arrival
 from .machine import Thread
+from .operations import Arrival
 
 
 class Operands(NamedTuple):
@@ -38,7 +36,7 @@ def multiply(thread: Thread, ctas: Sequence[Operands], *, accumulate: bool) -> N
     op = queue.issue(thread, "an mma", collective=len(ctas) > 1)
 
     def record(view: View, what: str, *, write: bool = False, by_rows: bool = False) -> None:
-        engine.record(op, view, f"tcgen05 mma, {what}", op.component, op.time, write=write, by_rows=by_rows)
+        engine.record(op, view, f"tcgen05 mma, {what}", write=write, by_rows=by_rows)
 
     for own in ctas:
         record(own.a, "left operand", by_rows=True)
@@ -103,8 +101,8 @@ def copy(thread: Thread, pairs: Sequence[tuple[View, View]], convert: Callable[[
     engine, queue = thread.machine.engine, thread.tensor.queue
     op = queue.issue(thread, "a copy to tensor memory", collective=len(pairs) > 1)
     for source, target in pairs:
-        engine.record(op, source, "tcgen05 copy, read", op.component, op.time, write=False)
-        engine.record(op, target, "tcgen05 copy, write", op.component, op.time, write=True)
+        engine.record(op, source, "tcgen05 copy, read", write=False)
+        engine.record(op, target, "tcgen05 copy, write", write=True)
     thread.tick()
 
     def move() -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from typing import Any
+
+import numpy as np
 
 from ..foundations.clocks import Components, Knowledge
 from ..foundations.errors import ProtocolError
-from .engines import Issued, Issuer
+from ..state.memory import View
+from .operations import Issued, Issuer
 
 
 class TensorThread:
-    """The operations that one thread has issued to tensor memory and to the tensor core.
+    """The operations of one thread.
 
     Attributes:
         loads: (component, time) of each load that has not been waited for.
@@ -26,11 +28,9 @@ class TensorThread:
         queue: the operations that the thread has issued to the tensor core.
     """
 
-    __slots__ = ("loads", "queue", "stores")
-
     def __init__(self, components: Components):
         self.loads: list[tuple[int, int]] = []
-        self.stores: list[tuple[tuple[int, int], Any, Any]] = []
+        self.stores: list[tuple[tuple[int, int], View | None, np.ndarray]] = []
         self.queue = TensorQueue(components)
 
 
@@ -42,8 +42,6 @@ class TensorQueue:
             that component.
         knowledge: the events that have happened when the last operation is complete; None if there is no operation.
     """
-
-    __slots__ = ("_collective", "_components", "_pending", "component", "knowledge", "time")
 
     def __init__(self, components: Components):
         self._components = components

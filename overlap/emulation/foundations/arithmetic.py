@@ -6,13 +6,17 @@ A primitive that is not listed here runs as a compiled `jax.jit` of its equation
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from .equations import ArrayType, Equation
+
+# Computes a value from the operands' values and the equation's parameters, as keywords.
+Compute = Callable[..., Any]
 
 # ---- scalars ---------------------------------------------------------------------------------------------------------
 
@@ -32,7 +36,7 @@ def _rem(a: int, b: int) -> int:
     return a if b == 0 else a - _div(a, b) * b
 
 
-_SCALAR: dict[str, Callable[..., Any]] = {
+_SCALAR: dict[str, Compute] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": _div, "rem": _rem, "max": max, "min": min,
     "and": operator.and_, "or": operator.or_, "xor": operator.xor, "neg": operator.neg, "abs": abs,
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -62,21 +66,21 @@ def _kind(aval: ArrayType) -> str:
     return dtype.kind if dtype.name not in ("int4", "uint4", "int2", "uint2") else "?"
 
 
-def _wrapper(dtype: Any) -> Callable[[Any], Any]:
+def _wrapper(dtype: npt.DTypeLike) -> Callable[[int], int]:
     dtype = np.dtype(dtype)
     if dtype.kind == "b":
         return bool
     info = np.iinfo(dtype)
     low, high, bits = int(info.min), int(info.max), info.bits
 
-    def wrap(x: Any) -> int:
+    def wrap(x: int) -> int:
         x = int(x)
         return x if low <= x <= high else (x - low) % (1 << bits) + low
 
     return wrap
 
 
-def _scalar(eqn: Equation) -> Callable[..., Any] | None:
+def _scalar(eqn: Equation) -> Compute | None:
     name = eqn.primitive.name
     if len(eqn.outvars) != 1 or not all(is_plain(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return None
@@ -104,58 +108,37 @@ def _scalar(eqn: Equation) -> Callable[..., Any] | None:
 # ---- arrays ----------------------------------------------------------------------------------------------------------
 
 
-def _broadcast_in_dim(x: Any, shape: Any, broadcast_dimensions: Any) -> np.ndarray:
+def _broadcast_in_dim(x: npt.ArrayLike, shape: Sequence[int], broadcast_dimensions: Sequence[int]) -> np.ndarray:
     expanded = [1] * len(shape)
     for axis, size in zip(broadcast_dimensions, np.shape(x)):
         expanded[axis] = size
     return np.broadcast_to(np.reshape(x, expanded), shape)
 
 
-def _iota(dtype: Any, shape: Any, dimension: int) -> np.ndarray:
+def _iota(dtype: npt.DTypeLike, shape: Sequence[int], dimension: int) -> np.ndarray:
     return _broadcast_in_dim(np.arange(shape[dimension], dtype=dtype), shape, (dimension,))
 
 
-def _select(which: Any, *cases: Any) -> np.ndarray:
+def _select(which: npt.ArrayLike, *cases: np.ndarray) -> np.ndarray:
     if len(cases) == 2:
         return np.where(which, cases[1], cases[0])
     return np.choose(np.broadcast_to(which, np.shape(cases[0])), cases)
 
 
-def _reduce(function: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce(function: Compute) -> Compute:
     return lambda x, axes, **_: function(x, axis=tuple(axes))
 
 
-def _dot_general(a: Any, b: Any, dimension_numbers: Any, preferred_element_type: Any = None, **_: Any) -> np.ndarray:
-    (ca, cb), (ba, bb) = dimension_numbers
-    if ba or bb or len(ca) != 1:
-        raise NotImplementedError
-    wide = np.float32 if a.dtype.kind not in "iub" else np.int32
-    return np.tensordot(a.astype(wide), b.astype(wide), axes=(ca, cb))
-
-
-def _no_params(function: Callable[..., Any]) -> Callable[..., Any]:
+def _no_params(function: Compute) -> Compute:
     return lambda *args, **_: function(*args)
 
 
-def _in_f64(function: Callable[..., Any]) -> Callable[[Any], Any]:
+def _in_f64(function: Compute) -> Compute:
     return lambda x: function(np.asarray(x, np.float64)).astype(x.dtype)
 
 
-_SAME_NAME = [
-    "add",
-    "log1p",
-    "expm1",
-    "tanh",
-    "sqrt",
-    "square",
-    "sin",
-    "cos",
-    "floor",
-    "ceil",
-    "sign",
-    "abs",
-]
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+_SAME_NAME = ["add", "log1p", "expm1", "tanh", "sqrt", "square", "sin", "cos", "floor", "ceil", "sign", "abs"]
+_ELEMENTWISE: dict[str, Compute] = {
     **{name: getattr(np, name) for name in _SAME_NAME},
     # NumPy's own for f32 are off by up to 4 ulp, CUDA's by 1; and CUDA's `exp2` of an integer is exact.
     **{name: _in_f64(getattr(np, name)) for name in ("exp", "exp2", "log")},
@@ -167,7 +150,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x, "copy_p": lambda x: x, "stop_gradient": lambda x: x, "multiple_of": lambda x: x,
     "pvary": lambda x: x,
 }  # fmt: skip
-_ARRAY: dict[str, Callable[..., Any]] = {
+_ARRAY: dict[str, Compute] = {
     **{name: _no_params(function) for name, function in _ELEMENTWISE.items()},
     "convert_element_type": lambda x, new_dtype, **_: np.asarray(x).astype(new_dtype),
     "integer_pow": lambda x, y: np.asarray(x) ** y,
@@ -186,7 +169,7 @@ _ARRAY: dict[str, Callable[..., Any]] = {
     "reduce_prod": _reduce(np.prod), "reduce_and": _reduce(np.all), "reduce_or": _reduce(np.any),
     "mosaic_gpu_reduce_sum": _reduce(np.sum), "mosaic_gpu_reduce_max": _reduce(np.max),
     "mosaic_gpu_reduce_min": _reduce(np.min), "mosaic_gpu_reduce_prod": _reduce(np.prod),
-    "dot_general": _dot_general, "mma": lambda acc, a, b: acc + a.astype(acc.dtype) @ b.astype(acc.dtype),
+    "mma": lambda acc, a, b: acc + a.astype(acc.dtype) @ b.astype(acc.dtype),
 }  # fmt: skip
 _ARRAY["broadcasted_iota"] = _ARRAY["iota"]
 
@@ -222,11 +205,11 @@ def is_known(eqn: Equation) -> bool:
     return eqn.primitive.name in _ARRAY or eqn.primitive.name in _IDENTITY
 
 
-def _through_jax(eqn: Equation) -> Callable[..., Any]:
+def _through_jax(eqn: Equation) -> Compute:
     primitive, params = eqn.primitive, eqn.params
     compiled = jax.jit(lambda *args: primitive.bind(*args, **params))
 
-    def run(*args: Any) -> Any:
+    def run(*args: npt.ArrayLike) -> np.ndarray | list[np.ndarray]:
         try:
             out = compiled(*args)
         except NotImplementedError as reason:  # jax has no rule for the primitive on the CPU.
@@ -236,7 +219,7 @@ def _through_jax(eqn: Equation) -> Callable[..., Any]:
     return run
 
 
-def implementation(eqn: Equation) -> tuple[Callable[..., Any], bool]:
+def implementation(eqn: Equation) -> tuple[Compute, bool]:
     """Returns (a function that computes an equation without side effects, whether it returns a list)."""
     scalar = _scalar(eqn)
     if scalar is not None:
@@ -249,19 +232,16 @@ def implementation(eqn: Equation) -> tuple[Callable[..., Any], bool]:
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return lambda *args: list(args), True
-    if name == "split":
-        sizes, axis = params["sizes"], params["axis"]
-        return lambda x: np.split(x, np.cumsum(sizes)[:-1], axis), True
     if name == "div" and np.dtype(in_dtypes[0]).kind not in "iub":
         function = _no_params(np.divide)
     slow = _through_jax(eqn)
 
-    def finish(value: Any, aval: ArrayType, plain: bool) -> Any:
+    def finish(value: npt.ArrayLike, aval: ArrayType, plain: bool) -> object:
         if plain:
             return np.asarray(value).item()
         return np.asarray(value, aval.dtype)
 
-    def run(*args: Any) -> Any:
+    def run(*args: npt.ArrayLike) -> object:
         args = tuple(np.asarray(a, d) if type(a) in (int, bool) else a for a, d in zip(args, in_dtypes))
         if function is not None:
             try:

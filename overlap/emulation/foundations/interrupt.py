@@ -22,12 +22,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 from jax.experimental import io_callback
 
 # The modules whose functions are on the stack during a callback: jax's and the emulator's.
-_CALLBACK_MODULES = (io_callback.__module__, f"{__package__}.lowering")
+_CALLBACK_MODULES = (io_callback.__module__, __name__.replace("foundations.interrupt", "entry.lowering"))
 _RETRY_S = 0.001
 
 _interrupts = 0  # interrupts so far
@@ -114,7 +114,7 @@ def _interrupt_again() -> None:
     _thread.interrupt_main()
 
 
-def _handle(number: int, frame: Any) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     if _in_callback(frame):
         defer()
         return
@@ -127,7 +127,7 @@ def _handle(number: int, frame: Any) -> None:
 _handle.raises_keyboard_interrupt = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _in_callback(frame: Any) -> bool:
+def _in_callback(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_globals.get("__name__") in _CALLBACK_MODULES:
             return True

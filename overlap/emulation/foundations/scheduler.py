@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import heapq
 import itertools
 import random
-from typing import Any, Protocol
+from typing import Protocol
 
 
 class Runnable(Protocol):
@@ -21,76 +20,64 @@ class Runnable(Protocol):
     polled: bool
 
 
-class Scheduler(Protocol):
-    """Chooses which runnable thread takes the next turn."""
+class Scheduler:
+    """Chooses which runnable thread takes the next turn. It keeps each runnable thread once."""
 
-    def admit(self, thread: Runnable) -> None:
-        """Adds a new thread, which can run."""
-        ...
-
-    def ready(self, thread: Runnable) -> None:
-        """Adds a thread that can run again; does nothing if the scheduler has that thread already."""
-        ...
-
-    def pick(self) -> Any:
-        """Takes out the thread that runs next; None if no thread can run."""
-        ...
-
-
-class _FairScheduler:
-    """Keeps the runnable threads, each at most once. A subclass chooses the next one."""
-
-    def __init__(self, ready: Any):
-        self._ready = ready
+    def __init__(self, rng: random.Random):
+        self._rng = rng
         self._member: set[int] = set()
 
     def admit(self, thread: Runnable) -> None:
+        """Adds a new thread, which can run."""
         self.ready(thread)
 
     def ready(self, thread: Runnable) -> None:
+        """Adds a thread that can run again; does nothing if the scheduler has that thread already."""
         if id(thread) not in self._member:
             self._member.add(id(thread))
-            self._ready.append(thread)
+            self._put(thread)
 
-    def pick(self) -> Any:
-        if not self._ready:
+    def pick(self) -> Runnable | None:
+        """Takes out the thread that runs next; None if no thread can run."""
+        if not self._member:
             return None
         thread = self._take()
         self._member.discard(id(thread))
         return thread
 
-    def _take(self) -> Any:
+    def _put(self, thread: Runnable) -> None:
+        raise NotImplementedError
+
+    def _take(self) -> Runnable:
         raise NotImplementedError
 
 
-class RandomScheduler(_FairScheduler):
-    """Chooses each runnable thread with the same probability at each step."""
+class RoundRobinScheduler(Scheduler):
+    """Lets threads run in the order in which they became runnable."""
 
     def __init__(self, rng: random.Random):
-        super().__init__([])
-        self._rng = rng
+        super().__init__(rng)
+        self._ready: list[Runnable] = []
 
-    def _take(self) -> Any:
+    def _put(self, thread: Runnable) -> None:
+        self._ready.append(thread)
+
+    def _take(self) -> Runnable:
+        return self._ready.pop(0)
+
+
+class RandomScheduler(RoundRobinScheduler):
+    """Chooses each runnable thread with the same probability at each step."""
+
+    def _take(self) -> Runnable:
         ready = self._ready
         position = int(self._rng.random() * len(ready))
-        thread = ready[position]
-        ready[position] = ready[-1]
+        thread, ready[position] = ready[position], ready[-1]
         ready.pop()
         return thread
 
 
-class RoundRobinScheduler(_FairScheduler):
-    """Lets threads run in the order in which they became runnable."""
-
-    def __init__(self, rng: random.Random):
-        del rng
-        super().__init__(collections.deque())
-
-    def _take(self) -> Any:
-        return self._ready.popleft()
-
-
-class PctScheduler:
+class PctScheduler(Scheduler):
     """Probabilistic concurrency testing: the runnable thread with the highest random priority always runs.
 
     At rare, random change points, the running thread's priority drops below all others. This finds faults that need one
@@ -100,9 +87,8 @@ class PctScheduler:
     _MEAN_STEPS = 400  # the mean number of steps between change points
 
     def __init__(self, rng: random.Random):
-        self._rng = rng
+        super().__init__(rng)
         self._heap: list[tuple[float, int, Runnable]] = []
-        self._member: set[int] = set()
         self._order = itertools.count()
         self._lowest = 0.0
         self._countdown = self._draw()
@@ -114,36 +100,24 @@ class PctScheduler:
         thread.priority = 1.0 + self._rng.random()
         self.ready(thread)
 
-    def ready(self, thread: Runnable) -> None:
-        if id(thread) in self._member:
-            return
+    def _put(self, thread: Runnable) -> None:
         if thread.polled:  # The thread would poll again, so all others run first.
             thread.polled = False
             self._lower(thread)
-        self._member.add(id(thread))
         heapq.heappush(self._heap, (-thread.priority, next(self._order), thread))
 
     def _lower(self, thread: Runnable) -> None:
         self._lowest -= 1.0
         thread.priority = self._lowest
 
-    def pick(self) -> Any:
-        if not self._heap:
-            return None
+    def _take(self) -> Runnable:
         self._countdown -= 1
         if self._countdown <= 0 and len(self._heap) > 1:
             self._countdown = self._draw()
             _, _, thread = heapq.heappop(self._heap)
             self._lower(thread)
             heapq.heappush(self._heap, (-thread.priority, next(self._order), thread))
-        _, _, thread = heapq.heappop(self._heap)
-        self._member.discard(id(thread))
-        return thread
+        return heapq.heappop(self._heap)[2]
 
 
 SCHEDULERS = {"random": RandomScheduler, "pct": PctScheduler, "round_robin": RoundRobinScheduler}
-
-
-def make_scheduler(name: str, rng: random.Random) -> Scheduler:
-    """Makes the scheduler of this name, which draws its choices from `rng`."""
-    return SCHEDULERS[name](rng)

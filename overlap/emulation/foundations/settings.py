@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from .scheduler import SCHEDULERS
 Completion = Literal["late", "random", "eager"]
 Scheduler = Literal["pct", "random", "round_robin"]
 
-_COMPLETIONS = ("late", "random", "eager")
+_COMPLETIONS = get_args(Completion)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Settings:
                 raise ValueError(f"`{name}` must be True or False, got {value!r}")
 
 
-def _require_integer(name: str, value: Any, *, least: int | None = None, is_optional: bool = False) -> None:
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    is_too_small = is_integer and least is not None and value < least
-    if (is_integer and not is_too_small) or (value is None and is_optional):
+def _require_integer(name: str, value: object, *, least: int | None = None, is_optional: bool = False) -> None:
+    if value is None and is_optional:
+        return
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and (least is None or value >= least):
         return
     at_least = "" if least is None else f" of at least {least}"
     raise ValueError(f"`{name}` must be an integer{at_least}{' or None' if is_optional else ''}, got {value!r}")

@@ -6,24 +6,12 @@ import numpy as np
 
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation
+from ..foundations.equations import Equation, open_jaxpr
 from ..foundations.errors import ProtocolError
 from ..state.sync import Meeting
 
 
-@handles(
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-    "custom_lin",
-    "remat2",
-)
+@handles("jit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call")
 def _call(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         if key in eqn.params:
@@ -39,10 +27,10 @@ def _cond(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     targets: list[int] = []
     last = len(branches) - 1
 
+    @d.instruction(eqn, "branch")
     def run(thread: Thread) -> None:
         thread.pc = targets[min(max(int(thread.env[index]), 0), last)]
 
-    d.emit(run, eqn, "branch")
     ends = []
     for branch in branches:
         targets.append(d.here)
@@ -63,11 +51,11 @@ def _while(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     (test,) = d.inline(p["cond_jaxpr"], [*ins[:nc], *carry])
     target = [0]
 
+    @d.instruction(eqn, "test")
     def run(thread: Thread) -> None:
         if not thread.env[test]:
             thread.pc = target[0]
 
-    d.emit(run, eqn, "test")
     d.move(d.inline(p["body_jaxpr"], [*ins[nc : nc + nb], *carry]), carry, eqn)
     d.jump(eqn)(start)
     target[0] = d.here
@@ -92,15 +80,16 @@ def _scan(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     y_avals = [v.aval for v in eqn.outvars[ncarry:]]
     x_plain = [np.dtype(v.aval.dtype).kind in "iub" and v.aval.ndim == 1 for v in eqn.invars[nconsts + ncarry :]]
 
+    @d.instruction(eqn, "begin")
     def begin(thread: Thread) -> None:
         thread.env[counter] = 0
         for y, aval in zip(ys, y_avals):
             thread.env[y] = np.zeros(aval.shape, aval.dtype)
 
-    d.emit(begin, eqn, "begin")
     start = d.here
     target = [0]
 
+    @d.instruction(eqn, "test")
     def test(thread: Thread) -> None:
         env = thread.env
         i = env[counter]
@@ -111,9 +100,9 @@ def _scan(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             value = env[x][length - 1 - i if reverse else i]
             env[row] = value.item() if plain else value
 
-    d.emit(test, eqn, "test")
     outs = d.inline(p["jaxpr"], [*consts, *carry, *rows])
 
+    @d.instruction(eqn, "next")
     def collect(thread: Thread) -> None:
         env = thread.env
         i = env[counter]
@@ -121,7 +110,6 @@ def _scan(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         for y, out in zip(ys, outs[ncarry:]):
             env[y][length - 1 - i if reverse else i] = env[out]
 
-    d.emit(collect, eqn, "next")
     d.move(outs[:ncarry], carry, eqn)
     d.jump(eqn)(start)
     target[0] = d.here
@@ -133,6 +121,7 @@ def _axis_index(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     name, is_warp = eqn.params["axis_name"], eqn.params["axis_name"] in d.warp_axes
     out = d.new()
 
+    @d.instruction(eqn)
     def run(thread: Thread) -> None:
         # A name is looked up in the order of Mosaic GPU: the axis of the warps, the axes of the mesh, the axes
         # of the kernel.
@@ -145,7 +134,6 @@ def _axis_index(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             available = [*mesh.shape, *(axis for axis in thread.axes if axis not in mesh.shape)]
             raise ProtocolError(f"axis_index of {name!r}: the kernel has the axes {available}")
 
-    d.emit(run, eqn)
     return [out]
 
 
@@ -153,25 +141,19 @@ def _axis_index(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 def _program_id(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     axis, out, names = eqn.params["axis"], d.new(), d.program.axis_names
 
+    @d.instruction(eqn)
     def run(thread: Thread) -> None:
         thread.env[out] = thread.axes[names[axis]]
 
-    d.emit(run, eqn)
     return [out]
-
-
-@handles("num_programs")
-def _num_programs(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return [d.new(d.program.axis_sizes[eqn.params["axis"]])]
 
 
 # ---- warps -----------------------------------------------------------------------------------------------------------
 
 
-@handles("mpmd_map", "core_map")
-def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    meshes = eqn.params.get("meshes") or (eqn.params["mesh"],)
-    jaxprs = eqn.params.get("jaxprs") or (eqn.params["jaxpr"],)
+@handles("mpmd_map")
+def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    meshes, jaxprs = eqn.params["meshes"], eqn.params["jaxprs"]
     if len(meshes) != 1 or type(meshes[0]).__name__ != "WarpMesh":
         kinds = [type(mesh).__name__ for mesh in meshes]
         raise NotImplementedError(f"inside a kernel only a map over warps is emulated, got a map over {kinds}")
@@ -179,6 +161,7 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     meeting = d.new()
     after = [0]
 
+    @d.instruction(eqn, "warp_map", visible=True)
     def fork(thread: Thread) -> None:
         meet = Meeting(warps)
         thread.env[meeting] = meet
@@ -196,21 +179,21 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         thread.tick()
         thread.pc = after[0]
 
-    d.emit(fork, eqn, "warp_map", visible=True)
     jaxpr = jaxprs[0]
-    constants = ins if getattr(jaxpr, "jaxpr", jaxpr).constvars else None
+    constants = ins if open_jaxpr(jaxpr).constvars else None
     d.warp_axes.append(axis)
     d.inline(jaxpr, [] if constants else ins, constants)
     d.warp_axes.pop()
 
+    @d.instruction(eqn, "end of warp_map", visible=True)
     def end(thread: Thread) -> bool:
         thread.machine.leave(thread)
         thread.env[meeting].arrive(thread.knowledge)
         return True
 
-    d.emit(end, eqn, "end of warp_map", visible=True)
     after[0] = d.here
 
+    @d.instruction(eqn, "end of warp_map", visible=True)
     def join(thread: Thread) -> bool | None:
         meet = thread.env[meeting]
         if meet.generation == 0:
@@ -222,6 +205,3 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         for child in thread.children:
             thread.groups += child.groups + ([child.open_stores] if child.open_stores else [])
         return None
-
-    d.emit(join, eqn, "end of warp_map", visible=True)
-    return []

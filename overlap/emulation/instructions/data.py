@@ -2,137 +2,86 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
 from ..execution.machine import Thread
+from ..execution.operations import REDUCTIONS
 from ..execution.program import Decoder, handles
 from ..foundations import arithmetic
 from ..foundations.equations import Equation
 from ..foundations.errors import ProtocolError
 
 _GENERIC_LOAD, _GENERIC_STORE = "load", "store"
-_ATOMICS = {
-    "add": np.add, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "min": np.minimum,
-    "max": np.maximum,
-}  # fmt: skip
 
 
-def _finish(value: np.ndarray, plain: bool) -> Any:
+def _finish(value: np.ndarray, plain: bool) -> np.ndarray | int | float:
     return value.item() if plain else value
 
 
 @handles("get", "load")
 def _get(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
-    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+    (path,) = d.paths(leaves, eqn.params["tree"])
     out, aval = d.new(), eqn.outvars[0].aval
     plain = arithmetic.is_plain(aval)
     # Rows that nobody has written hold NaN. So reading them is no fault: if they are used, the result has NaN.
     by_rows = len(aval.shape) > 1 and jnp.issubdtype(aval.dtype, jnp.floating)
 
+    @d.instruction(eqn, "load", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, _GENERIC_LOAD, write=False, by_rows=by_rows and view.buffer.space == "smem")
         thread.env[out] = _finish(view.read().reshape(aval.shape), plain)
 
-    d.emit(run, eqn, "load", visible=True)
     return [out]
 
 
-def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *, add: bool, read: bool) -> list[int]:
-    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+def _store(d: Decoder, eqn: Equation, ref: int, value: int, leaves: list[int], *, read: bool) -> list[int]:
+    (path,) = d.paths(leaves, eqn.params["tree"])
     out = d.new()
     plain = bool(eqn.outvars) and arithmetic.is_plain(eqn.outvars[0].aval)
 
+    @d.instruction(eqn, "store", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         view = path.resolve(thread, env[ref])
         new = env[value]
         if view.buffer.space == "gmem" and view.buffer.device != thread.device and not path.is_remote:
             raise ProtocolError(f"{view} belongs to another device")
-        if add or read:
-            old = view.read()
+        if read:
             thread.access(view, _GENERIC_LOAD, write=False)
-            env[out] = _finish(old, plain)
-            new = old + new if add else new
+            env[out] = _finish(view.read(), plain)
         thread.access(view, _GENERIC_STORE, write=True)
         view.write(np.asarray(new))
 
-    d.emit(run, eqn, "store", visible=True)
     return [out]
 
 
 @handles("swap")
 def _swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     # `ref[...] = x` is a swap whose result nobody uses. Such a swap reads nothing.
-    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=d.is_used(eqn.outvars[0]))
+    return _store(d, eqn, ins[0], ins[1], ins[2:], read=d.is_used(eqn.outvars[0]))
 
 
 @handles("store")
 def _plain_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return _store(d, eqn, ins[0], ins[1], ins[2:], add=False, read=False)[: len(eqn.outvars)]
-
-
-@handles("addupdate")
-def _addupdate(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    _store(d, eqn, ins[0], ins[1], ins[2:], add=True, read=True)
-    return []
-
-
-@handles("masked_load")
-def _masked_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    ref, transforms, mask, other = d.unflatten_entries(eqn.params["args_tree"], ins)
-    path, out, aval = d.path(transforms), d.new(), eqn.outvars[0].aval
-
-    def run(thread: Thread) -> None:
-        env = thread.env
-        view = path.resolve(thread, env[ref])
-        thread.access(view, _GENERIC_LOAD, write=False)
-        value = view.read()
-        if mask is not None:
-            value = np.where(env[mask], value, 0 if other is None else env[other]).astype(aval.dtype)
-        env[out] = _finish(value.reshape(aval.shape), arithmetic.is_plain(aval))
-
-    d.emit(run, eqn, "load", visible=True)
-    return [out]
-
-
-@handles("masked_swap")
-def _masked_swap(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    ref, transforms, value, mask = d.unflatten_entries(eqn.params["args_tree"], ins)
-    path, out = d.path(transforms), d.new()
-
-    def run(thread: Thread) -> None:
-        env = thread.env
-        view = path.resolve(thread, env[ref])
-        old = view.read()
-        thread.access(view, _GENERIC_STORE, write=True)
-        view.write(np.asarray(env[value]) if mask is None else np.where(env[mask], env[value], old))
-        env[out] = old
-
-    d.emit(run, eqn, "store", visible=True)
-    return [out]
+    return _store(d, eqn, ins[0], ins[1], ins[2:], read=False)[: len(eqn.outvars)]
 
 
 @handles("mgpu_atomic_store")
 def _atomic(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms, value, *_ = d.unflatten_entries(eqn.params["args_tree"], ins)
     path = d.path(transforms)
-    kind = getattr(eqn.params["atomic_type"], "name", str(eqn.params["atomic_type"])).lower()
-    name = next((n for n in _ATOMICS if n in kind), None)
-    if name is None:
-        raise NotImplementedError(f"the atomic operation {kind} is not emulated")
+    name = eqn.params["atomic_type"].value
 
+    @d.instruction(eqn, "atomic", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.access(view, f"atomic {name}", write=True, atomic=True)
         old = view.read()
-        view.write(_ATOMICS[name](old, np.asarray(thread.env[value], old.dtype)))
+        view.write(REDUCTIONS[name](old, np.asarray(thread.env[value], old.dtype)))
 
-    d.emit(run, eqn, "atomic", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
@@ -142,29 +91,23 @@ def _atomic(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 @handles("wgmma_ref")
 def _wgmma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc, a, b, *leaves = ins
-    trees = [eqn.params[f"{x}_transforms_tree"] for x in ("acc", "a", "b")]
-    paths, at = [], 0
-    for tree in trees:
-        n = 0 if tree is None else tree.num_leaves
-        paths.append(d.path(() if tree is None else d.unflatten(tree, leaves[at : at + n])))
-        at += n
+    acc_path, a_path, b_path = d.paths(leaves, *(eqn.params[f"{x}_transforms_tree"] for x in ("acc", "a", "b")))
     a_in_registers = not hasattr(eqn.invars[1].aval, "inner_aval")
 
+    @d.instruction(eqn, "wgmma", visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
-        target = paths[0].resolve(thread, env[acc])
-        left = env[a] if a_in_registers else paths[1].resolve(thread, env[a])
-        thread.machine.engine.wgmma(thread, target, left, paths[2].resolve(thread, env[b]))
+        target, right = acc_path.resolve(thread, env[acc]), b_path.resolve(thread, env[b])
+        left = env[a] if a_in_registers else a_path.resolve(thread, env[a])
+        thread.machine.engine.wgmma(thread, target, left, right)
 
-    d.emit(run, eqn, "wgmma", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
 @handles("wgmma_wait")
-def _wgmma_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _wgmma_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     n = eqn.params["n"]
     d.emit(lambda thread: thread.machine.engine.wait_wgmma(thread, n), eqn, visible=True)
-    return []
 
 
 @handles("wgmma_accumulator_deref")
@@ -172,11 +115,12 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     (acc,) = ins
     wait_n, out = eqn.params.get("wait_n", 0), d.new()
 
+    @d.instruction(eqn, "accumulator load", visible=True)
     def run(thread: Thread) -> None:
         buffer = thread.env[acc]
         if wait_n is not None:
             thread.machine.engine.wait_wgmma(thread, wait_n)
-        flying = [op for op in thread.wgmmas if op.dst.buffer is buffer]
+        flying = [op for op in thread.wgmmas if op.accumulator.buffer is buffer]
         if flying:
             raise ProtocolError(
                 f"the accumulator {buffer.name} is read while {len(flying)} wgmma operations on it are in flight, "
@@ -184,7 +128,6 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             )
         thread.env[out] = np.array(buffer.data)
 
-    d.emit(run, eqn, "accumulator load", visible=True)
     return [out]
 
 
@@ -192,28 +135,21 @@ def _accumulator_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 def _accumulator_store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     acc, value = ins
 
+    @d.instruction(eqn, "accumulator store", visible=True)
     def run(thread: Thread) -> None:
         buffer = thread.env[acc]
-        if any(op.dst.buffer is buffer for op in thread.wgmmas):
+        if any(op.accumulator.buffer is buffer for op in thread.wgmmas):
             raise ProtocolError(f"the accumulator {buffer.name} is stored to while a wgmma on it is in flight")
         buffer.data[...] = thread.env[value]
 
-    d.emit(run, eqn, "accumulator store", visible=True)
     return [d.new() for _ in eqn.outvars]
 
 
 # ---- without effect --------------------------------------------------------------------------------------------------
 
 
-@handles(
-    "set_max_registers",
-    "print_layout",
-    "async_prefetch",
-    "griddepcontrol_wait",
-    "griddepcontrol_launch_dependents",
-    "debug_print",
-    "debug_callback",
-)
+@handles("set_max_registers", "print_layout", "async_prefetch", "debug_print", "debug_callback")
+@handles("griddepcontrol_wait", "griddepcontrol_launch_dependents")
 def _nothing(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     return [d.new() for _ in eqn.outvars]
 
@@ -224,9 +160,7 @@ def _same(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 
 @handles("delay")
-def _delay(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _delay(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         thread.polled = True
-
-    d.emit(run, eqn, visible=True)
-    return []

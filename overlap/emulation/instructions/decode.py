@@ -5,15 +5,13 @@ The handlers' modules are imported here only because they register their handler
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from ..execution import parameters
 from ..execution.machine import Thread
 from ..execution.program import Decoder, Program
+from ..foundations.equations import JaxObject
 from . import (  # noqa: F401
-    cluster_launch,
-    cluster_stores,
+    clusters,
     control,
     data,
     inline,
@@ -26,7 +24,7 @@ from . import (  # noqa: F401
 )
 
 
-def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tuple[int, ...]) -> Program:
+def decode(eqn_params: Mapping[str, JaxObject], in_avals: Sequence[object], device_ids: tuple[int, ...]) -> Program:
     """Decodes a kernel.
 
     Args:
@@ -47,16 +45,13 @@ def decode(eqn_params: dict[str, Any], in_avals: Sequence[Any], device_ids: tupl
     program.num_threads = mesh.num_threads
     program.grid = (*mesh.grid, *cluster)
     program.axis_names = (*mesh.grid_names, *mesh.cluster_names)
-    program.axis_sizes = program.grid
     if mesh.num_threads is not None:
         program.axis_names += (mesh.thread_name,)
-        program.axis_sizes += (mesh.num_threads,)
     program.has_barrier = not getattr(eqn_params["compiler_params"], "skip_device_barrier", False)
     program.out_avals = tuple(eqn_params["out_avals"])
     program.aliases = dict(eqn_params["input_output_aliases"])
     decoder = Decoder(program)
     program.parameters = [decoder.new() for _ in jaxpr.invars]
-    program.parameter_names = parameters.of_kernel(jaxpr)
     program.input_is_ref = [hasattr(v.aval, "inner_aval") for v in jaxpr.invars[: len(in_avals)]]
     decoder.inline(jaxpr, program.parameters)
     # `jax.vmap` adds an axis to the grid, whose name is a plain object.

@@ -12,8 +12,7 @@ decoder notes that the predicate holds in one CUDA thread only (`registers.Frame
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -25,13 +24,16 @@ from jax.interpreters import mlir
 from ..execution.machine import Thread
 from ..execution.program import Decoder, Program, handles
 from ..execution.references import RefPath
-from ..execution.registers import LANES, SPECIAL, VARIES, WARPS, Frame, Unreadable
+from ..execution.registers import LANES, SPECIAL, VARIES, WARPS, Frame, Getter, Unreadable
 from ..foundations import ptx
-from ..foundations.equations import ArrayType, Equation
+from ..foundations.equations import ArrayType, Equation, JaxObject, Transform, is_semaphore
 from . import ptx_meaning, ptx_memory
 
 _NOTHING: frozenset[str] = frozenset()
 _ARCHITECTURE = (9, 0)  # the GPU that inline code is told it is compiled for; code for other GPUs does the same
+# The result of an operation without operands: (the value, or a function that computes it from the thread; between
+# which CUDA threads it differs, as in `_Value.varies`).
+Made = tuple[int | Getter, frozenset[str]]
 _DYNAMIC = -(1 << 31)  # marks an index of `llvm.getelementptr` that is an operand
 
 
@@ -51,7 +53,7 @@ class _Context:
     def __init__(self, device_ids: tuple[int, ...]):
         self.device_ids = device_ids
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise Unreadable(f"it asks the launch context for `{name}`")
 
 
@@ -68,9 +70,9 @@ class _Value:
         self.number, self.entry, self.varies = number, entry, varies
 
     @property
-    def getter(self) -> Callable[[Any], Any]:
+    def getter(self) -> Getter:
         number, entry = self.number, self.entry
-        return (lambda thread: number) if entry is None else (lambda thread: thread.env[entry])
+        return (lambda thread: number) if entry is None else (lambda thread: thread.env[entry])  # pyright: ignore
 
 
 @handles("inline_mgpu")
@@ -90,11 +92,12 @@ def _inline(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 class _Reader:
     """Decodes one call of inline code."""
 
-    def __init__(self, d: Decoder, eqn: Equation, ins: list[int], transforms: list[Any]):
+    def __init__(self, d: Decoder, eqn: Equation, ins: list[int], transforms: list[Sequence[Transform] | None]):
         self._d, self._eqn, self._ins, self._transforms = d, eqn, ins, transforms
-        self._values: dict[Any, Any] = {}
-        self._references: dict[Any, tuple[int, RefPath]] = {}
-        self._addresses: dict[Any, _Value] = {}
+        self._values: dict[ir.Value, _Value] = {}
+        self._results: dict[ir.Value, list[_Value]] = {}  # of inline PTX that has several
+        self._references: dict[ir.Value, tuple[int, RefPath]] = {}
+        self._addresses: dict[tuple[int, int], _Value] = {}
 
     def read(self) -> list[int]:
         p = self._eqn.params
@@ -119,7 +122,7 @@ class _Reader:
 
     # ---- arguments and results ---------------------------------------------------------------------------------------
 
-    def _type(self, aval: Any, transforms: Any) -> Any:
+    def _type(self, aval: JaxObject, transforms: Sequence[Transform] | None) -> ir.Type:
         if not _is_reference(aval):
             if aval.shape:
                 raise Unreadable(f"an argument is an array of shape {aval.shape}, and only scalars are emulated")
@@ -129,20 +132,18 @@ class _Reader:
         for transform in transforms or ():
             if hasattr(transform, "get_indexer_shape"):
                 shape = tuple(transform.get_indexer_shape())
-        is_word = "semaphore" in str(getattr(inner.dtype, "name", inner.dtype))
-        element = ir.IntegerType.get_signless(32) if is_word else mgpu_utils.dtype_to_ir_type(inner.dtype)
+        element = ir.IntegerType.get_signless(32) if is_semaphore(inner) else mgpu_utils.dtype_to_ir_type(inner.dtype)
         strides = np.cumprod((1, *shape[:0:-1]))[::-1].tolist() if shape else []
         layout = ir.StridedLayoutAttr.get(ir.ShapedType.get_dynamic_stride_or_offset(), strides)
         return ir.MemRefType.get(shape, element, layout)
 
-    def _scalar(self, entry: int, dtype: Any) -> _Value:
-        dtype = np.dtype(dtype)
+    def _scalar(self, entry: int, dtype: np.dtype) -> _Value:
         if dtype.kind not in "iub":
             raise Unreadable(f"a scalar argument of {dtype} is not emulated")
         mask = (1 << (1 if dtype.kind == "b" else 8 * dtype.itemsize)) - 1
         return self._emit(lambda thread: int(thread.env[entry]) & mask, "argument", _NOTHING)
 
-    def _result(self, array: Any, aval: ArrayType) -> int:
+    def _result(self, array: object, aval: ArrayType) -> int:
         if not isinstance(array, mgpu.FragmentedArray) or aval.shape or array.registers.size != 1:
             raise Unreadable("a result is no scalar")
         value, dtype, out = self._values[array.registers.item()], np.dtype(aval.dtype), self._d.new()
@@ -161,12 +162,12 @@ class _Reader:
 
     # ---- operations --------------------------------------------------------------------------------------------------
 
-    def _emit(self, get: Callable[[Any], Any], name: str, varies: frozenset[str]) -> _Value:
+    def _emit(self, get: Getter, name: str, varies: frozenset[str]) -> _Value:
         entry = self._d.new()
         self._d.emit(lambda thread: thread.env.__setitem__(entry, get(thread)), self._eqn, name)
         return _Value(None, entry, varies)
 
-    def _operation(self, operation: Any) -> None:
+    def _operation(self, operation: ir.OpView) -> None:
         name = operation.operation.name
         if name == "llvm.inline_asm":
             self._assembly(operation)
@@ -189,10 +190,10 @@ class _Reader:
         else:
             raise Unreadable(f"the operation {name} is not emulated")
 
-    def _extract(self, operation: Any) -> None:
-        (source,), (field, *_) = operation.operands, list(operation.attributes["position"])
+    def _extract(self, operation: ir.OpView) -> None:
+        (source,), (field, *_) = operation.operands, list(_attribute(operation, "position"))
         if source not in self._references:  # `source` holds several results of inline PTX.
-            self._values[operation.results[0]] = self._values[source][field]
+            self._values[operation.results[0]] = self._results[source][field]
         elif field == 1:
             entry, path = self._references[source]
             if (entry, id(path)) not in self._addresses:
@@ -205,7 +206,7 @@ class _Reader:
         else:
             raise Unreadable("it asks for the strides of a reference")
 
-    def _compute(self, operation: Any, function: Callable[..., int], identity: int | None) -> None:
+    def _compute(self, operation: ir.OpView, function: Callable[..., int], identity: int | None) -> None:
         operands = [self._values[value] for value in operation.operands]
         varies = frozenset().union(*(value.varies for value in operands))
         result = operation.results[0]
@@ -214,7 +215,7 @@ class _Reader:
             return
         mask = (1 << _bits(result.type)) - 1
         if "predicate" in operation.attributes:
-            function = _comparison(operation.attributes["predicate"].value, _bits(operation.operands[0].type))
+            function = _comparison(_attribute(operation, "predicate").value, _bits(operation.operands[0].type))
         if all(value.entry is None for value in operands):
             self._values[result] = _Value(function(*(value.number for value in operands)) & mask, None, varies)
             return
@@ -223,10 +224,10 @@ class _Reader:
             lambda thread: function(*(get(thread) for get in getters)) & mask, operation.operation.name, varies
         )
 
-    def _element(self, operation: Any) -> None:
+    def _element(self, operation: ir.OpView) -> None:
         base, *dynamic = (self._values[value] for value in operation.operands)
-        size = _bits(operation.attributes["elem_type"].value) // 8
-        indices = list(operation.attributes["rawConstantIndices"])
+        size = _bits(_attribute(operation, "elem_type").value) // 8
+        indices = list(_attribute(operation, "rawConstantIndices"))
         if len(indices) != 1:
             raise Unreadable("an address in a structure")
         index = dynamic[0] if indices[0] == _DYNAMIC else _Value(indices[0])
@@ -237,9 +238,9 @@ class _Reader:
 
     # ---- PTX ---------------------------------------------------------------------------------------------------------
 
-    def _assembly(self, operation: Any) -> None:
-        code = ptx.parse(operation.attributes["asm_string"].value)
-        constraints = operation.attributes["constraints"].value.split(",")
+    def _assembly(self, operation: ir.OpView) -> None:
+        code = ptx.parse(_attribute(operation, "asm_string").value)
+        constraints = _attribute(operation, "constraints").value.split(",")
         results = sum(c.startswith("=") for c in constraints)
         d = self._d
         entries = {name: d.new() for name in code.registers}
@@ -259,8 +260,10 @@ class _Reader:
         self._run(code, frame, cleared)
         for n in range(results):
             values[n].varies = frame.varies[f"${n}"]
-        if results:
-            self._values[operation.results[0]] = values[:results] if results > 1 else values[0]
+        if results == 1:
+            self._values[operation.results[0]] = values[0]
+        elif results:
+            self._results[operation.results[0]] = values[:results]
 
     def _run(self, code: ptx.Code, frame: Frame, cleared: list[int]) -> None:
         """Emits the instructions of parsed PTX.
@@ -296,7 +299,7 @@ class _Reader:
             place[0] = places[target]
 
 
-def _module(types: list[Any]) -> tuple[Any, Any]:
+def _module(types: list[ir.Type]) -> tuple[ir.Module, ir.Block]:
     """Makes an MLIR module with one empty function with arguments of `types`; returns it and the function's block."""
     module = ir.Module.create()
     number = ir.IntegerType.get_signless(32)
@@ -318,7 +321,11 @@ def _is_reference(aval: ArrayType) -> bool:
     return hasattr(aval, "inner_aval")
 
 
-def _bits(kind: Any) -> int:
+def _attribute(operation: ir.OpView, name: str) -> JaxObject:
+    return operation.attributes[name]
+
+
+def _bits(kind: ir.Type) -> int:
     """The number of bits of an integer or an address."""
     if isinstance(kind, ir.IntegerType):
         return kind.width
@@ -336,17 +343,17 @@ def _comparison(predicate: int, bits: int) -> Callable[[int, int], int]:
     return lambda a, b: int(getattr(int(a) ^ flip, name)(int(b) ^ flip))
 
 
-def _thread_number(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
+def _thread_number(operation: ir.OpView, program: Program) -> Made:
     if not _along_x(operation):
         return 0, _NOTHING
     return SPECIAL["%tid.x"], frozenset(VARIES["%tid.x"])
 
 
-def _along_x(operation: Any) -> bool:
+def _along_x(operation: ir.OpView) -> bool:
     return "dim<x>" in str(operation.attributes["dimension"]) or " x" in f" {operation.attributes['dimension']}"
 
 
-def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
+def _constant(operation: ir.OpView, program: Program) -> Made:
     attribute = operation.attributes["value"]
     if isinstance(attribute, ir.BoolAttr):
         return int(attribute.value), _NOTHING
@@ -355,9 +362,8 @@ def _constant(operation: Any, program: Program) -> tuple[Any, frozenset[str]]:
     return attribute.value & ((1 << _bits(operation.results[0].type)) - 1), _NOTHING
 
 
-# MLIR operations without operands, by name. Each entry is a function that returns a pair: the value (or a function that
-# computes it from the thread), and between which CUDA threads it differs ("lane", "warp", as in `_Value.varies`).
-_MADE: dict[str, Callable[[Any, Program], tuple[Any, frozenset[str]]]] = {
+# MLIR operations without operands, by name.
+_MADE: dict[str, Callable[[ir.OpView, Program], Made]] = {
     "arith.constant": _constant,
     "llvm.mlir.constant": _constant,
     "nvvm.elect.sync": lambda operation, program: (1, frozenset({"lane"})),

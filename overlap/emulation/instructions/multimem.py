@@ -8,44 +8,43 @@ to all devices is emulated as one signal to each device.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..execution.engines import REDUCTIONS
 from ..execution.machine import Thread
+from ..execution.operations import REDUCTIONS
 from ..execution.program import Decoder, handles
+from ..execution.references import RefPath
 from ..foundations import arithmetic
-from ..foundations.equations import Equation
+from ..foundations.equations import AxisName, Equation
+from ..state.memory import Buffer, View
 from .signals import signal_device
 
 
-def _views(thread: Thread, path: Any, buffer: Any, axes: Any) -> list[Any]:
+def _views(thread: Thread, path: RefPath, buffer: Buffer, axes: AxisName | Sequence[AxisName]) -> list[View]:
     """Returns for each device the view that the reference stands for there."""
     return [path.resolve(thread, buffer.on(device)) for device in thread.machine.mesh.multicast_devices(axes)]
 
 
 @handles("multimem_store")
-def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     value, ref, *leaves = ins
-    tree, axes = eqn.params["transforms_tree"], eqn.params["collective_axes"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    (path,), axes = d.paths(leaves, eqn.params["transforms_tree"]), eqn.params["collective_axes"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         new = np.asarray(thread.env[value])
         for view in _views(thread, path, thread.env[ref], axes):
             thread.access(view, "multimem store", write=True)
             view.write(new)
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("multimem_load_reduce")
 def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
-    tree, axes, name = eqn.params["tree"], eqn.params["collective_axes"], eqn.params["reduction_op"]
-    path = d.path(() if tree is None else d.unflatten(tree, leaves))
+    axes, name = eqn.params["collective_axes"], eqn.params["reduction_op"]
+    (path,) = d.paths(leaves, eqn.params["tree"])
     out, aval = d.new(), eqn.outvars[0].aval
     function, plain = REDUCTIONS.get(name), arithmetic.is_plain(aval)
     if function is None:
@@ -54,6 +53,7 @@ def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         )
     is_integer = np.dtype(aval.dtype).kind in "iub"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         # The switch adds values of fewer than 32 bits in f32, in an unknown order. The emulator adds in device order.
         total = None
@@ -65,21 +65,18 @@ def _load_reduce(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         value = np.asarray(total).astype(aval.dtype).reshape(aval.shape)
         thread.env[out] = value.item() if plain else value
 
-    d.emit(run, eqn, visible=True)
     return [out]
 
 
 @handles("semaphore_signal_multicast")
-def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ref, transforms, count = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, axes = d.path(transforms), d.leaf(count), eqn.params["collective_axes"]
     if not isinstance(amount, int):
         raise NotImplementedError("the value of semaphore_signal_multicast must be a constant, as Mosaic GPU needs it")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for device in thread.machine.mesh.multicast_devices(axes):
             signal_device(thread, thread.env[ref].on(device), path, amount, "sys")
         thread.tick()
-
-    d.emit(run, eqn, visible=True)
-    return []

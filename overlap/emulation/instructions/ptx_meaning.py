@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
 
 from ..execution import registers
 from ..execution.machine import Thread
@@ -166,7 +165,7 @@ _ARITHMETIC = {*_BINARY, "mad", "not", "mov", "selp"}
 VISIBLE = {"ld", "st", "atom", "red", "nanosleep"}
 
 
-def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Thread], Any]:
+def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[[Thread], bool | None]:
     """Returns the function that runs an instruction other than a branch, without its guard.
 
     Args:
@@ -196,7 +195,7 @@ def meaning(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable
     raise Unreadable(f"{i.text!r} is not emulated")
 
 
-def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Thread], Any]) -> Callable[[Thread], Any]:
+def guarded(frame: Frame, i: ptx.Instruction, run: Callable[[Thread], bool | None]) -> Callable[[Thread], bool | None]:
     """Returns a function that calls `run` only if the instruction's guard lets the instruction run."""
     if i.guard is None:
         return run

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from ..execution.machine import Thread
-from ..execution.registers import LANES, WARPS, Frame, Unreadable, signed, typed, width_of
+from ..execution.registers import LANES, WARPS, Frame, Getter, Unreadable, signed, typed, width_of
 from ..foundations import ptx
 from ..foundations.clocks import EMPTY, covers
 from ..foundations.errors import ProtocolError, RaceError
 from ..state.memory import Buffer, Cells, View
-from ..state.orders import Orders, fence_sc
+from ..state.orders import fence_sc
 from ..state.sync import Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
 _MIDDLE = 1 << 31  # where an array's first byte lies in the array's range of numbers, so that offsets may be negative
-_arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_arrays: weakref.WeakValueDictionary[int, Cells | Buffer] = weakref.WeakValueDictionary()
 
 
 def address_of(array: Cells | Buffer, offset: int) -> int:
@@ -120,18 +119,23 @@ def _require_order(thread: Thread, word: Semaphore, what: str, *, reads: bool) -
             )
 
 
+def _address(frame: Frame, i: ptx.Instruction, operand: ptx.Operand) -> Getter:
+    """Returns a function that computes the address that an operand stands for."""
+    if not isinstance(operand, ptx.Address):
+        raise Unreadable(f"{i.text!r}: the address is missing")
+    base, offset = frame.get(operand.base), operand.offset
+    return lambda thread: base(thread) + offset
+
+
 def load(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     if _is_plain_shared(i):
         return _load_shared(frame, i)
     order, scope, _, kind = _access(i)
     target, address = i.operands
-    if not isinstance(address, ptx.Address):
-        raise Unreadable(f"{i.text!r}: the address is missing")
-    put, base, offset, nbytes = frame.set(target), frame.get(address.base), address.offset, width_of(kind) // 8
+    put, where, nbytes = frame.set(target), _address(frame, i, address), width_of(kind) // 8
 
     def run(thread: Thread) -> None:
-        words = _words_at(base(thread) + offset, nbytes)
-        orders: Orders = thread.orders
+        words, orders = _words_at(where(thread), nbytes), thread.orders
         if order == "weak":
             for word in words:
                 _require_order(thread, word, i.text, reads=True)
@@ -198,13 +202,10 @@ def _store_bytes(thread: Thread, address: int, value: bytes, space: str) -> None
 
 def _load_shared(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     target, address = i.operands
-    if not isinstance(address, ptx.Address):
-        raise Unreadable(f"{i.text!r}: the address is missing")
-    put, base, offset = frame.set(target), frame.get(address.base), address.offset
-    nbytes = width_of(i.modifiers[-1]) // 8
+    put, where, nbytes = frame.set(target), _address(frame, i, address), width_of(i.modifiers[-1]) // 8
 
     def run(thread: Thread) -> None:
-        view = _bytes_at(thread, base(thread) + offset, nbytes, "smem")
+        view = _bytes_at(thread, where(thread), nbytes, "smem")
         thread.access(view, "load", write=False)
         put(thread, int.from_bytes(view.array.tobytes(), "little"))
 
@@ -217,12 +218,10 @@ def store(frame: Frame, i: ptx.Instruction) -> Callable[[Thread], None]:
     if order == "acquire":
         raise Unreadable(f"{i.text!r}: a store cannot acquire")
     address, value = i.operands
-    if not isinstance(address, ptx.Address):
-        raise Unreadable(f"{i.text!r}: the address is missing")
-    base, offset, get, nbytes = frame.get(address.base), address.offset, typed(frame, value, kind), width_of(kind) // 8
+    place, get, nbytes = _address(frame, i, address), typed(frame, value, kind), width_of(kind) // 8
 
     def run(thread: Thread) -> None:
-        where = base(thread) + offset
+        where = place(thread)
         if is_shared or (order == "weak" and isinstance(_arrays.get(where >> 32), Buffer)):
             _store_bytes(thread, where, get(thread).to_bytes(nbytes, "little"), "smem" if is_shared else "gmem")
             return
@@ -256,9 +255,9 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
     order, scope, operation, kind = _access(i)
     target, address, *rest = i.operands if i.name == "atom" else (None, *i.operands)
     is_complete = bool(operation) and len(rest) == (2 if operation == "cas" else 1)
-    if order == "weak" or not is_complete or not isinstance(address, ptx.Address):
+    if order == "weak" or not is_complete:
         raise Unreadable(f"{i.text!r} is not emulated")
-    put, base, offset, bits = frame.set(target), frame.get(address.base), address.offset, width_of(kind)
+    put, where, bits = frame.set(target), _address(frame, i, address), width_of(kind)
     a, b = (typed(frame, operand, kind) for operand in (rest * 2)[:2])
     has_result, is_signed = target is not None, kind[0] == "s"
     one_lane, one_warp = "lane" in under, "warp" in under
@@ -276,8 +275,7 @@ def atomic(frame: Frame, i: ptx.Instruction, under: frozenset[str]) -> Callable[
                 f"{i.text!r} runs in {times} threads at once, and each has a result of its own: expected a predicate "
                 "that elects one"
             )
-        words = _words_at(base(thread) + offset, bits // 8)
-        orders: Orders = thread.orders
+        words, orders = _words_at(where(thread), bits // 8), thread.orders
         for word in words:
             _note_write(thread, word, i, scope)
         writes = orders.read(thread, words, newest=True)

@@ -3,48 +3,49 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from ..execution import parameters
 from ..execution.machine import Machine, Thread
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation
+from ..foundations.equations import Equation, JaxObject, argument_names, is_semaphore, open_jaxpr, space_of
 from ..foundations.errors import ProtocolError
 from ..state.clusters import Cta, cluster_arrivals
-from ..state.memory import Buffer, Cells, poison
+from ..state.memory import Allocation, Buffer, Cells, poison
 from ..state.sync import MBarrier, Semaphore
 from . import tensor_memory
 
+SemaphoreAt = Callable[[int], Semaphore]  # gives the semaphore at a place of an array
 
-def _allocate(machine: Machine, cta: Cta, aval: Any, name: str, key: Any, thread: Thread | None = None) -> Any:
+
+def _allocate(
+    machine: Machine, cta: Cta, aval: JaxObject, name: str, key: Hashable, thread: Thread | None = None
+) -> Buffer | Cells:
     """Allocates the buffer, barriers or semaphores for a scoped reference of type `aval`.
 
     They belong to the whole CTA, or to one `thread` of it.
     """
     dtype, device = aval.dtype, cta.device
-    kind = str(getattr(dtype, "name", dtype))
     shape = tuple(aval.shape)
-    if "semaphore" in kind:
-        return _semaphores(
-            machine,
-            device,
-            (key, cta.index, None if thread is None else str(thread)),
-            shape,
-            name,
-            cta=cta.index,
-        )
+    if is_semaphore(aval):
+
+        def at(peer: int) -> SemaphoreAt:
+            own = [Semaphore(f"{_label(name, index)} of CTA {cta.index}", peer) for index in np.ndindex(*shape)]
+            machine.private += own
+            return own.__getitem__
+
+        return _semaphores(machine, device, (key, cta.index, thread and str(thread)), shape, name, at)
     if hasattr(dtype, "num_arrivals"):
         return _barriers(cta, dtype, name, shape, thread)
-    space = str(getattr(aval.memory_space, "value", aval.memory_space))
+    space = space_of(aval)
     if space == "regs":
         return Buffer(name, "regs", np.zeros(shape, dtype), device, cta)
     space = space if space in ("gmem", "tmem") else "smem"
     return Buffer(name, space, poison(shape, dtype), device, cta)
 
 
-def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
+def _barriers(cta: Cta, dtype: JaxObject, name: str, shape: tuple[int, ...], thread: Thread | None) -> Cells:
     axes = getattr(dtype, "collective_axes", None)
     groups = tuple(group if isinstance(group, tuple) else (group,) for group in axes or ())
     if groups and (cta.cluster is None or thread is not None):
@@ -59,10 +60,10 @@ def _barriers(cta: Cta, dtype: Any, name: str, shape: tuple[int, ...], thread: T
     return Cells(name, shape, barriers.__getitem__, cta.device)
 
 
-def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, visit: int) -> list[Any]:
+def _allocate_all(thread: Thread, avals: list[JaxObject], names: list[str], key: int, visit: int) -> list[Allocation]:
     """Makes the allocations of a scope that all threads of a CTA share and enter for the `visit`-th time."""
 
-    def allocate(cta: Cta) -> list[Any]:
+    def allocate(cta: Cta) -> list[Allocation]:
         return [_allocate(thread.machine, cta, aval, name, (key, visit)) for aval, name in zip(avals, names)]
 
     cluster = thread.cta.cluster
@@ -70,40 +71,15 @@ def _allocate_all(thread: Thread, avals: list[Any], names: list[str], key: Any, 
 
 
 def _semaphores(
-    machine: Machine,
-    device: int,
-    key: Any,
-    shape: tuple[int, ...],
-    name: str,
-    *,
-    cta: int | None = None,
-    first: int | None = None,
+    machine: Machine, device: int, key: Hashable, shape: tuple[int, ...], name: str, at: Callable[[int], SemaphoreAt]
 ) -> Cells:
-    """Returns an array of semaphores on `device`. The first call with a `key` makes such an array on every device.
+    """Returns an array of semaphores on `device`, which can be reached from all devices.
 
-    Each array can be reached from all devices.
-
-    Args:
-        machine: the launch.
-        device: the device whose array is returned.
-        key: identifies the allocation.
-        shape: the shape of the array.
-        name: the name of the array, for messages.
-        cta: the CTA to which the semaphores belong, if `first` is None.
-        first: the place of the array's first semaphore among the semaphores that all CTAs of the launch share; None if
-            the array belongs to one CTA.
+    The first call with a `key` makes such an array on every device; `at(device)` returns what gives its semaphores.
     """
-    peers = machine.globals.get(key)
-    if peers is None:
-        peers = machine.globals[key] = {}
-        for peer in machine.mesh.devices:
-            if first is None:
-                own = [Semaphore(_label(name, index) + f" of CTA {cta}", peer) for index in np.ndindex(*shape)]
-                machine.private += own
-                at = own.__getitem__
-            else:
-                at = functools.partial(machine.word, peer, first)
-            peers[peer] = Cells(name, shape, at, peer, peers)
+    peers = machine.flag_arrays.setdefault(key, {})
+    for peer in machine.mesh.devices if not peers else ():
+        peers[peer] = Cells(name, shape, at(peer), peer, peers)
     return peers[device]
 
 
@@ -115,15 +91,16 @@ def _label(name: str, index: tuple[int, ...]) -> str:
 def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     aval, out, key = eqn.params["what"], d.new(), ("global", d.here)
     position = sum(i.name == "get_global" for i in d.program.instructions)
-    is_semaphore = "semaphore" in str(getattr(aval.dtype, "name", aval.dtype))
     name, first = "semaphore" if position == 0 else f"semaphore#{position}", len(d.program.words)
-    if is_semaphore:
+    if is_semaphore(aval):
         d.program.words += [_label(name, index) for index in np.ndindex(*aval.shape)]
 
+    @d.instruction(eqn, "get_global")
     def run(thread: Thread) -> None:
         machine, shape = thread.machine, tuple(aval.shape)
-        if is_semaphore:
-            thread.env[out] = _semaphores(machine, thread.device, key, shape, name, first=first)
+        if is_semaphore(aval):
+            at = lambda device: functools.partial(machine.word, device, first)  # noqa: E731
+            thread.env[out] = _semaphores(machine, thread.device, key, shape, name, at)
             return
         if key not in machine.globals:
             row = machine.globals[key] = {
@@ -134,19 +111,18 @@ def _get_global(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 buffer.peers = row
         thread.env[out] = machine.globals[key][thread.device]
 
-    d.emit(run, eqn, "get_global")
     return [out]
 
 
 @handles("run_scoped")
 def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     axes = eqn.params["collective_axes"]
     axes = axes if isinstance(axes, tuple) else (axes,)
     collective = bool(axes) and d.program.num_threads is not None
     avals = [v.aval for v in inner.invars]
-    names = parameters.of_scope(inner)
+    names = argument_names(inner)
     entries = [d.new() for _ in avals]
     visit_entry = d.new()
     key = d.here
@@ -154,6 +130,7 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     d.program.uses_tensor_memory |= columns > 0
     d.program.ends_by_cluster |= any(tensor_memory.is_collective(aval) for aval in avals)
 
+    @d.instruction(eqn, "run_scoped", visible=collective)
     def enter(thread: Thread) -> bool | None:
         cta = thread.cta
         if not collective:
@@ -189,25 +166,24 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         if scope is None:
             tensor_memory.occupy(cta, columns)
             made = _allocate_all(thread, avals, names, key, visit)
-            scope = cta.scopes[(key, visit)] = [made, meeting.expected]
+            scope = cta.scopes[(key, visit)] = (made, meeting.expected)
         for entry, value in zip(entries, scope[0]):
             thread.env[entry] = value
         thread.env[visit_entry] = visit
         return None
 
-    d.emit(enter, eqn, "run_scoped", visible=collective)
     results = d.inline(jaxpr, entries, ins)
 
+    @d.instruction(eqn, "end of run_scoped", visible=collective)
     def leave(thread: Thread) -> None:
         cta = thread.cta
         if collective:
             where = (key, thread.env[visit_entry])
-            scope = cta.scopes[where]
-            scope[1] -= 1
-            if scope[1]:
+            made, inside = cta.scopes[where]
+            if inside > 1:
+                cta.scopes[where] = (made, inside - 1)
                 return
             del cta.scopes[where]
-            made = scope[0]
         else:
             made = [thread.env[s] for s in entries]
         cta.tensor_columns -= columns
@@ -215,14 +191,13 @@ def _run_scoped(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         # checks that no operation still uses the memory.
         cta.freed += [value for value in made if isinstance(value, Buffer) and value.space in ("smem", "tmem")]
 
-    d.emit(leave, eqn, "end of run_scoped", visible=collective)
     return results
 
 
 @handles("run_state")
 def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     jaxpr = eqn.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = open_jaxpr(jaxpr)
     avals = [v.aval for v in inner.invars]
     names = [f"state {i}" for i in range(len(avals))]
     given = iter(ins)
@@ -230,6 +205,7 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     entries = [d.new() for _ in avals]
     key = d.here
 
+    @d.instruction(eqn, "run_state")
     def enter(thread: Thread) -> None:
         env = thread.env
         for entry, aval, name, source in zip(entries, avals, names, initial):
@@ -237,20 +213,19 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 env[entry] = env[source]
                 continue
             env[entry] = made = _allocate(thread.machine, thread.cta, aval, name, key, thread)
-            if source is not None:
-                if isinstance(env[source], (Buffer, Cells)):
-                    env[entry] = env[source]
-                else:
-                    made.data[...] = env[source]
             if isinstance(made, Buffer):
                 made.space = "regs"  # The state belongs to one thread.
+            if source is not None and isinstance(env[source], (Buffer, Cells)):
+                env[entry] = env[source]
+            elif source is not None and isinstance(made, Buffer):
+                made.data[...] = env[source]
 
-    d.emit(enter, eqn, "run_state")
     d.inline(jaxpr, entries)
     outs = [d.new() for _ in eqn.outvars]
 
     accumulates = any("Accumulator" in type(a).__name__ for a in avals)
 
+    @d.instruction(eqn, "end of run_state", visible=accumulates)
     def leave(thread: Thread) -> None:
         if accumulates:  # Pallas waits for all wgmmas before it reads the value of an accumulator.
             thread.machine.engine.wait_wgmma(thread, 0)
@@ -258,5 +233,4 @@ def _run_state(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             value = thread.env[entry]
             thread.env[out] = np.array(value.data) if isinstance(value, Buffer) else value
 
-    d.emit(leave, eqn, "end of run_state", visible=accumulates)
     return outs

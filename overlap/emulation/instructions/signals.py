@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
-from ..foundations.environment import value_of
-from ..foundations.equations import Equation
+from ..foundations.equations import Equation, JaxObject, Scalar, value_of
 from ..foundations.errors import ProtocolError
-from ..state.memory import Cells
+from ..state.memory import Allocation
 from ..state.sync import MBarrier
 
 _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives one to all)"
@@ -18,22 +15,16 @@ _SCOPED = " (a semaphore in scratch_types is one CTA's own; pl.get_global gives 
 # ---- mbarriers -------------------------------------------------------------------------------------------------------
 
 
-def _barrier_path(d: Decoder, eqn: Equation, leaves: list[int]) -> RefPath:
-    return d.path(d.unflatten(eqn.params["transforms_treedef"], leaves))
-
-
 @handles("barrier_arrive")
-def _arrive(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _arrive(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ins, predicate = predicate_of(d, ins, eqn.params.get("has_user_predicate", False))
     barrier, *leaves = ins
-    path = _barrier_path(d, eqn, leaves)
+    (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         if predicate(thread.env):
             _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
-
-    d.emit(run, eqn, visible=True)
-    return []
 
 
 def _arrive_at(thread: Thread, barrier: MBarrier) -> None:
@@ -70,10 +61,11 @@ def _blocked_on(thread: Thread, barrier: MBarrier) -> bool:
 
 
 @handles("barrier_wait")
-def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier, *leaves = ins
-    path = _barrier_path(d, eqn, leaves)
+    (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> bool | None:
         where = path.resolve(thread, thread.env[barrier])
         if _try_wait(thread, where):
@@ -81,27 +73,25 @@ def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             return None
         return _blocked_on(thread, where)
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("barrier_arrive_and_wait")
-def _arrive_and_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _arrive_and_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     barrier, *leaves = ins
-    path = _barrier_path(d, eqn, leaves)
+    (path,) = d.paths(leaves, eqn.params["transforms_treedef"])
 
+    @d.instruction(eqn, "barrier_arrive", visible=True)
     def arrive(thread: Thread) -> None:
         _arrive_at(thread, path.resolve(thread, thread.env[barrier]))
 
-    d.emit(arrive, eqn, "barrier_arrive", visible=True)
-    return _wait(d, eqn, ins)
+    _wait(d, eqn, ins)
 
 
 @handles("barrier_test")
 def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier, *leaves = ins
-    path, out = _barrier_path(d, eqn, leaves), d.new()
+    (path,), out = d.paths(leaves, eqn.params["transforms_treedef"]), d.new()
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         where = path.resolve(thread, thread.env[barrier])
         waits = thread.waits.get(where, 0)  # A test is no wait: the thread's number of waits stays the same.
@@ -112,7 +102,6 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             thread.polled = True
         thread.env[out] = done
 
-    d.emit(run, eqn, visible=True)
     return [out]
 
 
@@ -120,7 +109,7 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 
 
 def _signal_one(
-    thread: Thread, base: Cells, path: RefPath, count: int, device_id: Any, id_type: Any, scope: str
+    thread: Thread, base: Allocation, path: RefPath, count: int, device_id: JaxObject, id_type: JaxObject, scope: str
 ) -> None:
     if device_id is not None:
         if scope == "gpu":
@@ -131,7 +120,7 @@ def _signal_one(
     thread.tick()
 
 
-def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope: str) -> None:
+def signal_device(thread: Thread, base: Allocation, path: RefPath, count: int, scope: str) -> None:
     """Signals the semaphore at `path` in the array `base`, which may be another device's.
 
     The caller must call `Thread.tick` after that.
@@ -146,11 +135,11 @@ def signal_device(thread: Thread, base: Cells, path: RefPath, count: int, scope:
     if semaphore.device != thread.device:
         semaphore.expect_seen((thread, *event, thread.instruction))
     machine.run.count("signals")
-    machine.run.signal_event(thread, semaphore)
+    machine.run.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
 
 
 @handles("semaphore_signal")
-def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     ref, transforms, count, device_id, core = d.unflatten_entries(p["args_tree"], ins)
     if core is not None:
@@ -164,37 +153,35 @@ def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     device_id = d.leaves(device_id)
     id_type, scope = p.get("device_id_type"), p.get("memory_scope", "sys")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("semaphore_signal_parallel")
-def _signal_parallel(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _signal_parallel(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     # The signals are separate instructions, in the order given, so other threads may run between them.
     refs, transforms, counts, device_ids = d.unflatten_entries(eqn.params["args_tree"], ins)
     for ref, steps, count, device_id in zip(refs, transforms, counts, device_ids):
         path, amount, target = d.path(steps), d.leaf(count), d.leaves(device_id)
 
         def run(
-            thread: Thread, ref: int = ref, path: RefPath = path, amount: Any = amount, target: Any = target
+            thread: Thread, ref: int = ref, path: RefPath = path, amount: Scalar = amount, target: JaxObject = target
         ) -> None:
             _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), target, None, "sys")
 
         d.emit(run, eqn, visible=True)
-    return []
 
 
 @handles("semaphore_wait")
-def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ref, transforms, count, decrement = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, amount, take = d.path(transforms), d.leaf(count), d.leaf(decrement)
     if path.is_remote:
         raise NotImplementedError("a remote semaphore cannot be waited for")
     scope = eqn.params.get("memory_scope", "sys")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> bool | None:
         env = thread.env
         semaphore = path.resolve(thread, env[ref])
@@ -214,19 +201,16 @@ def _semaphore_wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             ),
         )
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("semaphore_read")
 def _semaphore_read(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, transforms = d.unflatten_entries(eqn.params["args_tree"], ins)
     path, out = d.path(transforms), d.new()
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         # The read is relaxed, so it orders nothing.
         thread.env[out] = path.resolve(thread, thread.env[ref]).value
         thread.polled = True
 
-    d.emit(run, eqn, visible=True)
     return [out]

@@ -7,7 +7,6 @@ operation. The same call in the second CTA does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,14 +14,12 @@ from ..execution import tensor_core
 from ..execution.machine import Thread
 from ..execution.program import Decoder, handles, predicate_of
 from ..execution.references import RefPath
-from ..foundations.environment import value_of
-from ..foundations.equations import Equation
+from ..foundations.equations import AxisName, Equation, value_of
 from ..foundations.errors import ProtocolError
-from ..state.clusters import Cta, twin
-from ..state.memory import Buffer, Cells
+from ..state.clusters import Cta
 
 
-def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
+def _issuers(thread: Thread, axis: AxisName) -> Sequence[Cta]:
     """Returns the CTAs in which an operation of `thread` works; none if the thread's CTA is the second of a pair."""
     cta = thread.cta
     if axis is None:
@@ -37,19 +34,8 @@ def _issuers(thread: Thread, axis: Any) -> Sequence[Cta]:
     return pair if pair[0] is cta else ()
 
 
-def _at(thread: Thread, path: RefPath, base: Buffer | Cells, cta: Cta) -> Any:
-    """Resolves a reference of `thread` in `cta`, which is the thread's own CTA or the other one of the pair."""
-    return path.resolve(thread, base if cta is thread.cta else twin(base, cta))
-
-
-def _path(d: Decoder, tree: Any, leaves: list[int]) -> tuple[RefPath, list[int]]:
-    """Returns the path of an operand whose transforms are the first of `leaves`, and the remaining leaves."""
-    count = 0 if tree is None else tree.num_leaves
-    return d.path(() if tree is None else d.unflatten(tree, leaves[:count])), leaves[count:]
-
-
 @handles("tcgen05_mma")
-def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     if p.get("sparse"):
         raise NotImplementedError("tcgen05_mma of a sparse operand is not emulated")
@@ -58,66 +44,59 @@ def _mma(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     barrier = rest.pop(0) if p["arrive"] else None
     if p["scaled"]:
         entries |= {"a_scale": rest.pop(0), "b_scale": rest.pop(0)}
-    paths = {}
-    for name in ("acc", "a", "b", "barrier", "a_scale", "b_scale"):
-        paths[name], rest = _path(d, p[f"{name}_transforms_tree"], rest)
+    names = ("acc", "a", "b", "barrier", "a_scale", "b_scale")
+    paths: dict[str, RefPath] = dict(zip(names, d.paths(rest, *(p[f"{name}_transforms_tree"] for name in names))))
     operands = [(paths[name], entry) for name, entry in entries.items()]
     adds, axis = d.leaf(accumulate), p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if not ctas:
             return
         views = [
-            tensor_core.Operands(*(_at(thread, path, env[entry], cta) for path, entry in operands)) for cta in ctas
+            tensor_core.Operands(*(path.resolve_in(cta, thread, env[entry]) for path, entry in operands))
+            for cta in ctas
         ]
         tensor_core.multiply(thread, views, accumulate=bool(value_of(adds, env)))
         if barrier is not None:
-            tensor_core.commit(thread, [_at(thread, paths["barrier"], env[barrier], cta) for cta in ctas])
-
-    d.emit(run, eqn, visible=True)
-    return []
+            tensor_core.commit(thread, [paths["barrier"].resolve_in(cta, thread, env[barrier]) for cta in ctas])
 
 
 @handles("tcgen05_commit_arrive")
-def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     ins, predicate = predicate_of(d, ins, p.get("has_user_predicate", False))
     barrier, *leaves = ins
-    path, _ = _path(d, p["barrier_transforms_tree"], leaves)
+    (path,) = d.paths(leaves, p["barrier_transforms_tree"])
     axis = p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         ctas = _issuers(thread, axis)
         if ctas and predicate(thread.env):
-            tensor_core.commit(thread, [_at(thread, path, thread.env[barrier], cta) for cta in ctas])
-
-    d.emit(run, eqn, visible=True)
-    return []
+            tensor_core.commit(thread, [path.resolve_in(cta, thread, thread.env[barrier]) for cta in ctas])
 
 
-def _copy(d: Decoder, eqn: Equation, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> list[int]:
+def _copy(d: Decoder, eqn: Equation, ins: list[int], convert: Callable[[np.ndarray], np.ndarray]) -> None:
     p = eqn.params
     smem, tmem, *leaves = ins
-    source, leaves = _path(d, p["smem_tree"], leaves)
-    target, _ = _path(d, p["tmem_tree"], leaves)
+    source, target = d.paths(leaves, p["smem_tree"], p["tmem_tree"])
     axis = p["collective_axis"]
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         ctas = _issuers(thread, axis)
         if ctas:
-            views = [(_at(thread, source, env[smem], c), _at(thread, target, env[tmem], c)) for c in ctas]
+            views = [(source.resolve_in(c, thread, env[smem]), target.resolve_in(c, thread, env[tmem])) for c in ctas]
             tensor_core.copy(thread, views, convert)
-
-    d.emit(run, eqn, visible=True)
-    return []
 
 
 @handles("async_copy_smem_to_tmem")
-def _copy_operand(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return _copy(d, eqn, ins, lambda x: x)
+def _copy_operand(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    _copy(d, eqn, ins, lambda x: x)
 
 
 def _unpack_scales(packed: np.ndarray) -> np.ndarray:
@@ -133,5 +112,5 @@ def _unpack_scales(packed: np.ndarray) -> np.ndarray:
 
 
 @handles("async_copy_scales_to_tmem")
-def _copy_scales(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
-    return _copy(d, eqn, ins, _unpack_scales)
+def _copy_scales(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    _copy(d, eqn, ins, _unpack_scales)

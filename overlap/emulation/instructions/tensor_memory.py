@@ -6,27 +6,36 @@ complete only after `commit_tmem`. Both waits cover the operations that the call
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from ..execution.machine import Thread
+from ..execution.operations import Issued
 from ..execution.program import Decoder, handles
-from ..foundations.equations import Equation
+from ..execution.transforms import LANES, bits_of
+from ..foundations.equations import Equation, JaxObject, space_of
 from ..foundations.errors import ProtocolError
-from ..foundations.tensor_views import COLUMNS, LANES, columns_of
 from ..state.clusters import Cta
 from ..state.memory import View
-from ..state.races import Access
+
+_COLUMNS = 512
+_ALIGNMENT = 4  # An allocation begins at a multiple of this number of columns.
 
 
-def columns(avals: Sequence[Any]) -> int:
+def columns(avals: Sequence[JaxObject]) -> int:
     """How many columns of tensor memory the allocations of a scope take together."""
-    return sum(columns_of(aval) for aval in avals if hasattr(aval, "memory_space"))
+    total = 0
+    for aval in avals:
+        if hasattr(aval, "memory_space") and space_of(aval) == "tmem":
+            *batch, rows, minor = aval.shape
+            count = aval.layout.cols_in_shape((rows, math.prod(batch) * minor), bits_of(aval.dtype))
+            total += -(-count // _ALIGNMENT) * _ALIGNMENT
+    return total
 
 
-def is_collective(aval: Any) -> bool:
+def is_collective(aval: JaxObject) -> bool:
     """Whether the type `aval` is of an allocation of tensor memory for a pair of CTAs."""
     ref = getattr(aval, "ref", aval)
     return str(getattr(ref, "memory_space", None)) == "tmem" and bool(ref.collective)
@@ -39,23 +48,20 @@ def occupy(cta: Cta, count: int) -> None:
         ProtocolError: the scopes of the CTA together use more columns than there are.
     """
     cta.tensor_columns += count
-    if count and cta.tensor_columns > COLUMNS:
+    if count and cta.tensor_columns > _COLUMNS:
         raise ProtocolError(
             f"{cta} uses {cta.tensor_columns} columns of tensor memory, {count} of them in this scope: there are "
-            f"{COLUMNS} columns, of {LANES} lanes of 32 bits"
+            f"{_COLUMNS} columns, of {LANES} lanes of 32 bits"
         )
 
 
 def _record(thread: Thread, view: View, what: str, *, write: bool) -> tuple[int, int]:
     """Checks an access that `thread` issues now and waits for later; returns its component and time."""
-    machine = thread.machine
     if thread.warp is not None:
         raise ProtocolError(f"a {what} by one warp: only whole warpgroups access tensor memory, outside of warp_map")
     component, time = thread.pool.take(thread.knowledge.seen)
-    if machine.detector is not None:
-        access = Access(thread, view, what, thread.instruction, component, time, write=write)
-        machine.detector.access(access, thread.knowledge)
-        view.buffer.async_uses[component] = access
+    op = Issued(thread, thread.instruction, thread.knowledge, component, time)
+    thread.machine.engine.record(op, view, what, write=write, asynchronous=False)
     return component, time
 
 
@@ -70,11 +76,12 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @handles("async_load")
 def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ref, *leaves = ins
-    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+    (path,) = d.paths(leaves, eqn.params["tree"])
     reduction = eqn.params.get("reduce")
     outs = [d.new() for _ in eqn.outvars]
     shape = eqn.outvars[0].aval.shape
 
+    @d.instruction(eqn, "async_load_tmem", visible=True)
     def run(thread: Thread) -> None:
         view = path.resolve(thread, thread.env[ref])
         thread.tensor.loads.append(_record(thread, view, "tensor memory load", write=False))
@@ -82,26 +89,24 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
         if reduction is not None:
             thread.env[outs[1]] = _REDUCTIONS[reduction](value)
 
-    d.emit(run, eqn, "async_load_tmem", visible=True)
     return outs
 
 
 @handles("wait_load_tmem")
-def _wait_load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _wait_load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for component, time in thread.tensor.loads:
             thread.knowledge.note(component, time)
         thread.tensor.loads.clear()
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("async_store_tmem")
-def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     ref, value, *leaves = ins
-    path = d.path(d.unflatten(eqn.params["tree"], leaves))
+    (path,) = d.paths(leaves, eqn.params["tree"])
 
+    @d.instruction(eqn, "async_store_tmem", visible=True)
     def run(thread: Thread) -> None:
         view, new = path.resolve(thread, thread.env[ref]), np.asarray(thread.env[value])
         event = _record(thread, view, "tensor memory store", write=True)
@@ -110,18 +115,13 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
             view.write(new)
         thread.tensor.stores.append((event, None if is_early else view, new))
 
-    d.emit(run, eqn, "async_store_tmem", visible=True)
-    return []
-
 
 @handles("commit_tmem")
-def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
             if view is not None:
                 view.write(value)
             thread.knowledge.note(component, time)
         thread.tensor.stores.clear()
-
-    d.emit(run, eqn, visible=True)
-    return []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from ..execution.engines import REDUCTIONS, Landing
 from ..execution.machine import Thread
+from ..execution.operations import REDUCTIONS, Landing
 from ..execution.program import Decoder, handles, predicate_of
-from ..foundations.equations import Equation
+from ..foundations.equations import AxisName, Equation
 from ..foundations.errors import ProtocolError
-from ..state import clusters, multicast
+from ..state import multicast
 from ..state.clusters import Cta
 from ..state.memory import View
 from ..state.sync import MBarrier
@@ -39,7 +38,7 @@ def check_counts_copies(barrier: MBarrier) -> None:
 
 
 @handles("copy_gmem_to_smem")
-def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     axes = tuple(p.get("collective_axes") or ())
     tracking = p.get("leader_tracked") if axes else None
@@ -48,20 +47,16 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
     src, dst, barrier, *leaves = ins
     trees = [p[f"{x}_transforms_treedef"] for x in ("src", "dst", "barrier")]
-    paths, at = [], 0
+    src_path, dst_path, barrier_path = d.paths(leaves, *trees)
     mode = getattr(p.get("oob_mode"), "name", "ZEROS")
-    promised = mode == "PROMISE_IN_BOUNDS"
-    for i, tree in enumerate(trees):
-        paths.append(d.path(d.unflatten(tree, leaves[at : at + tree.num_leaves]), clip=i == 0 and not promised))
-        at += tree.num_leaves
-    src_path, dst_path, barrier_path = paths
+    src_path.clip = mode != "PROMISE_IN_BOUNDS"
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
 
         def barrier_in(cta: Cta) -> MBarrier:
-            base = env[barrier] if cta is thread.cta else clusters.twin(env[barrier], cta)
-            return barrier_path.resolve(thread, base)
+            return barrier_path.resolve_in(cta, thread, env[barrier])
 
         counting = barrier_in(thread.cta) if tracking is None else _leader(thread, axes, barrier_in)
         is_counted_here = counting.cta is thread.cta
@@ -87,22 +82,17 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 target,
                 counting,
                 lambda cta: (
-                    dst_path.resolve(thread, clusters.twin(env[dst], cta)),
+                    dst_path.resolve_in(cta, thread, env[dst]),
                     barrier_in(cta) if tracking is None else counting,
                 ),
             )
         else:
             landings = [Landing(target, counting)]
-        remote = source.buffer.device != thread.device
-        thread.machine.engine.load(
-            thread, source, landings, counting if is_counted_here else None, nbytes, remote, mode == "UNDEFINED"
-        )
-
-    d.emit(run, eqn, visible=True)
-    return []
+        here = counting if is_counted_here else None
+        thread.machine.engine.load(thread, source, landings, here, nbytes, mode == "UNDEFINED")
 
 
-def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
+def _leader(thread: Thread, axes: tuple[AxisName, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:
     """Returns the barrier of the first CTA along `axes` (the leader), which counts the copy for all CTAs."""
     cluster = thread.cta.cluster
     if cluster is None:
@@ -111,7 +101,11 @@ def _leader(thread: Thread, axes: tuple[Any, ...], barrier_in: Callable[[Cta], M
 
 
 def _multicast(
-    thread: Thread, axes: tuple[Any, ...], target: View, where: MBarrier, at: Callable[[Cta], tuple[View, MBarrier]]
+    thread: Thread,
+    axes: tuple[AxisName, ...],
+    target: View,
+    where: MBarrier,
+    at: Callable[[Cta], tuple[View, MBarrier]],
 ) -> list[Landing]:
     """Returns the places to which this CTA's part of a multicast copy is written: one in each CTA along `axes`."""
     cluster = thread.cta.cluster
@@ -125,7 +119,7 @@ def _multicast(
 
 
 @handles("copy_smem_to_gmem")
-def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     p = eqn.params
     ins, predicate = predicate_of(d, ins, p["has_user_predicate"])
     src, dst, *leaves = ins
@@ -136,6 +130,7 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
     if reduction not in (None, *REDUCTIONS):
         raise NotImplementedError(f"the TMA reduction {reduction!r} is not emulated: {tuple(REDUCTIONS)} are")
 
+    @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         env = thread.env
         engine = thread.machine.engine
@@ -157,28 +152,22 @@ def _store(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
                 "of memory, so it overwrites what lies behind that row"
             )
         for target in targets:
-            engine.store(thread, source, target, reduction, False, target.buffer.device != thread.device)
+            engine.store(thread, source, target, reduction)
         if commit:
             engine.commit(thread)
 
-    d.emit(run, eqn, visible=True)
-    return []
-
 
 @handles("commit_group")
-def _commit_group(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _commit_group(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     d.emit(lambda thread: thread.machine.engine.commit(thread), eqn)
-    return []
 
 
 @handles("wait_smem_to_gmem")
-def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _wait(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     n, read_only = eqn.params["n"], eqn.params["wait_read_only"]
     d.emit(lambda thread: thread.machine.engine.wait_stores(thread, n, read_only), eqn, visible=True)
-    return []
 
 
 @handles("commit_smem")
-def _commit_smem(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
+def _commit_smem(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     d.emit(lambda thread: thread.knowledge.fence_smem(), eqn, visible=True)
-    return []

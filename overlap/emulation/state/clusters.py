@@ -11,24 +11,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
+from ..foundations.actors import Actor
 from ..foundations.clocks import Knowledge, covers
+from ..foundations.equations import AxisName
 from ..foundations.errors import ProtocolError
+from ..foundations.shadow import Shadow
 from . import report
-from .memory import Buffer, Cells
+from .memory import Allocation, Buffer, Cells
 from .simulation import Simulation
-from .sync import Meeting
-
-
-class Visitor(Protocol):
-    """A thread that uses a CTA's memory or barriers: a thread of that CTA, or of another CTA in its cluster."""
-
-    @property
-    def instruction(self) -> Any: ...
-
-    @property
-    def where(self) -> str: ...
+from .sync import MBarrier, Meeting
 
 
 class Cta:
@@ -36,20 +28,20 @@ class Cta:
 
     def __init__(self, simulation: Simulation, num_threads: int, device: int, index: int, coordinates: tuple[int, ...]):
         self.simulation, self.device, self.index, self.coordinates = simulation, device, index, coordinates
-        self.scopes: dict[Any, Any] = {}  # live collective allocations
+        # (scope, visit) -> the allocations that the CTA's threads share, and how many threads are still inside
+        self.scopes: dict[tuple[int, int], tuple[list[Allocation], int]] = {}
         self.meeting = Meeting(num_threads)
         self.running = 0
         self.ended = False
         self.cluster: Cluster | None = None
         self.rank = 0  # in the cluster
-        self.peer_uses: dict[
-            int, tuple[int, str, int]
-        ] = {}  # component -> (time, what another CTA does here, instruction)
+        # component -> (time, what another CTA does here, instruction)
+        self.peer_uses: dict[int, tuple[int, str, int]] = {}
         self.final = Knowledge()  # what the threads that have ended know together
         self.freed: list[Buffer] = []  # memory of ended scopes that no new scope has got yet
         self.tensor_columns = 0  # columns of tensor memory in use
 
-    def note_use(self, thread: Visitor, what: str, component: int, time: int) -> None:
+    def note_use(self, thread: Actor, what: str, component: int, time: int) -> None:
         """Remembers a use of this CTA's memory by a thread of another CTA. This CTA must not end before the use ends.
 
         Raises:
@@ -61,14 +53,14 @@ class Cta:
         if self.simulation.detector is not None:
             self.peer_uses[component] = (time, what, thread.instruction.index)
 
-    def check_left(self, thread: Visitor) -> None:
+    def check_left(self, thread: Actor) -> None:
         """Checks, when this CTA ends, that the other CTAs of its cluster no longer use its barriers and memory."""
         for component, (time, what, instruction) in self.peer_uses.items():
             if not covers(self.final.seen, component, time):
                 error = ProtocolError(report.left_cluster(self, what))
                 self.simulation.fault(("cluster", instruction), error, thread)
 
-    def reuse(self, knowledge: Knowledge, thread: Visitor) -> None:
+    def reuse(self, knowledge: Knowledge, thread: Actor) -> None:
         """Checks that no copy or product still uses freed memory, before a new scope or another CTA may get it.
 
         Args:
@@ -95,17 +87,17 @@ class Cta:
 class Cluster:
     """The CTAs of one cluster, in row-major order of the cluster's axes."""
 
-    def __init__(self, axes: dict[str, int], ctas: list[Cta]):
+    def __init__(self, axes: dict[AxisName, int], ctas: list[Cta]):
         self.axes, self.ctas = axes, ctas
         self.places = list(itertools.product(*(range(size) for size in axes.values())))
-        self._scopes: dict[
-            Any, list[Any]
-        ] = {}  # (scope, visit) -> for each CTA, its allocations, until the CTA takes them
-        self._shadows: dict[Any, Any] = {}  # shadows of each scope's buffers: the next visit uses the same bytes
+        # (scope, visit) -> for each CTA, by its rank, its allocations, until the CTA takes them
+        self._scopes: dict[tuple[int, int], dict[int, list[Allocation]]] = {}
+        # (scope, place in the scope, rank) -> the shadow of the buffer there: the next visit uses the same bytes
+        self._shadows: dict[tuple[int, int, int], Shadow] = {}
         for rank, cta in enumerate(ctas):
             cta.cluster, cta.rank = self, rank
 
-    def along(self, cta: Cta, axes: Sequence[Any]) -> list[Cta]:
+    def along(self, cta: Cta, axes: Sequence[AxisName]) -> list[Cta]:
         """The CTAs whose indices along all axes but `axes` are those of `cta`, row-major in the order of `axes`."""
         names = list(self.axes)
         for axis in axes:
@@ -119,7 +111,7 @@ class Cluster:
             found.append(self.ctas[self.places.index(tuple(place))])
         return found
 
-    def at(self, cta: Cta, place: dict[Any, int]) -> Cta:
+    def at(self, cta: Cta, place: dict[AxisName, int]) -> Cta:
         """The CTA with the indices `place` along the axes named there, and those of `cta` along the others."""
         for axis, index in place.items():
             if not 0 <= index < self.axes.get(axis, 0):
@@ -127,7 +119,7 @@ class Cluster:
         own = dict(zip(self.axes, self.places[cta.rank]))
         return self.ctas[self.places.index(tuple({**own, **place}.values()))]
 
-    def enter(self, cta: Cta, key: Any, visit: int, allocate: Callable[[Cta], list[Any]]) -> list[Any]:
+    def enter(self, cta: Cta, key: int, visit: int, allocate: Callable[[Cta], list[Allocation]]) -> list[Allocation]:
         """Returns the allocations of `cta` for one visit of a scope. The first CTA that enters makes those of all CTAs.
 
         Args:
@@ -138,35 +130,35 @@ class Cluster:
         """
         made = self._scopes.get((key, visit))
         if made is None:
-            made = self._scopes[(key, visit)] = [allocate(each) for each in self.ctas]
-            for position, twins in enumerate(zip(*made)):
+            made = self._scopes[(key, visit)] = {each.rank: allocate(each) for each in self.ctas}
+            for position, twins in enumerate(zip(*made.values())):
                 self._pair(twins)
                 for rank, twin in enumerate(twins):
                     if isinstance(twin, Buffer) and twin.space in ("smem", "tmem"):
                         # The bytes are those of the visit before, which another CTA may not have left yet.
                         twin.shadow = self._shadows.setdefault((key, position, rank), twin.shadow)
-        mine, made[cta.rank] = made[cta.rank], None
-        if all(each is None for each in made):
+        mine = made.pop(cta.rank)
+        if not made:
             del self._scopes[(key, visit)]
         return mine
 
-    def _pair(self, twins: Sequence[Any]) -> None:
-        for twin in twins:
-            if isinstance(twin, (Buffer, Cells)):
-                twin.twins = twins
+    def _pair(self, twins: Sequence[Allocation]) -> None:
+        for cta, twin in zip(self.ctas, twins):
+            twin.twins = twins
             if not isinstance(twin, Cells):
                 continue
             for place in range(twin.places.size):
-                barrier: Any = twin.at(place)
-                if not getattr(barrier, "collective", ()):
+                barrier = twin.at(place)
+                if not isinstance(barrier, MBarrier) or not barrier.collective:
                     continue
                 last = 1 if barrier.leader_tracked else None
                 # A set: a CTA that several groups of axes reach counts the arrival once.
-                reached = {each.rank for axes in barrier.collective for each in self.along(barrier.cta, axes)[:last]}
-                barrier.reached = [twins[rank].at(place) for rank in sorted(reached)]
+                reached = {each.rank for axes in barrier.collective for each in self.along(cta, axes)[:last]}
+                cells = [each for each in twins if isinstance(each, Cells)]
+                barrier.reached = [cells[rank].at(place) for rank in sorted(reached)]
 
 
-def twin(base: Buffer | Cells, cta: Cta) -> Any:
+def twin(base: Allocation, cta: Cta) -> Allocation:
     """Returns the twin of the allocation `base` in `cta`."""
     if base.twins is None:
         raise ProtocolError(
@@ -176,7 +168,7 @@ def twin(base: Buffer | Cells, cta: Cta) -> Any:
     return base.twins[cta.rank]
 
 
-def cluster_arrivals(axes: dict[str, int], groups: Sequence[Any]) -> int:
+def cluster_arrivals(axes: dict[AxisName, int], groups: Sequence[Sequence[AxisName]]) -> int:
     """How many CTAs arrive on a cluster barrier: its own, and those that differ from it along one group of axes."""
     sizes = [math.prod(axes[axis] for axis in group) for group in groups]
     return sum(sizes) - len(sizes) + 1

@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
+from ..foundations.actors import Block
 from ..foundations.errors import ProtocolError
 from ..foundations.shadow import Region, Shadow, region_of
 
 _serials = itertools.count()
-_NOT_OF_ALL_DEVICES = (
-    "{} is this CTA's own memory, which other devices cannot reach. Expected: an operand or result of the kernel, or "
-    "memory of pl.get_global"
-)
 
 
-def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def poison(shape: tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     """Makes an array that stands for undefined contents.
 
     The elements are NaN; or the most negative integer; or, in unsigned types, the largest integer; or True.
@@ -38,8 +36,33 @@ def poison(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.full(shape, int(ml_dtypes.iinfo(dtype).min), dtype)
 
 
-class Buffer:
-    """One allocation: an array in the memory of a device (``gmem``), a CTA (``smem``) or a thread (``regs``)."""
+class _Reachable:
+    """What a reference stands for: a `Buffer`, or `Cells`.
+
+    Attributes:
+        serial: a number that no other allocation has.
+        peers: the same allocation on each device; None if other devices cannot reach it.
+        twins: the same allocation in each CTA of the cluster; None if it is not shared.
+    """
+
+    def __init__(self, name: str, device: int):
+        self.name, self.device = name, device
+        self.peers: Mapping[int, Allocation] | None = None
+        self.serial = next(_serials)
+        self.twins: Sequence[Allocation] | None = None
+
+    def on(self, device: int) -> Allocation:
+        """Returns the same allocation on a device."""
+        if self.peers is None:
+            raise ProtocolError(
+                f"{self.name} is this CTA's own memory, which other devices cannot reach. Expected: an operand or "
+                "result of the kernel, or memory of pl.get_global"
+            )
+        return self.peers[device]
+
+
+class Buffer(_Reachable):
+    """One array in the memory of a device (``gmem``), a CTA (``smem``, ``tmem``) or a thread (``regs``)."""
 
     def __init__(
         self,
@@ -47,19 +70,15 @@ class Buffer:
         space: str,
         data: np.ndarray,
         device: int,
-        cta: Any = None,
-        peers: Mapping[int, Buffer] | None = None,
+        cta: Block | None = None,
         read_only: bool = False,
         written: bool = False,
     ):
-        self.name, self.space, self.data, self.device, self.cta = name, space, data, device, cta
-        self.peers = peers
-        self.twins: Any = None  # the same allocation in each CTA of the cluster
+        super().__init__(name, device)
+        self.space, self.data, self.cta = space, data, cta
         self.read_only = read_only
         self.written = written  # whether the buffer has defined contents from the start
         self.is_operand = False
-        self.parameter = ""  # what the kernel calls an operand or a result
-        self.serial = next(_serials)
         self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))
         # component -> its last asynchronous access, to find memory that is freed while a copy uses it
@@ -72,11 +91,6 @@ class Buffer:
             self._bytes = self.data, self.data.reshape(-1).view(np.uint8)
         return self._bytes[1]
 
-    def on(self, device: int) -> Buffer:
-        if self.peers is None:
-            raise ProtocolError(_NOT_OF_ALL_DEVICES.format(self.name))
-        return self.peers[device]
-
 
 @functools.cache
 def _places(shape: tuple[int, ...]) -> np.ndarray:
@@ -85,23 +99,29 @@ def _places(shape: tuple[int, ...]) -> np.ndarray:
     return places
 
 
-class Cells:
+class Cells(_Reachable):
     """An array of synchronisation objects (semaphores or mbarriers) that refs can index.
 
     Attributes:
         places: an array of the same shape that holds each object's place (its row-major index).
-        at: returns the object at a place. It may make the object at that time, because a run uses only few flags.
+        at: returns the `Semaphore` or `MBarrier` at a place. It may make the object at that time, because a run uses
+            only few flags.
     """
 
-    def __init__(self, name: str, shape: tuple[int, ...], at: Callable[[int], Any], device: int, peers: Any = None):
-        self.name, self.places, self.at, self.device, self.peers = name, _places(shape), at, device, peers
-        self.twins: Any = None  # the same allocation in each CTA of the cluster
-        self.serial = next(_serials)
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        at: Callable[[int], Any],
+        device: int,
+        peers: Mapping[int, Cells] | None = None,
+    ):
+        super().__init__(name, device)
+        self.peers = peers
+        self.places, self.at = _places(shape), at
 
-    def on(self, device: int) -> Cells:
-        if self.peers is None:
-            raise ProtocolError(_NOT_OF_ALL_DEVICES.format(self.name))
-        return self.peers[device]
+
+Allocation = Buffer | Cells
 
 
 class View:
@@ -125,7 +145,7 @@ class View:
         self.requested: tuple[int, ...] | None = None  # the shape asked for, where a slice goes out of bounds
         self.window: tuple[slice, ...] | None = None  # the part of `requested` that is in bounds
         self.region: Region | None = None
-        self._cells = None
+        self._cells: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         if shape is None:
             sizes = iter(array.shape)
             shape = tuple(math.prod(itertools.islice(sizes, n)) for n in groups)
@@ -153,7 +173,7 @@ class View:
             self.region = region_of(self.array, self.buffer.data)
         return self.region
 
-    def cells(self):
+    def cells(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the shadow cells of this view (of writes, of reads), cached until the shadow splits its granules."""
         shadow = self.buffer.shadow
         cached = self._cells
@@ -163,8 +183,7 @@ class View:
 
     def __str__(self) -> str:
         where = f" of device {self.buffer.device}" if self.buffer.space == "gmem" else ""
-        called = f", {self.buffer.parameter}" if self.buffer.parameter else ""
-        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space}{called})"
+        return f"{self.buffer.name}{self.text}{where} ({self.buffer.space})"
 
 
 class Geometry:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Sequence
 
-from ..foundations.environment import value_of
+from ..foundations.equations import AxisName, Environment, JaxObject, Scalar, value_of
 from ..foundations.errors import ProtocolError
 
 
@@ -21,7 +21,7 @@ class Mesh:
         coordinates: for each position, row-major, its coordinates.
     """
 
-    def __init__(self, shape: dict[str, int], devices: tuple[int, ...]):
+    def __init__(self, shape: dict[AxisName, int], devices: tuple[int, ...]):
         self.shape, self.devices = shape, devices
         self.coordinates = list(itertools.product(*(range(size) for size in shape.values())))
         self._position = {device: position for position, device in enumerate(devices)}
@@ -30,7 +30,7 @@ class Mesh:
         """A device's coordinates in the mesh."""
         return self.coordinates[self._position[device]]
 
-    def multicast_devices(self, axes: Any) -> tuple[int, ...]:
+    def multicast_devices(self, axes: AxisName | Sequence[AxisName]) -> tuple[int, ...]:
         """Returns the devices that a multicast operation over the mesh axes `axes` reaches: all devices of the mesh.
 
         Raises:
@@ -44,14 +44,14 @@ class Mesh:
             )
         return self.devices
 
-    def logical_device(self, own: int, device_id: Any, id_type: Any, env: list[Any]) -> int:
+    def logical_device(self, own: int, device_id: JaxObject, id_type: JaxObject, env: Environment) -> int:
         """Returns the device that a device id stands for in a thread of the device `own` with the environment `env`.
 
         Raises:
             ProtocolError: the mesh has no such axis or position.
         """
 
-        def value(x: Any) -> int:
+        def value(x: Scalar) -> int:
             return int(value_of(x, env))
 
         sizes = self.shape

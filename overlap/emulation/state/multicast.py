@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ..foundations.errors import ProtocolError
 from .memory import View
@@ -61,7 +60,7 @@ def slab(view: View, axis: int, parts: int, index: int) -> View:
 
 def part_of(view: View, part: tuple[slice, ...]) -> View:
     """Returns the part of a view that the slices `part` of its logical shape select."""
-    key: list[Any] = []
+    key: list[slice] = []
     at = 0
     for cut, n in zip(part, view.groups):
         sizes = view.array.shape[at : at + n]

@@ -16,20 +16,14 @@ from typing import Protocol
 
 import numpy as np
 
+from ..foundations.actors import Actor
 from ..foundations.clocks import EMPTY, Knowledge, join
 from .simulation import Simulation
 from .sync import Semaphore, Write
 
 
-class Reader(Protocol):
+class Reader(Actor, Protocol):
     """A thread that reads words of memory, or runs a fence."""
-
-    knowledge: Knowledge
-    component: int
-    time: int
-
-    @property
-    def device(self) -> int: ...
 
     @property
     def simulation(self) -> Simulation: ...

@@ -6,67 +6,44 @@ the last atomic operations, between which there is no order), and the reads sinc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import numpy as np
 
+from ..foundations.actors import Actor
 from ..foundations.clocks import Knowledge, covers
+from ..foundations.source_lines import Instruction
 from .memory import View
 
 
-class Accessor(Protocol):
-    """The thread that makes an access. Messages name the thread by its `str`."""
-
-    @property
-    def device(self) -> int: ...
-
-    @property
-    def cta(self) -> object: ...
-
-
+@dataclasses.dataclass(slots=True, eq=False)
 class Access:
     """One access to memory, as the shadow remembers it.
 
     Attributes:
+        thread: the thread that makes the access, or has issued the operation that makes it.
+        what: names the access in messages.
+        component, time: the event of the access.
+        asynchronous: whether the access goes through the asynchronous proxy.
         by_rows: whether this is a read whose rows each affect only the same row of a result.
     """
 
-    __slots__ = (
-        "asynchronous",
-        "atomic",
-        "by_rows",
-        "component",
-        "instruction",
-        "thread",
-        "time",
-        "view",
-        "what",
-        "write",
-    )
-
-    def __init__(
-        self,
-        thread: Accessor,
-        view: View,
-        what: str,
-        instruction: Any,
-        component: int,
-        time: int,
-        *,
-        write: bool,
-        asynchronous: bool = False,
-        atomic: bool = False,
-        by_rows: bool = False,
-    ):
-        self.by_rows = by_rows
-        self.thread, self.view, self.what, self.instruction = thread, view, what, instruction
-        self.component, self.time = component, time
-        self.write, self.asynchronous, self.atomic = write, asynchronous, atomic
+    thread: Actor
+    view: View
+    what: str
+    instruction: Instruction
+    component: int
+    time: int
+    _: dataclasses.KW_ONLY
+    write: bool
+    asynchronous: bool = False
+    atomic: bool = False
+    by_rows: bool = False
 
     def __str__(self) -> str:
         proxy = " (asynchronous proxy)" if self.asynchronous else ""
-        cta: Any = self.view.buffer.cta
+        cta = self.view.buffer.cta
         elsewhere = "" if cta is None or cta is self.thread.cta else f" in CTA {cta.index}"
         return f"{self.what}{proxy} of {self.view}{elsewhere} by {self.thread} at {self.instruction.source}"
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..foundations.settings import Settings
+from ..foundations.source_lines import Instruction
 from .races import Access
 from .sync import Semaphore
 
@@ -115,7 +114,7 @@ def unwritten(access: Access, wholly: bool) -> str:
     )
 
 
-def late_signal(semaphore: Semaphore, thread: object, instruction: Any) -> str:
+def late_signal(semaphore: Semaphore, thread: object, instruction: Instruction) -> str:
     """The message for a signal for which the semaphore's device does not wait."""
     owner = f"device {semaphore.device}"
     return (

@@ -7,41 +7,17 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..foundations import interrupt
+from ..foundations.actors import Actor
+from ..foundations.equations import JaxObject
 from ..foundations.errors import EmulationError
 from ..foundations.settings import Settings
-from .sync import Semaphore
-
-
-class Actor(Protocol):
-    """A thread whose actions are recorded as events."""
-
-    @property
-    def device(self) -> int: ...
-
-    @property
-    def cta(self) -> Any: ...
-
-    @property
-    def warpgroup(self) -> int: ...
-
-    @property
-    def warp(self) -> int | None: ...
-
-    @property
-    def instruction(self) -> Any: ...
-
-    @property
-    def blocked(self) -> object: ...
-
-    @property
-    def blocked_at(self) -> int: ...
 
 
 @dataclasses.dataclass
@@ -90,11 +66,11 @@ class Run:
         self.warnings: list[str] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.events: list[Event] = []
-        self.launches: list[Any] = []
+        self.launches: list[Any] = []  # of `entry.sequence.Launch`, which stands above this module
         self.steps = 0
         self.interrupts = interrupt.count()
         self._now: Callable[[], int] = lambda: 0
-        self._repetitions: collections.Counter[Any] = collections.Counter()
+        self._repetitions: collections.Counter[Hashable] = collections.Counter()
 
     def check(self) -> None:
         """Waits for all computations under way and raises the first error found so far, if any."""
@@ -104,7 +80,7 @@ class Run:
 
     # ---- called by the machine ---------------------------------------------------------------------------------------
 
-    def repetition(self, launcher: Any) -> int:
+    def repetition(self, launcher: Hashable) -> int:
         """Returns how often this kernel has been launched in this run before. Each launch gets its own schedule."""
         self._repetitions[launcher] += 1
         return self._repetitions[launcher] - 1
@@ -118,7 +94,7 @@ class Run:
         if nbytes:
             self.counts["bytes"] += nbytes
 
-    def event(self, thread: Actor, kind: str, source: Any, target: Any, peer: int | None) -> Event | None:
+    def event(self, thread: Actor, kind: str, source: object, target: object, peer: int | None) -> Event | None:
         if not self.settings.record:
             return None
         now = self._now()
@@ -134,10 +110,6 @@ class Run:
         if event is not None:
             event.end = self._now()
 
-    def signal_event(self, thread: Actor, semaphore: Semaphore) -> None:
-        if self.settings.record:
-            self.event(thread, "signal", semaphore.name, semaphore.name, semaphore.device)
-
     def wait_event(self, thread: Actor, name: str) -> None:
         if self.settings.record:
             event = self.event(thread, "wait", name, name, None)
@@ -151,7 +123,7 @@ _background = Run(Settings())  # the run of launches outside any context
 
 
 @functools.cache
-def _fence(devices: tuple[Any, ...]) -> tuple[Any, Any]:
+def _fence(devices: tuple[JaxObject, ...]) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
     """Returns a trivial jitted computation on all `devices`, and its argument; `drain` waits for its result."""
     sharding = jax.NamedSharding(jax.make_mesh((len(devices),), ("all",), devices=devices), jax.P("all"))
     return jax.jit(lambda x: x + 1, out_shardings=sharding), jax.device_put(np.zeros(len(devices), np.int32), sharding)

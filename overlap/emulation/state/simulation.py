@@ -6,28 +6,20 @@ It has the step count, the source of random choices, the race detector, and the 
 from __future__ import annotations
 
 import random
-from typing import Any, Protocol
+from collections.abc import Hashable
 
 import numpy as np
 
+from ..foundations.actors import Actor
 from ..foundations.clocks import Components
 from ..foundations.errors import EmulationError, RaceError
-from ..foundations.scheduler import make_scheduler
+from ..foundations.scheduler import SCHEDULERS
 from ..foundations.settings import Settings
 from . import report
 from .races import Access, RaceDetector
 from .runs import Run
 
 _MOST_ERRORS = 16
-
-
-class Located(Protocol):
-    """A thread in which a fault was found."""
-
-    @property
-    def where(self) -> str:
-        """The thread's name and its source line."""
-        ...
 
 
 class Simulation:
@@ -38,7 +30,6 @@ class Simulation:
         is_replay: whether `run_sequence` runs the launches. If not, `emulate` does.
         random: the source of all random choices.
         now: the number of the scheduler's steps so far.
-        threads: all threads that have started, in order.
         fences: what the last sequentially consistent fences knew: a clock for each device, and one for ``"sys"``.
         launches: how many launches there are.
         errors: the faults found, in order.
@@ -51,23 +42,22 @@ class Simulation:
         self.random = random.Random(f"{settings.seed}:{name}:{repetition}")
         self.components = Components()
         self.detector = RaceDetector(self._race) if settings.detect_races else None
-        self.scheduler = make_scheduler(settings.scheduler, self.random)
+        self.scheduler = SCHEDULERS[settings.scheduler](self.random)
         self.now = 0
-        self.threads: list[Any] = []
-        self.fences: dict[Any, np.ndarray] = {}
+        self.fences: dict[int | str, np.ndarray] = {}
         self.launches = 0
         self.errors: list[EmulationError] = []
         self.warnings: list[str] = []
-        self._reported: set[Any] = set()
+        self._reported: set[Hashable] = set()
 
-    def fail(self, error: EmulationError, thread: Located | None) -> None:
+    def fail(self, error: EmulationError, thread: Actor | None) -> None:
         """Records a fault. Its message gets the thread in which it was found and the call that repeats the run."""
         where = f"{thread.where}: " if thread is not None else ""
         args = (error.kind,) if isinstance(error, RaceError) else ()
         repeat = report.how_to_repeat(self.settings, self.name, is_replay=self.is_replay)
         self.errors.append(type(error)(f"{where}{error}\n{repeat}", *args))
 
-    def fault(self, key: Any, error: EmulationError, thread: Located | None = None) -> None:
+    def fault(self, key: Hashable, error: EmulationError, thread: Actor | None = None) -> None:
         """Records a fault that does not end the run, unless a fault with this `key` has been recorded."""
         if key not in self._reported and len(self.errors) < _MOST_ERRORS:
             self._reported.add(key)

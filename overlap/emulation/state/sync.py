@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import bisect
 import collections
+import dataclasses
 import itertools
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from ..foundations.actors import Actor, Block
 from ..foundations.clocks import EMPTY, Knowledge, covers, join
+from ..foundations.equations import AxisName
 from ..foundations.errors import ProtocolError
+from ..foundations.source_lines import Instruction
 
 _HISTORY = 64  # how many values of earlier launches a word keeps; a peer that lags behind can read fewer than that
+# A write by another device: (its thread, the component and time of the event, the instruction).
+RemoteWrite = tuple[Actor, int, int, Instruction]
 
 
 class Waiter(Protocol):
@@ -38,6 +44,7 @@ class Waitable:
                 thread.wake()
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Write:
     """A write to a word of memory: the value, and the knowledge that a reader of the value gains.
 
@@ -54,24 +61,16 @@ class Write:
         readers: for each component that has read the write, the time of its first read.
     """
 
-    __slots__ = ("by", "is_zeroing", "launch", "local", "readers", "serial", "system", "total", "value", "within")
-
-    def __init__(
-        self,
-        value: int,
-        total: int,
-        system: np.ndarray,
-        local: dict[int, np.ndarray],
-        by: tuple[int, int] | None,
-        serial: int | None = None,
-        within: int | None = None,
-        launch: int | None = None,
-    ):
-        self.value, self.total, self.system, self.local, self.by = value, total, system, local, by
-        self.within, self.launch = within, launch
-        self.is_zeroing = False
-        self.serial = next_serial() if serial is None else serial
-        self.readers: dict[int, int] = {}
+    value: int
+    total: int
+    system: np.ndarray
+    local: dict[int, np.ndarray]
+    by: tuple[int, int] | None
+    serial: int = dataclasses.field(default_factory=lambda: next_serial())
+    within: int | None = None
+    launch: int | None = None
+    is_zeroing: bool = False
+    readers: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def is_known(self, seen: np.ndarray) -> bool:
         """Whether a thread with the clock `seen` may read no older value: it knows of the write, or of a read of it."""
@@ -119,7 +118,7 @@ class Semaphore(Waitable):
         self.name, self.device = name, device
         self.launch: int | None = None
         self.waited = False
-        self._unseen: dict[int, Any] = {}  # serial -> a write by another device, not read by this device yet
+        self._unseen: dict[int, RemoteWrite] = {}  # serial -> a write by another device, not read by this device yet
         self.log: list[Write] = []
         self.zero(serial=serial)
 
@@ -128,11 +127,10 @@ class Semaphore(Waitable):
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
             # The word has not been used since the last zeroing, so the log needs no second one.
-            last.by, last.serial = by, next_serial() if serial is None else serial
+            last.by, last.serial = by, serial or next_serial()
             return
         del self.log[: -_HISTORY if by is not None else None]
-        self.log.append(Write(0, 0, EMPTY, {}, by, serial))
-        self.log[-1].is_zeroing = True
+        self.log.append(Write(0, 0, EMPTY, {}, by, serial or next_serial(), is_zeroing=True))
         self.taken = 0  # what waits that decrement have subtracted
         self._first = len(self.log) - 1  # the index in the log of the first value that can end a wait
         self.wake()
@@ -154,12 +152,12 @@ class Semaphore(Waitable):
         return self.log[self._first].serial
 
     @property
-    def unseen(self) -> list[Any]:
+    def unseen(self) -> list[RemoteWrite]:
         """Writes by other devices that no thread of this device has read, as passed to `expect_seen`."""
         return list(self._unseen.values())
 
-    def expect_seen(self, what: Any) -> None:
-        """Notes that the last write came from another device. `what` is (thread, component, time, instruction)."""
+    def expect_seen(self, what: RemoteWrite) -> None:
+        """Notes that the last write came from another device."""
         self._unseen[self.log[-1].serial] = what
 
     def note_read(self, write: Write, component: int, time: int, device: int) -> None:
@@ -214,7 +212,7 @@ class Semaphore(Waitable):
         adds = continues and value >= last.value
         total = last.total + value - last.value if adds else value + self.taken
         within = None if scope == "sys" else device
-        self.log.append(Write(value, total, system, parts, by, serial, within, self.launch))
+        self.log.append(Write(value, total, system, parts, by, serial or next_serial(), within, self.launch))
         if not adds:
             self._first = len(self.log) - 1
         if value != last.value:
@@ -267,25 +265,10 @@ class MBarrier(Waitable):
         orders_tensor_core: whether a wait also orders accesses to tensor memory.
     """
 
-    __slots__ = (
-        "arrivals",
-        "arrived",
-        "bytes",
-        "collective",
-        "cta",
-        "leader_tracked",
-        "name",
-        "orders_tensor_core",
-        "pending",
-        "phase",
-        "phases",
-        "reached",
-    )
-
-    def __init__(self, name: str, arrivals: int, cta: Any):
+    def __init__(self, name: str, arrivals: int, cta: Block):
         super().__init__()
         self.name, self.arrivals, self.cta = name, arrivals, cta
-        self.collective: tuple[tuple[Any, ...], ...] = ()
+        self.collective: tuple[tuple[AxisName, ...], ...] = ()
         self.leader_tracked = False
         self.orders_tensor_core = False
         self.reached = [self]

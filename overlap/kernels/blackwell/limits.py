@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from overlap.kernels import limits
 from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
 from overlap.kernels.config import SWIZZLE_BYTES, Config
-from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.limits import BARRIER_BYTES, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.operations import EXCHANGING
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
+    from overlap.kernels.mainloop import OperandTypes
     from overlap.kernels.target import Target
 
 # The tensor memory has 128 lanes, and each holds one row of an accumulator. So a tile has 128 rows.
@@ -58,17 +59,17 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "", *, blo
     return buffer_bytes + barriers * BARRIER_BYTES + ADDRESS_BYTES
 
 
-def check_types(sizes: Sizes) -> None:
+def check_types(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
-    limits.check_dtypes(sizes)
-    if sizes.sides > 1:
+    limits.check_dtypes(types)
+    if types.sides > 1:
         raise NotImplementedError(
-            f"the fused kernel of Blackwell takes no `activation` of {sizes.sides} arrays yet: apply it to the "
+            f"the fused kernel of Blackwell takes no `activation` of {types.sides} arrays yet: apply it to the "
             'results, or use implementation="xla", which runs by default'
         )
 
 
-def check_config(sizes: Sizes, config: Config, target: Target) -> None:
+def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     """Checks a configuration: its sizes, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
     if config.swap_operands:
         raise ValueError(f"`swap_operands` must be False on {target.kind}, got True: leave it out of `config`")
@@ -81,27 +82,27 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
         )
     limits.check_stages(config)
     # A right operand whose rows run along n is loaded in boxes of 128 bytes along n.
-    width = TILE_N_UNIT if sizes.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(sizes.dtype).itemsize
+    width = TILE_N_UNIT if types.layouts.transpose_rhs else SWIZZLE_BYTES // jnp.dtype(types.dtype).itemsize
     unit = width * config.cluster
     if config.tile_n % unit or config.tile_n > TMA_BOX_LIMIT:
         raise ValueError(
-            f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster} and {jnp.dtype(sizes.dtype).name} "
-            f"operands, transpose_rhs={sizes.layouts.transpose_rhs}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
+            f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster} and {jnp.dtype(types.dtype).name} "
+            f"operands, transpose_rhs={types.layouts.transpose_rhs}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
         )
     if config.cluster > 1 and config.cluster_along != "m":
         raise ValueError(
             "`cluster_along` must be 'm' on Blackwell, where a pair of CTAs computes one tile of twice the rows, got "
             f"{config.cluster_along!r}"
         )
-    if config.cluster > 1 and sizes.transport == "ring":
+    if config.cluster > 1 and types.transport == "ring":
         raise ValueError(
             "`cluster` must be 1 by the transport 'ring' on Blackwell (only the first CTA of a pair knows when the "
             f"operands are there), got {config.cluster}: leave it out of `config`"
         )
-    if sizes.block_scaled:
+    if types.block_scaled:
         _check_block_scales(config)
-    needed = smem_bytes(config, sizes.out_dtype, sizes.transport, block_scaled=sizes.block_scaled)
-    limits.check_fits(needed, sizes, config, target)
+    needed = smem_bytes(config, types.out_dtype, types.transport, block_scaled=types.block_scaled)
+    limits.check_fits(needed, types, config, target)
 
 
 def _check_block_scales(config: Config) -> None:

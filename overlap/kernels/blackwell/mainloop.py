@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -51,18 +51,17 @@ from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M,
 from overlap.kernels.config import Config
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
 from overlap.kernels.hooks import Tile
+from overlap.kernels.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
 EPILOGUE_WARPGROUP, TRANSFER_WARPGROUP = range(2)
@@ -99,7 +98,7 @@ class Buffers(staging.Buffers):
 
     def accumulator(self, piece: Piece, columns: pl.Slice) -> TmemRef:
         """Returns a slice of columns of the accumulator of a piece."""
-        first = _turn(piece.ordinal) * self.wg_tile.columns
+        first = _turn(piece.ordinal) * self.plan.wg_tile.columns
         return self.accumulators.at[:, pl.ds(first + columns.start, columns.size)]
 
 
@@ -147,7 +146,7 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
         pl.when(rank(config) == 0)(issue)
 
 
-def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Any) -> None:
+def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Axis) -> None:
     """Waits for the operand tiles of a k step and issues their product, which releases the stage when it has run."""
     config, layouts = loop.config, loop.layouts
     plgpu.barrier_wait(buffers.full_at(piece, stage))
@@ -288,7 +287,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     )
 
 
-def _drained(config: Config) -> Any:
+def _drained(config: Config) -> ScratchType:
     if config.cluster == 1:
         return plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True)
     # Both CTAs arrive at the barriers of the first CTA, whose multiplier waits there. The multiplier of the second CTA
@@ -303,13 +302,16 @@ class Blackwell:
     num_threads = NUM_THREADS
     compute_warpgroups = 1
 
-    def check_types(self, sizes: Sizes) -> None:
-        limits.check_types(sizes)
+    def check_types(self, types: OperandTypes) -> None:
+        limits.check_types(types)
 
-    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
-        limits.check_config(sizes, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
+        limits.check_config(types, config, target)
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+        return False  # Sums lie in tensor memory.
+
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         return () if types.layouts.k_major else (_compat.SQUARE_TILES,)
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:

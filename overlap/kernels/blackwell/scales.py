@@ -27,7 +27,7 @@ from overlap.kernels.config import Config
 from overlap.kernels.grid import RANK_AXIS, rank
 from overlap.kernels.hooks import Tile, with_reference
 from overlap.kernels.mainloop import Loop
-from overlap.primitives.types import Index, SmemRef, TmemRef
+from overlap.primitives.types import Index, ScratchType, SmemRef, TmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.blackwell.mainloop import Buffers
@@ -60,11 +60,11 @@ class ScaleBuffers:
 def buffer_types(config: Config) -> ScaleBuffers:
     """Returns the types of the buffers, for `pl.run_scoped`."""
 
-    def in_smem() -> Any:
+    def in_smem() -> ScratchType:
         words = plgpu.SMEM((config.stages, 1, 1, SCALE_TILE_WORDS), jnp.int32)
         return plgpu.RefUnion(words, plgpu.SMEM((config.stages, *_MMA_SHAPE), SCALE_DTYPE))
 
-    def in_tmem() -> Any:
+    def in_tmem() -> ScratchType:
         shape, pairs = (SCALE_TILE_ROWS, config.stages * SCALE_TILE_BLOCKS), config.cluster > 1
         return plgpu.TMEM(shape, SCALE_DTYPE, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pairs)
 
@@ -91,7 +91,7 @@ def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) 
     with_reference(given.rhs, lambda ref: plgpu.copy_gmem_to_smem(ref.at[columns, k_slice], rhs_smem, full, **of_rhs))
 
 
-def to_tensor_memory(scales: ScaleBuffers | None, stage: Index, pair: str | None) -> dict[str, Any]:
+def to_tensor_memory(scales: ScaleBuffers | None, stage: Index, pair: str | None) -> dict[str, TmemRef]:
     """Copies the scales of a stage to tensor memory, and returns the product's arguments. The multiplier calls this."""
     if scales is None:
         return {}

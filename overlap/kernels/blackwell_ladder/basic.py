@@ -33,11 +33,9 @@ from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 
 
-def matmul(
-    lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128, tile_k: int = 64, stages: int = 4
-) -> jax.Array:
+def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 128, tile_k: int = 64, stages: int = 4) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages)
 
     def body(
         lhs_gmem: GmemRef,
@@ -63,11 +61,14 @@ def matmul(
         plgpu.emit_pipeline(
             multiply,
             grid=(t.k_steps,),
-            in_specs=[operand((tile_m, tile_k), lambda k: (row, k)), operand((tile_k, tile_n), lambda k: (k, column))],
+            in_specs=[
+                operand((t.tile_m, tile_k), lambda k: (row, k)),
+                operand((tile_k, tile_n), lambda k: (k, column)),
+            ],
             max_concurrent_steps=stages,
         )(lhs_gmem, rhs_gmem)
         plgpu.barrier_wait(consumed.at[(t.k_steps - 1) % 2])
-        out_slice = (pl.ds(row * tile_m, tile_m), pl.ds(column * tile_n, tile_n))
+        out_slice = (pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * tile_n, tile_n))
         store_tile(plgpu.async_load_tmem(acc_tmem), out_gmem.at[out_slice], out_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # Shared memory must outlive the store that reads it.
 
@@ -78,7 +79,7 @@ def matmul(
         grid_names=(M_AXIS, N_AXIS),
         scratch_types=[
             accumulator_type(t),
-            t.smem(tile_m, tile_n),
+            t.smem(t.tile_m, tile_n),
             plgpu.Barrier(num_barriers=2, orders_tensor_core=True),
         ],
         compiler_params=COMPILER_PARAMS,

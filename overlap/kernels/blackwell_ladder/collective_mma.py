@@ -33,12 +33,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
-from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
+from overlap.kernels.blackwell_ladder.tiling import tiling
 from overlap.kernels.blackwell_ladder.warp_specialized import (
-    DONE,
+    Memory,
     load_tiles,
     multiply_tiles,
-    pipeline_types,
     split_warps,
 )
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
@@ -81,31 +80,22 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 256,
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
 
-    def body(
-        lhs_gmem: GmemRef,
-        rhs_gmem: GmemRef,
-        out_gmem: GmemRef,
-        pipeline: Pipeline,
-        acc_tmem: TmemRef,
-        epilogue_smem: SmemRef,
-        done: BarrierRef,
-    ) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, own: Memory) -> None:
         tile = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
-            lambda: load_halves(lhs_gmem, rhs_gmem, tile, pipeline, t),
-            lambda: multiply_halves(acc_tmem, done, pipeline, t),
+            lambda: load_halves((lhs_gmem, rhs_gmem), tile, own.pipeline, t),
+            lambda: multiply_halves(own.acc_tmem, own.done, own.pipeline, t),
         )
-        plgpu.barrier_wait(done)
-        store_epilogue_tiles(acc_tmem, own_part(out_gmem, tile, t), epilogue_smem)
+        plgpu.barrier_wait(own.done)
+        store_epilogue_tiles(own.acc_tmem, own_part(out_gmem, tile, t), own.out_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -115,12 +105,7 @@ def matmul(
         grid_names=(M_AXIS, N_AXIS),
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
-        scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER),
-            accumulator_type(t, ctas=CLUSTER),
-            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
-            DONE,
-        ],
+        scratch_types=[Memory.types(t, stages, epilogue_type(t, epilogue_tile_n, ctas=CLUSTER), ctas=CLUSTER)],
         compiler_params=COMPILER_PARAMS,
         kernel_name="blackwell_ladder_collective_mma",
     )(lhs, rhs)

@@ -38,14 +38,13 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
 )
 from overlap.kernels.blackwell_ladder.persistent import CLUSTER_AXIS, num_clusters, read_barrier, store_and_tell
 from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type
-from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import pipeline_types, split_warps
+from overlap.kernels.blackwell_ladder.tiling import tiling
+from overlap.kernels.blackwell_ladder.warp_specialized import Memory, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
-from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import GmemRef, Index, TmemRef
 
 HALVES = 2
 THREAD_AXIS = kernel_axis("warpgroup")
@@ -64,38 +63,29 @@ def double_buffered(
     clusters, tiles = num_clusters(t), t.m_tiles * t.n_tiles
     tile_at = tile_at or (lambda index: (quotient(index, t.n_tiles), remainder(index, t.n_tiles)))
 
-    def body(
-        lhs_gmem: GmemRef,
-        rhs_gmem: GmemRef,
-        out_gmem: GmemRef,
-        pipeline: Pipeline,
-        acc_tmem: TmemRef,
-        epilogue_smem: SmemRef,
-        done: BarrierRef,
-        read: BarrierRef,
-    ) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, own: Memory) -> None:
         warpgroup = lax.axis_index(THREAD_AXIS)
         for_each_own_tile = functools.partial(for_each_tile, lax.axis_index(CLUSTER_AXIS), clusters, tiles)
 
         def accumulator(half: Index) -> TmemRef:
-            return acc_tmem.at[:, pl.ds(half * t.tile_n, t.tile_n)]
+            return own.acc_tmem.at[:, pl.ds(half * t.tile_n, t.tile_n)]
 
         def load(index: Index, ordinal: Index) -> None:
-            load_halves(lhs_gmem, rhs_gmem, tile_at(index), pipeline, t, first=ordinal * t.k_steps)
+            load_halves((lhs_gmem, rhs_gmem), tile_at(index), own.pipeline, t, first=ordinal * t.k_steps)
 
         def multiply(index: Index, ordinal: Index) -> None:
             half = remainder(ordinal, HALVES)
 
             @pl.when((ordinal >= HALVES) & (lax.axis_index(RANK_AXIS) == 0))
             def _wait_until_read() -> None:
-                plgpu.barrier_wait(read.at[half])
+                plgpu.barrier_wait(own.read.at[half])
 
-            multiply_halves(accumulator(half), done.at[half], pipeline, t, first=ordinal * t.k_steps)
+            multiply_halves(accumulator(half), own.done.at[half], own.pipeline, t, first=ordinal * t.k_steps)
 
         def store(index: Index, ordinal: Index) -> None:
             half = remainder(ordinal, HALVES)
-            plgpu.barrier_wait(done.at[half])
-            store_and_tell(accumulator(half), own_part(out_gmem, tile_at(index), t), epilogue_smem, read.at[half])
+            plgpu.barrier_wait(own.done.at[half])
+            store_and_tell(accumulator(half), own_part(out_gmem, tile_at(index), t), own.out_smem, own.read.at[half])
 
         @pl.when(warpgroup == PRODUCT_WARPGROUP)
         def _products() -> None:
@@ -116,11 +106,14 @@ def double_buffered(
         num_threads=2,
         thread_name=THREAD_AXIS,
         scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER),
-            accumulator_type(t, ctas=CLUSTER, halves=HALVES),
-            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
-            plgpu.Barrier(num_barriers=HALVES, orders_tensor_core=True),
-            read_barrier(HALVES),
+            Memory.types(
+                t,
+                stages,
+                epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
+                ctas=CLUSTER,
+                halves=HALVES,
+                read=read_barrier(HALVES),
+            )
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
@@ -131,14 +124,13 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 256,
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
     kernel = double_buffered(
         t, stages=stages, epilogue_tile_n=epilogue_tile_n, name="blackwell_ladder_dedicated_epilogue"
     )

@@ -27,11 +27,8 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 256,
     tile_n: int = 256,
-    tile_k: int = 64,
     stages: int = 6,
-    epilogue_tile_n: int = 64,
     minor: Literal["m", "n"] = "m",
     width: int = 8,
 ) -> jax.Array:
@@ -39,9 +36,7 @@ def matmul(
 
     `minor` is the dimension that runs fastest. `width` is how many tiles a band is wide along that dimension.
     """
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=64, stages=stages, ctas=CLUSTER)
     order = TileOrder(t.m_tiles, t.n_tiles, minor, width)
-    kernel = double_buffered(
-        t, stages=stages, epilogue_tile_n=epilogue_tile_n, name="blackwell_ladder_grid_tiling", tile_at=order
-    )
+    kernel = double_buffered(t, stages=stages, epilogue_tile_n=64, name="blackwell_ladder_grid_tiling", tile_at=order)
     return kernel(lhs, rhs)

@@ -16,8 +16,6 @@ Blackwell" in the JAX documentation.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,14 +29,13 @@ from overlap.kernels.blackwell_ladder.collective_mma import (
     own_part,
 )
 from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
-from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import DONE, pipeline_types, split_warps
+from overlap.kernels.blackwell_ladder.tiling import tiling
+from overlap.kernels.blackwell_ladder.warp_specialized import Memory, split_warps
 from overlap.kernels.ladder.persistent import for_each_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling, num_ctas
-from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 CLUSTER_AXIS = kernel_axis("cluster")
 
@@ -48,7 +45,7 @@ def num_clusters(t: Tiling) -> int:
     return max(1, min(num_ctas() // CLUSTER, t.m_tiles * t.n_tiles))
 
 
-def read_barrier(halves: int = 1) -> Any:
+def read_barrier(halves: int = 1) -> ScratchType:
     """Scratch type of the barriers `read`, one for each half of the accumulator: both CTAs have read the half."""
     return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_barriers=halves, orders_tensor_core=True)
 
@@ -64,39 +61,29 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 256,
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 6,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles of a cluster."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages, ctas=CLUSTER)
     clusters, tiles = num_clusters(t), t.m_tiles * t.n_tiles
 
-    def body(
-        lhs_gmem: GmemRef,
-        rhs_gmem: GmemRef,
-        out_gmem: GmemRef,
-        pipeline: Pipeline,
-        acc_tmem: TmemRef,
-        epilogue_smem: SmemRef,
-        done: BarrierRef,
-        read: BarrierRef,
-    ) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, own: Memory) -> None:
         def compute(index: Index, ordinal: Index) -> None:
             tile, first = (quotient(index, t.n_tiles), remainder(index, t.n_tiles)), ordinal * t.k_steps
 
             def multiply() -> None:
                 @pl.when((ordinal > 0) & (lax.axis_index(RANK_AXIS) == 0))
                 def _wait_until_read() -> None:
-                    plgpu.barrier_wait(read.at[0])
+                    plgpu.barrier_wait(own.read.at[0])
 
-                multiply_halves(acc_tmem, done, pipeline, t, first=first)
+                multiply_halves(own.acc_tmem, own.done, own.pipeline, t, first=first)
 
-            split_warps(lambda: load_halves(lhs_gmem, rhs_gmem, tile, pipeline, t, first=first), multiply)
-            plgpu.barrier_wait(done)
-            store_and_tell(acc_tmem, own_part(out_gmem, tile, t), epilogue_smem, read.at[0])
+            split_warps(lambda: load_halves((lhs_gmem, rhs_gmem), tile, own.pipeline, t, first=first), multiply)
+            plgpu.barrier_wait(own.done)
+            store_and_tell(own.acc_tmem, own_part(out_gmem, tile, t), own.out_smem, own.read.at[0])
 
         for_each_tile(lax.axis_index(CLUSTER_AXIS), clusters, tiles, compute)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -109,11 +96,7 @@ def matmul(
         cluster=(CLUSTER,),
         cluster_names=(RANK_AXIS,),
         scratch_types=[
-            pipeline_types(t, stages, ctas=CLUSTER),
-            accumulator_type(t, ctas=CLUSTER),
-            epilogue_type(t, epilogue_tile_n, ctas=CLUSTER),
-            DONE,
-            read_barrier(),
+            Memory.types(t, stages, epilogue_type(t, epilogue_tile_n, ctas=CLUSTER), ctas=CLUSTER, read=read_barrier())
         ],
         compiler_params=COMPILER_PARAMS,
         kernel_name="blackwell_ladder_persistent",

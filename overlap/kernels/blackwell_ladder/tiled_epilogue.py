@@ -15,8 +15,6 @@ Hopper's ladder.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,10 +22,10 @@ from overlap.kernels.blackwell_ladder.tiling import tiling
 from overlap.kernels.blackwell_ladder.warp_specialized import tile_per_cta
 from overlap.kernels.ladder.tiled_epilogue import BUFFERS
 from overlap.kernels.ladder.tiling import SWIZZLE_BYTES, Tiling
-from overlap.primitives.types import GmemRef, SmemRef, TmemRef
+from overlap.primitives.types import GmemRef, ScratchType, SmemRef, TmemRef
 
 
-def epilogue_type(t: Tiling, epilogue_tile_n: int, *, ctas: int = 1) -> Any:
+def epilogue_type(t: Tiling, epilogue_tile_n: int, *, ctas: int = 1) -> ScratchType:
     """Scratch type of a CTA's epilogue buffers: [buffers, rows, epilogue_tile_n]."""
     if epilogue_tile_n < 1 or t.tile_n % epilogue_tile_n or epilogue_tile_n % (SWIZZLE_BYTES // t.dtype.itemsize):
         raise ValueError(
@@ -56,14 +54,13 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 128,
     tile_n: int = 256,
     tile_k: int = 64,
     stages: int = 4,
     epilogue_tile_n: int = 64,
 ) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages)
     return tile_per_cta(
         t, stages, epilogue_type(t, epilogue_tile_n), store_epilogue_tiles, "blackwell_ladder_tiled_epilogue"
     )(lhs, rhs)

@@ -18,8 +18,8 @@ matrix multiplication kernels for Blackwell" in the JAX documentation.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -32,26 +32,48 @@ from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tilin
 from overlap.kernels.ladder.warp_specialized import Pipeline
 from overlap.primitives import converge_warp
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef
 
 COPY_WARP, MMA_WARP = 0, 1
-DONE = plgpu.Barrier(orders_tensor_core=True)
 type Store = Callable[[TmemRef, GmemRef, SmemRef], None]  # (accumulator, output, buffer)
 
 
-def pipeline_types(t: Tiling, stages: int, *, ctas: int = 1) -> Any:
-    """Scratch types of a CTA's pipeline: its part of `stages` pairs of operand tiles, and their barriers."""
-    return Pipeline(
-        lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
-        rhs_smem=t.smem(stages, t.tile_k, t.tile_n // ctas),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        consumed=plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
-    )
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory and the barriers of a CTA.
+
+    Attributes:
+      pipeline: the stages.
+      acc_tmem: the accumulator.
+      out_smem: the buffer through which the tile is stored.
+      done: barriers: the sum of a tile is complete.
+      read: barriers: the accumulator has been read (from lesson 4 on).
+    """
+
+    pipeline: Pipeline
+    acc_tmem: TmemRef
+    out_smem: SmemRef
+    done: BarrierRef
+    read: BarrierRef = None
+
+    @classmethod
+    def types(
+        cls, t: Tiling, stages: int, out_smem: ScratchType, *, ctas: int = 1, halves: int = 1, read: ScratchType = None
+    ) -> ScratchType:
+        """The scratch types of a CTA: its part of `stages` pairs of operand tiles, and `halves` accumulators."""
+        pipeline = Pipeline(
+            lhs_smem=t.smem(stages, t.tile_m // ctas, t.tile_k),
+            rhs_smem=t.smem(stages, t.tile_k, t.tile_n // ctas),
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            consumed=plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
+        )
+        done = plgpu.Barrier(num_barriers=halves, orders_tensor_core=True)
+        return cls(pipeline, accumulator_type(t, ctas=ctas, halves=halves), out_smem, done, read)
 
 
 def load_tiles(
-    lhs_gmem: GmemRef,
-    rhs_gmem: GmemRef,
+    operands: tuple[GmemRef, GmemRef],
     tile: tuple[Index, Index],
     pipeline: Pipeline,
     t: Tiling,
@@ -62,8 +84,7 @@ def load_tiles(
     """Loads the operand tiles of an output tile, k step by k step: the copy warp's work.
 
     Args:
-      lhs_gmem: [m, k].
-      rhs_gmem: [k, n].
+      operands: [m, k] and [k, n].
       tile: row and column of the output tile.
       pipeline: where the operand tiles go.
       t: sizes.
@@ -71,6 +92,7 @@ def load_tiles(
       copy: called as `copy(src, dst, full, dimension)`; `dimension` is the dimension along which a cluster shares the
         tile (lesson 3).
     """
+    lhs_gmem, rhs_gmem = operands
     m_slice, n_slice = pl.ds(tile[0] * t.tile_m, t.tile_m), pl.ds(tile[1] * t.tile_n, t.tile_n)
 
     @pl.loop(0, t.k_steps)
@@ -87,7 +109,13 @@ def load_tiles(
 
 
 def multiply_tiles(
-    acc_tmem: TmemRef, done: BarrierRef, pipeline: Pipeline, t: Tiling, *, first: Index = 0, collective_axis: Any = None
+    acc_tmem: TmemRef,
+    done: BarrierRef,
+    pipeline: Pipeline,
+    t: Tiling,
+    *,
+    first: Index = 0,
+    collective_axis: Axis = None,
 ) -> None:
     """Issues all products of an output tile, and an arrival at `done` when its sum is complete: the MMA warp's work.
 
@@ -120,26 +148,20 @@ def split_warps(copy: Callable[[], None], multiply: Callable[[], None]) -> None:
         converge_warp()
 
 
-def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+def tile_per_cta(
+    t: Tiling, stages: int, out_smem_type: ScratchType, store: Store, name: str
+) -> Callable[..., jax.Array]:
     """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores its accumulator."""
 
-    def body(
-        lhs_gmem: GmemRef,
-        rhs_gmem: GmemRef,
-        out_gmem: GmemRef,
-        pipeline: Pipeline,
-        acc_tmem: TmemRef,
-        out_smem: SmemRef,
-        done: BarrierRef,
-    ) -> None:
+    def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, own: Memory) -> None:
         row, column = lax.axis_index(M_AXIS), lax.axis_index(N_AXIS)
         split_warps(
-            lambda: load_tiles(lhs_gmem, rhs_gmem, (row, column), pipeline, t),
-            lambda: multiply_tiles(acc_tmem, done, pipeline, t),
+            lambda: load_tiles((lhs_gmem, rhs_gmem), (row, column), own.pipeline, t),
+            lambda: multiply_tiles(own.acc_tmem, own.done, own.pipeline, t),
         )
-        plgpu.barrier_wait(done)
+        plgpu.barrier_wait(own.done)
         out_slice = (pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n))
-        store(acc_tmem, out_gmem.at[out_slice], out_smem)
+        store(own.acc_tmem, out_gmem.at[out_slice], own.out_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -147,7 +169,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
-        scratch_types=[pipeline_types(t, stages), accumulator_type(t), out_smem_type, DONE],
+        scratch_types=[Memory.types(t, stages, out_smem_type)],
         compiler_params=COMPILER_PARAMS,
         kernel_name=name,
     )
@@ -161,10 +183,8 @@ def store_accumulator(acc_tmem: TmemRef, out_gmem: GmemRef, out_smem: SmemRef) -
     store_tile(plgpu.async_load_tmem(acc_tmem), out_gmem, out_smem)
 
 
-def matmul(
-    lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 128, tile_k: int = 64, stages: int = 4
-) -> jax.Array:
+def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_n: int = 128, tile_k: int = 64, stages: int = 4) -> jax.Array:
     """lhs[m, k] @ rhs[k, n], float16 or bfloat16; sizes are multiples of the tiles."""
-    t = tiling(lhs, rhs, tile_m=tile_m, tile_n=tile_n, tile_k=tile_k, stages=stages)
-    out_smem_type = t.smem(tile_m, tile_n)
+    t = tiling(lhs, rhs, tile_n=tile_n, tile_k=tile_k, stages=stages)
+    out_smem_type = t.smem(t.tile_m, tile_n)
     return tile_per_cta(t, stages, out_smem_type, store_accumulator, "blackwell_ladder_warp_specialized")(lhs, rhs)

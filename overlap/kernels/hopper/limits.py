@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from overlap.kernels import limits
 from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.tma import limits
-from overlap.kernels.tma.limits import BARRIER_BYTES, EXCHANGING, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.limits import BARRIER_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
+from overlap.kernels.operations import EXCHANGING
+from overlap.kernels.placement import clusters_at_once
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
+    from overlap.kernels.mainloop import OperandTypes
     from overlap.kernels.target import Target
 
 COMPUTE_WARPGROUPS = 2
 # The most registers of a compute thread that may hold sums. A compute thread has 232 registers; the others hold
 # addresses, counters and the epilogue's temporaries.
 MAX_ACCUMULATOR_REGISTERS = 160
+# The most registers per thread for sums. With jax 0.12 each thread has 168 registers in all, whatever its role asks for
+# (docs/DESIGN.md). If too many of them hold sums, the compiler serializes wgmma: measured with 144 registers of sums,
+# but not with 128.
+MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
+MOST_ACCUMULATED_IN_CLUSTERS = 128
 WARPGROUP_THREADS = 128
 WGMMA_M, WGMMA_N_UNIT = 64, 8
 LARGEST_TILE_M_IN_TURN = 128
@@ -66,16 +74,16 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "") -> int
     return operand_bytes + epilogue_bytes + transport_bytes + barriers * BARRIER_BYTES
 
 
-def check_types(sizes: Sizes) -> None:
+def check_types(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes and layouts. Raises NotImplementedError."""
-    limits.check_dtypes(sizes)
-    if sizes.block_scaled:
+    limits.check_dtypes(types)
+    if types.block_scaled:
         raise NotImplementedError(
             "the tensor cores of Hopper take no block scales: use scales of rows and columns, or "
             'implementation="xla", which runs by default'
         )
-    layouts = sizes.layouts
-    if jnp.dtype(sizes.dtype) in FLOAT8 and not layouts.k_major:
+    layouts = types.layouts
+    if jnp.dtype(types.dtype) in FLOAT8 and not layouts.k_major:
         raise NotImplementedError(
             "the tensor cores read 8-bit operands only with k along their rows, got transpose_lhs="
             f"{layouts.transpose_lhs} and transpose_rhs={layouts.transpose_rhs}: keep lhs as [m, k] and rhs as [n, k] "
@@ -83,10 +91,10 @@ def check_types(sizes: Sizes) -> None:
         )
 
 
-def check_config(sizes: Sizes, config: Config, target: Target) -> None:
+def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     """Checks a configuration: its sizes, the dtypes, the registers and the shared memory. Raises ValueError."""
     if config.swap_operands:
-        _check_swapped(sizes, config)
+        _check_swapped(types, config)
     elif config.tile_m not in (64, 128, 256):
         raise ValueError(
             f"`tile_m` must be 64, 128 or 256 (with swap_operands=True a multiple of 8), got {config.tile_m}"
@@ -112,12 +120,12 @@ def check_config(sizes: Sizes, config: Config, target: Target) -> None:
             f"per thread for its accumulator, and {MAX_ACCUMULATOR_REGISTERS} is the most: reduce `tile_m` or `tile_n`"
             + (", or leave `schedule` out" if config.in_turn else "")
         )
-    if sizes.sides > 1:
-        limits.check_sides(sizes, config, wg_n)
-    limits.check_fits(smem_bytes(config, sizes.out_dtype, sizes.transport), sizes, config, target)
+    if types.sides > 1:
+        limits.check_sides(types, config, wg_n)
+    limits.check_fits(smem_bytes(config, types.out_dtype, types.transport), types, config, target)
 
 
-def _check_swapped(sizes: Sizes, config: Config) -> None:
+def _check_swapped(types: OperandTypes, config: Config) -> None:
     """Checks that the tensor cores can compute the transposed tile. Raises ValueError."""
     leave_out = "leave `swap_operands` out of `config`"
     along_n, rows = config.cluster > 1 and config.cluster_along == "n", config.tile_m
@@ -132,12 +140,65 @@ def _check_swapped(sizes: Sizes, config: Config) -> None:
         raise ValueError(
             f"`split_k` must be 1 with `swap_operands`, got {config.split_k}: leave one of them out of `config`"
         )
-    if sizes.transport not in ("", "pull"):
-        what = "with transport='ring'" if sizes.transport == "ring" else "where results are exchanged"
+    if types.transport not in ("", "pull"):
+        what = "with transport='ring'" if types.transport == "ring" else "where results are exchanged"
         raise ValueError(f"`swap_operands` must be False {what}, got True: {leave_out}")
-    if sizes.layouts.transpose_lhs:
+    if types.layouts.transpose_lhs:
         raise ValueError(f"`swap_operands` needs `lhs` as [m, k], got transpose_lhs=True: {leave_out}")
-    if jnp.dtype(sizes.out_dtype).itemsize != 2:
+    if jnp.dtype(types.out_dtype).itemsize != 2:
         raise ValueError(
-            f"`swap_operands` needs a result of 16 bits, got {jnp.dtype(sizes.out_dtype).name}: {leave_out}"
+            f"`swap_operands` needs a result of 16 bits, got {jnp.dtype(types.out_dtype).name}: {leave_out}"
         )
+
+
+def spills(shape: Config) -> bool:
+    """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
+    # The cases are in `tests/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
+    # 156 bytes; with 64 rows nothing is spilled, but no register is left.
+    in_clusters = shape.in_turn and shape.tile_n == TMA_BOX_LIMIT and shape.cluster > 1
+    # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
+    # ones in a cluster (144 spill 40 bytes, 128 leave no register) or if warpgroups take turns (152 leave no register).
+    crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
+    most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED_IN_CLUSTERS if shape.cluster > 1 else MOST_ACCUMULATED
+    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
+
+
+def crowds_registers(types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+    """Whether a thread on Hopper may need a few more registers than it has.
+
+    These cases were found by assembling all kernels (`tests.assembly_sweep`). In compute threads:
+
+    - with 32-bit results, `stream_k` above 1, a cluster, and an epilogue that uses all of its features: tiles of
+      256 rows, or the largest tiles if both operands are transposed
+    - where peers' parts are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
+    - where finished tiles are sent to all peers as well: the largest tiles, with 8-bit operands or 32-bit results
+
+    In the producer, in operations that gather:
+
+    - the schedule "pingpong" in a cluster, or with the smallest tiles
+    - tiles of 256 × 64 with `stream_k` above 1, in a cluster
+    - swapped operands with `stream_k` above 1: some of these kernels
+
+    In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
+
+    - more tiles than clusters. Then some kernels with 8-bit operands, 3 stages and exactly 8 k steps per CTA spill
+      152 bytes, and some with swapped operands need 224 of the 232 registers of a compute thread
+    """
+    if config.ctas_per_tile > 1 and tiles > clusters_at_once(target.num_cores, config.cluster):
+        return True
+    transport, layouts = types.transport, types.layouts
+    fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
+    if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):
+        return True
+    if config.in_turn and transport == "pull" and (config.cluster > 1 or config.tile_m * config.tile_n <= 64 * 64):
+        return True
+    if transport == "pull" and (config.tile_m, config.tile_n) == (256, 64) and min(config.cluster, config.stream_k) > 1:
+        return True
+    if config.swap_operands and transport == "pull" and config.stream_k > 1:
+        return True
+    has_wide_results = jnp.dtype(types.out_dtype).itemsize == 4
+    is_large = config.tile_m * config.tile_n >= 128 * 256
+    if transport == "broadcast" and is_large and (jnp.dtype(types.dtype).itemsize == 1 or has_wide_results):
+        return True
+    wide = has_wide_results and (config.tile_m == 256 or (is_large and layouts.transpose_lhs and layouts.transpose_rhs))
+    return wide and config.cluster > 1 and config.stream_k > 1

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -72,10 +72,9 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import AccumulatorRef, GmemRef, Index
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index, ScratchType
 
 if TYPE_CHECKING:
-    from overlap.kernels.limits import Sizes
     from overlap.kernels.target import Target
 
 # Registers per thread: (compute warpgroups, transfer warpgroup). Their sum over all warpgroups is the number of
@@ -97,7 +96,7 @@ def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Inde
 
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> jax.Array:
     """Computes a compute warpgroup's f32 sums of one piece: [wg_m, wg_n], or [wg_n, wg_m] with swapped operands."""
-    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.wg_tile.rows, buffers.wg_tile.columns
+    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.plan.wg_tile.rows, buffers.plan.wg_tile.columns
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
@@ -237,7 +236,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     )
 
 
-def _consumed(config: Config, arrivals: int) -> Any:
+def _consumed(config: Config, arrivals: int) -> ScratchType:
     if not config.shares_loads:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
     # An arrival at this barrier counts in all CTAs of the cluster.
@@ -250,13 +249,16 @@ class Hopper:
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
 
-    def check_types(self, sizes: Sizes) -> None:
-        limits.check_types(sizes)
+    def check_types(self, types: OperandTypes) -> None:
+        limits.check_types(types)
 
-    def check_config(self, sizes: Sizes, config: Config, target: Target) -> None:
-        limits.check_config(sizes, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
+        limits.check_config(types, config, target)
 
-    def mends(self, config: Config, types: OperandTypes) -> tuple[_compat.Mend, ...]:
+    def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
+        return limits.crowds_registers(types, tiles, config, target)
+
+    def patches(self, config: Config, types: OperandTypes) -> tuple[_compat.Patch, ...]:
         has_square_tiles = not types.layouts.k_major
         return (
             *([_compat.SQUARE_TILES] if has_square_tiles else []),
@@ -304,7 +306,7 @@ class Hopper:
             drawn.for_each(loop, buffers, exchange.announce)
 
         in_turn = loop.config.in_turn
-        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.wg_tiles
+        compute_warpgroups = COMPUTE_WARPGROUPS if in_turn else buffers.plan.wg_tiles
 
         def compute() -> None:
             if loop.counter is None and in_turn:

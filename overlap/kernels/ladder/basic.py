@@ -34,14 +34,9 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
     t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
 
     def body(
-        lhs_gmem: GmemRef,
-        rhs_gmem: GmemRef,
-        out_gmem: GmemRef,
-        lhs_smem: SmemRef,
-        rhs_smem: SmemRef,
-        out_smem: SmemRef,
-        full: BarrierRef,
+        lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, smem: tuple[SmemRef, ...], full: BarrierRef
     ) -> None:
+        lhs_smem, rhs_smem, out_smem = smem
         m_slice = pl.ds(lax.axis_index(M_AXIS) * tile_m, tile_m)
         n_slice = pl.ds(lax.axis_index(N_AXIS) * tile_n, tile_n)
 
@@ -67,9 +62,7 @@ def matmul(lhs: jax.Array, rhs: jax.Array, *, tile_m: int = 128, tile_n: int = 1
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
         scratch_types=[
-            t.smem(tile_m, t.tile_k),
-            t.smem(t.tile_k, tile_n),
-            t.smem(tile_m, tile_n),
+            (t.smem(tile_m, t.tile_k), t.smem(t.tile_k, tile_n), t.smem(tile_m, tile_n)),
             plgpu.Barrier(num_arrivals=2),
         ],
         compiler_params=COMPILER_PARAMS,

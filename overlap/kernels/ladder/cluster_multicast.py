@@ -113,7 +113,7 @@ def clustered(
         def memory() -> None:
             @mine
             def _tile(row: Index, column: Index, first: Index) -> None:
-                load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t, first=first, shared_by=RANK_AXIS)
+                load_tiles((lhs_gmem, rhs_gmem), (row, column), pipeline, t, first=first, shared_by=RANK_AXIS)
 
             my_tiles = quotient(pairs - 1 - cluster, clusters) + 1
             wait_until_peers_are_done(my_tiles * t.k_steps, pipeline)

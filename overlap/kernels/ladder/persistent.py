@@ -65,7 +65,7 @@ def matmul(
         mine = functools.partial(for_each_own_tile, t, ctas)
 
         def load(row: Index, column: Index, first: Index) -> None:
-            load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t, first=first)
+            load_tiles((lhs_gmem, rhs_gmem), (row, column), pipeline, t, first=first)
 
         def compute(warpgroup: Index) -> None:
             @mine

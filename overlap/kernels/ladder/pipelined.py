@@ -33,7 +33,6 @@ def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    tile_m: int = 128,
     tile_n: int = 128,
     stages: int = 4,
     in_flight: int = 1,
@@ -43,7 +42,7 @@ def matmul(
 
     `in_flight` products run across iterations; `delay_release` must be at least as large, and is equal by default.
     """
-    t = Tiling.of(lhs, rhs, tile_m=tile_m, tile_n=tile_n)
+    t = Tiling.of(lhs, rhs, tile_n=tile_n)
     delay = in_flight if delay_release is None else delay_release
 
     def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, out_smem: SmemRef) -> None:
@@ -61,15 +60,15 @@ def matmul(
                 multiply,
                 grid=(t.k_steps,),
                 in_specs=[
-                    operand((tile_m, t.tile_k), lambda k: (row, k)),
+                    operand((t.tile_m, t.tile_k), lambda k: (row, k)),
                     operand((t.tile_k, tile_n), lambda k: (k, column)),
                 ],
                 max_concurrent_steps=stages,
             )(lhs_gmem, rhs_gmem)
             return acc[...]
 
-        values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((tile_m, tile_n), jnp.float32))
-        store_tile(values, out_gmem.at[pl.ds(row * tile_m, tile_m), pl.ds(column * tile_n, tile_n)], out_smem)
+        values = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((t.tile_m, tile_n), jnp.float32))
+        store_tile(values, out_gmem.at[pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * tile_n, tile_n)], out_smem)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
@@ -77,7 +76,7 @@ def matmul(
         out_type=t.out_type,
         grid=(t.m_tiles, t.n_tiles),
         grid_names=(M_AXIS, N_AXIS),
-        scratch_types=[t.smem(tile_m, tile_n)],
+        scratch_types=[t.smem(t.tile_m, tile_n)],
         compiler_params=COMPILER_PARAMS,
         kernel_name="ladder_pipelined",
     )(lhs, rhs)

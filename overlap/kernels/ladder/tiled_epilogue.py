@@ -13,19 +13,17 @@ Source: the epilogue of CUTLASS's sm90 kernels; the Blackwell matmul guide in th
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.ladder.tiling import COMPUTE_WARPGROUPS, Tiling
 from overlap.kernels.ladder.warp_specialized import tile_per_cta
-from overlap.primitives.types import GmemRef, SmemRef
+from overlap.primitives.types import GmemRef, ScratchType, SmemRef
 
 BUFFERS = 2
 
 
-def epilogue_type(t: Tiling, epilogue_tile_n: int) -> Any:
+def epilogue_type(t: Tiling, epilogue_tile_n: int) -> ScratchType:
     """Scratch type of the epilogue buffers of both compute warpgroups: [warpgroups, buffers, rows, epilogue_tile_n]."""
     if t.tile_n % (BUFFERS * epilogue_tile_n):
         raise ValueError(f"`epilogue_tile_n` must divide half of tile_n={t.tile_n}, got {epilogue_tile_n}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.kernels.target import current_target
 from overlap.kernels.tma.staging import swizzled
 from overlap.primitives.axes import kernel_axis
+from overlap.primitives.types import ScratchType
 
 COMPUTE_WARPGROUPS = 2  # From rung 2 on.
 SWIZZLE_BYTES = 128
@@ -82,7 +82,7 @@ class Tiling:
         """The result: [m, n], of the operands' dtype."""
         return jax.ShapeDtypeStruct((self.m, self.n), self.dtype)
 
-    def smem(self, *shape: int) -> Any:
+    def smem(self, *shape: int) -> ScratchType:
         """The type of a shared-memory buffer in the layout that both TMA and wgmma use."""
         return plgpu.SMEM(shape, self.dtype, transforms=swizzled(self.dtype))
 

@@ -32,7 +32,7 @@ from overlap.kernels.ladder.basic import store_tile
 from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, Index, SmemRef
+from overlap.primitives.types import AccumulatorRef, Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef
 
 MEMORY_WARPGROUP = COMPUTE_WARPGROUPS
 THREAD_AXIS = kernel_axis("warpgroup")
@@ -59,7 +59,7 @@ class Pipeline:
     consumed: BarrierRef
 
     @classmethod
-    def types(cls, t: Tiling, stages: int, consumed: Any = None) -> Any:
+    def types(cls, t: Tiling, stages: int, consumed: ScratchType = None) -> ScratchType:
         """The scratch types of a pipeline; `consumed` is the type of that barrier, if it is not the usual one."""
         return cls(
             lhs_smem=t.smem(stages, t.tile_m, t.tile_k),
@@ -75,28 +75,25 @@ class Pipeline:
 
 
 def load_tiles(
-    lhs_gmem: GmemRef,
-    rhs_gmem: GmemRef,
-    row: Index,
-    column: Index,
+    operands: tuple[GmemRef, GmemRef],
+    tile: tuple[Index, Index],
     pipeline: Pipeline,
     t: Tiling,
     *,
     first: Index = 0,
-    shared_by: Any = None,
+    shared_by: Axis = None,
 ) -> None:
     """Loads the operand tiles of an output tile, k step by k step: the memory warpgroup's work.
 
     Args:
-      lhs_gmem: [m, k].
-      rhs_gmem: [k, n].
-      row: row of the output tile.
-      column: column of the output tile.
+      operands: [m, k] and [k, n].
+      tile: row and column of the output tile.
       pipeline: where the operand tiles go.
       t: sizes.
       first: how many stages this CTA has filled before, for other output tiles.
       shared_by: the cluster axis along which CTAs share the right operand (rung 5).
     """
+    (lhs_gmem, rhs_gmem), (row, column) = operands, tile
     m_slice, n_slice = pl.ds(row * t.tile_m, t.tile_m), pl.ds(column * t.tile_n, t.tile_n)
     shared = None if shared_by is None else (shared_by,)
 
@@ -155,7 +152,9 @@ def split_roles(memory: Callable[[], None], compute: Callable[[jax.Array], None]
         compute(warpgroup)
 
 
-def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name: str) -> Callable[..., jax.Array]:
+def tile_per_cta(
+    t: Tiling, stages: int, out_smem_type: ScratchType, store: Store, name: str
+) -> Callable[..., jax.Array]:
     """Makes a kernel in which the CTA at (m, n) of the grid computes that tile; `store` stores a warpgroup's half."""
 
     def body(lhs_gmem: GmemRef, rhs_gmem: GmemRef, out_gmem: GmemRef, pipeline: Pipeline, out_smem: SmemRef) -> None:
@@ -167,7 +166,7 @@ def tile_per_cta(t: Tiling, stages: int, out_smem_type: Any, store: Store, name:
             store(values, out_gmem.at[rows, pl.ds(column * t.tile_n, t.tile_n)], out_smem.at[warpgroup])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        split_roles(lambda: load_tiles(lhs_gmem, rhs_gmem, row, column, pipeline, t), compute)
+        split_roles(lambda: load_tiles((lhs_gmem, rhs_gmem), (row, column), pipeline, t), compute)
 
     return plgpu.kernel(
         body,

@@ -34,7 +34,6 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +41,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.kernels.grid import RANK_AXIS
+from overlap.kernels.limits import F32_BYTES
 from overlap.kernels.partial_sums import share
-from overlap.kernels.tma.limits import F32_BYTES
-from overlap.primitives.types import BarrierRef, Index, SmemRef
+from overlap.primitives.types import BarrierRef, Index, ScratchType, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
 _TILE_ROWS, _SWIZZLES = 8, (128, 64, 32)
@@ -81,7 +80,7 @@ def cluster_sums_type(wg_tiles: int, rows: int, columns: int, box_width: int, *,
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
     barriers = plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=1, num_barriers=wg_tiles)
-    types: dict[str, Any] = {
+    types: dict[str, ScratchType] = {
         "sums": plgpu.SMEM((wg_tiles, columns // box_width, *block), jnp.float32, transforms=layout),
         "multiplied": plgpu.Barrier(num_arrivals=wg_tiles),
         "stored": barriers,

@@ -9,7 +9,6 @@ ahead. A number that is not below the number of tiles ends the loops of all role
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
         mail.numbers[mailbox] = number
         plgpu.barrier_arrive(mail.posted.at[mailbox])
 
-    def turn(state: Any) -> Any:
+    def turn(state: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
         number, ordinal, before = state
         post(number, ordinal)
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
@@ -58,7 +57,7 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     post(number, ordinal)
 
 
-def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any) -> None:
+def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Index) -> None:
     """Runs the loop of any other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA."""
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
@@ -68,7 +67,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Any
         plgpu.barrier_wait(mail.posted.at[mailbox])
         return load_word(mail.numbers.at[mailbox])
 
-    def turn(state: Any) -> Any:
+    def turn(state: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
         number, ordinal, before = state
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         role(loop, buffers, tile, piece, *more)

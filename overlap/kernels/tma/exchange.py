@@ -48,7 +48,7 @@ def _exchange(loop: Loop) -> Exchange:
 
 def box_count(buffers: Buffers) -> int:
     """Returns how many boxes a warpgroup tile has."""
-    return buffers.wg_tile.columns // buffers.out[0].shape[-1]
+    return buffers.plan.wg_tile.columns // buffers.out[0].shape[-1]
 
 
 def _rows(index: Index, rows: int) -> pl.Slice:
@@ -61,7 +61,7 @@ def _rows(index: Index, rows: int) -> pl.Slice:
 
 def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Index:
     """Returns how many stages the terms of a tile fill; 0 if terms are loaded into buffers of their own."""
-    if not buffers.terms_in_stages:
+    if not buffers.plan.terms_in_stages:
         return 0
     return jnp.where(_exchange(loop).has_terms(tile), box_count(buffers) * _exchange(loop).terms, 0)
 
@@ -80,7 +80,7 @@ def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         load_term(loop, buffers, tile, load_index, stage, full)
         # The barrier expects as many arrivals as for the operands of a k step, but a term needs fewer copies:
         # arrive for the rest.
-        for _ in range(buffers.copies - buffers.wg_tiles):
+        for _ in range(buffers.copies - buffers.plan.wg_tiles):
             plgpu.barrier_arrive(full)
 
     @pl.when(exchange.has_terms(tile))
@@ -107,7 +107,7 @@ def load_term(
     exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
     index = quotient(load_index, exchange.terms)
     of_peer = exchange.term_at(tile, load_index - index * exchange.terms)
-    for number in range(buffers.wg_tiles):
+    for number in range(buffers.plan.wg_tiles):
         place = of_peer.first + number * count + index
         if exchange.direct_sends is not None:
             to = buffers.terms[2].at[buffer_index, number], barrier
@@ -138,8 +138,8 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Inde
 
 def term_values(exchange: Exchange, buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
     """Reads the loaded box of a term of a warpgroup tile. Returns f32 values for each block of rows."""
-    terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.wg_tile.block_rows
-    rows = buffers.wg_tile.rows
+    terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.plan.wg_tile.block_rows
+    rows = buffers.plan.wg_tile.rows
     loaded = rows if exchange.direct_sends is None else min(exchange.direct_sends.rows, rows)
     values = [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in range(0, loaded, block_rows)]
     # No block of rows beyond those that were sent is kept, so any values can stand for it.
@@ -160,31 +160,21 @@ def summed(terms: int, term: Callable[[Index], list[jax.Array]]) -> list[jax.Arr
     return sums
 
 
-def store_boxes(boxes: Boxes, box_views: SmemRef, buffers: Buffers, wg_tile_index: Index, first: int) -> None:
-    """Starts the stores of boxes of a warpgroup tile to `boxes`, beginning with the box of index `first`."""
+def store_boxes(boxes_gmem: GmemRef, box_views: SmemRef, first: Index) -> None:
+    """Starts the stores of boxes of a tile to `boxes_gmem`, beginning with the box of index `first`."""
     count, rows, _ = box_views.shape
-    begin = boxes.first + wg_tile_index * box_count(buffers) + first
     for box in range(count):
-        to_gmem = boxes.ref.at[begin + box, _rows(begin, rows)]
+        to_gmem = boxes_gmem.at[first + box, _rows(first, rows)]
         plgpu.copy_smem_to_gmem(box_views.at[box], to_gmem, commit_group=box == count - 1)
 
 
-def send_boxes(
-    boxes: Boxes,
-    direct_sends: DirectSends,
-    tile: Tile,
-    flat_boxes: SmemRef,
-    buffers: Buffers,
-    wg_tile_index: Index,
-    first: int,
-) -> None:
-    """Starts the copies of boxes of a warpgroup tile to the memory of this device (`boxes`) and of all peers."""
-    begin = wg_tile_index * box_count(buffers) + first
+def send_boxes(boxes: Boxes, direct_sends: DirectSends, tile: Tile, flat_boxes: SmemRef, first: Index) -> None:
+    """Starts the copies of boxes of a tile, from `first` on, to this device's memory (`boxes`) and all peers'."""
 
     def send(to: Boxes, *, last: bool) -> None:
         elements, count = to.ref.shape[-1], flat_boxes.shape[0]
         for box in range(count):
-            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + begin + box]
+            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + first + box]
             plgpu.copy_smem_to_gmem(flat_smem, to_gmem, commit_group=last and box == count - 1)
 
     pl.loop(1, direct_sends.peers + 1)(lambda number: send(direct_sends.to_peer(tile, number), last=False))
@@ -204,7 +194,7 @@ def tell_stored(buffers: Buffers, ordinal: Index = 0) -> None:
 
 
 def _stored(buffers: Buffers, ordinal: Index) -> BarrierRef:
-    count = buffers.stored_barriers
+    count = buffers.plan.stored_barriers
     return buffers.stored if count == 1 else buffers.stored.at[remainder(ordinal, count)]
 
 

@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from overlap.kernels.config import SIDE_COLUMNS
 from overlap.kernels.grid import rank
 from overlap.kernels.hooks import Exchange, Tile, Values
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.partial_sums import SharedPiece, finish_together
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.cluster_sums import ClusterPiece, ClusterSums, finish_in_cluster
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.kernels.tma.staging import Buffers
 from overlap.kernels.tma.store import WarpgroupOutput, store
 from overlap.primitives.types import GmemRef, Index
@@ -80,7 +80,7 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
         starts = [(before * sides + side) * SIDE_COLUMNS + within for side in range(sides)]
         return tuple(sums.block(row, rows, slice(start, start + size)) for start in starts)
 
-    for index in range(buffers.wg_tile.columns // sides // width):
+    for index in range(buffers.plan.wg_tile.columns // sides // width):
 
         def block(row: int, rows: int, columns: slice, first: int = index * width) -> Values:
             return of_sides(row, rows, first + columns.start, columns.stop - columns.start)
@@ -97,7 +97,7 @@ def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output:
     shared = SharedPiece(
         piece.index_in_tile, loop.work.pieces_per_tile, own_rank, sums.wg_tile_index, corner, box_width
     )
-    shape = buffers.wg_tile.rows, buffers.wg_tile.columns
+    shape = buffers.plan.wg_tile.rows, buffers.plan.wg_tile.columns
     finish_share = functools.partial(store, loop, buffers, output, box_width)
     finish_together(loop.partial, shape, shared, sums.hand_over, sums.load, finish_share)
 
@@ -106,7 +106,7 @@ def _finish_in_cluster(
     loop: Loop, buffers: Buffers, shared: ClusterSums, piece: Piece, sums: Sums, output: WarpgroupOutput
 ) -> None:
     """Finishes a tile that the CTAs of a cluster share: each CTA finishes some of the tile's boxes."""
-    wg_tile, box_width = buffers.wg_tile, buffers.out[0].shape[-1]
+    wg_tile, box_width = buffers.plan.wg_tile, buffers.out[0].shape[-1]
 
     def block(box: int) -> jax.Array:
         return sums.block(0, wg_tile.rows, slice(box * box_width, (box + 1) * box_width))
@@ -115,7 +115,7 @@ def _finish_in_cluster(
         rank=rank(loop.config),
         ctas=loop.work.ctas_per_tile,
         wg_tile_index=sums.wg_tile_index,
-        wg_tiles=buffers.wg_tiles,
+        wg_tiles=buffers.plan.wg_tiles,
         boxes=wg_tile.columns // box_width,
         transposed=wg_tile.transposed,
     )
@@ -130,7 +130,7 @@ def _finish_exchanged(
     of_peer = dataclasses.replace(output, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
     own = dataclasses.replace(output, terms=sums.terms)
     if (direct_sends := others.direct_sends) is not None:
-        pl.when(piece.ordinal < buffers.taking_turns)(direct_sends.before)
+        pl.when(piece.ordinal < buffers.plan.taking_turns)(direct_sends.before)
         store_all(of_peer)
         # Announce the part before waiting for the terms: the peers wait for it, as this device waits for theirs.
         exchange.tell_stored(buffers, piece.ordinal)

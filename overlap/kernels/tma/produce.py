@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ def for_each_piece(
     buffers: Buffers,
     cluster_index: Index,
     role: Callable[..., None],
-    *more: Any,
+    *more: Index,
     first: Index = 0,
     every: int = 1,
 ) -> None:
@@ -64,7 +63,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if not config.shares_loads:
         return lhs, rhs
-    if buffers.pairs:
+    if buffers.plan.pairs:
         me = rank(config)
         paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // config.cluster)
         return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(
@@ -137,7 +136,7 @@ def produce(
         lax.fori_loop(early, piece.k_steps, k_step, remainder(piece.before + early, config.stages))
 
     hooks.load_lhs(tile, lambda lhs: with_reference(hooks.rhs_at(tile), functools.partial(load, lhs)))
-    if hooks.exchange is not None and buffers.terms_in_stages:
+    if hooks.exchange is not None and buffers.plan.terms_in_stages:
         exchange.load_terms(loop, buffers, tile, piece)
 
 

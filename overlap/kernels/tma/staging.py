@@ -31,12 +31,12 @@ from jax.typing import DTypeLike
 
 from overlap.kernels.config import SIDE_COLUMNS, SWIZZLE_BYTES, Config
 from overlap.kernels.hooks import SideBySide
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma.cluster_sums import ClusterSums, cluster_sums_type
-from overlap.kernels.tma.limits import EPILOGUE_COLUMNS
 from overlap.primitives.integers import remainder
-from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
+from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +74,9 @@ class Buffers:
       out: the epilogue buffers, (box, mma, …): [warpgroups, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which the readers of a stage arrive to release it.
-      rows: how many rows of the left operand are loaded into a stage (this field and the following ones, up to
-        `sides`, are static).
-      wg_tiles: how many warpgroup tiles of an output tile are computed, each by one warpgroup.
-      wg_tile: the shape of a warpgroup tile.
+      plan: the choices of the mainloop (this field and the following ones, up to `sides`, are static).
       copies: how many arrivals at `full` mean that a stage is filled.
-      pairs: as in `BufferPlan`.
-      terms_in_stages: as in `BufferPlan`.
-      stored_barriers: as in `BufferPlan`.
       stages: how many stages there are.
-      taking_turns: as in `BufferPlan`.
       sides: as in `OperandTypes`.
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
@@ -97,21 +90,15 @@ class Buffers:
     out: tuple[SmemRef, ...]
     full: BarrierRef
     consumed: BarrierRef
-    rows: int = dataclasses.field(metadata={"static": True})
-    wg_tiles: int = dataclasses.field(metadata={"static": True})
-    wg_tile: WarpgroupTile = dataclasses.field(metadata={"static": True})
+    plan: BufferPlan = dataclasses.field(metadata={"static": True})
     copies: int = dataclasses.field(metadata={"static": True})
-    pairs: bool = dataclasses.field(metadata={"static": True})
-    terms_in_stages: bool = dataclasses.field(metadata={"static": True})
-    stored_barriers: int = dataclasses.field(metadata={"static": True})
     stages: int = dataclasses.field(metadata={"static": True})
-    taking_turns: int = dataclasses.field(metadata={"static": True})
     sides: int = dataclasses.field(metadata={"static": True})
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
     stored: BarrierRef = None
     cluster_sums: ClusterSums | None = None
-    in_stages: Any = None
+    in_stages: SmemRef = None
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
@@ -120,9 +107,9 @@ class Buffers:
 
     def full_at(self, piece: Piece, stage: Index) -> BarrierRef:
         """Returns the barrier `full` of a stage that is filled for a piece."""
-        if self.taking_turns == 1:
+        if self.plan.taking_turns == 1:
             return self.full.at[stage]
-        return self.full.at[remainder(piece.ordinal, self.taking_turns) * self.stages + stage]
+        return self.full.at[remainder(piece.ordinal, self.plan.taking_turns) * self.stages + stage]
 
 
 @jax.tree_util.register_dataclass
@@ -151,7 +138,7 @@ def atom(dtype: DTypeLike) -> int:
     return SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
 
 
-def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
+def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[ScratchType, ...]:
     """Returns the shared-memory layout that tensor cores and TMA both use: swizzled tiles of `rows` × 128 bytes."""
     return (
         plgpu.TilingTransform((rows, atom(dtype))),  # pyright: ignore[reportAbstractUsage]
@@ -161,12 +148,12 @@ def swizzled(dtype: DTypeLike, rows: int = SMALL_TILE_ROWS) -> tuple[Any, ...]:
 
 def _views(
     box: tuple[int, ...], mma: tuple[int, ...], dtype: DTypeLike, rows: int = SMALL_TILE_ROWS
-) -> tuple[Any, Any]:
+) -> tuple[ScratchType, ScratchType]:
     untiled = swizzled(dtype)[1:]
     return plgpu.SMEM(box, dtype, transforms=untiled), plgpu.SMEM(mma, dtype, transforms=swizzled(dtype, rows))
 
 
-def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> Any:
+def _flat_boxes(box: tuple[int, ...], dtype: DTypeLike) -> ScratchType:
     """Returns the view of boxes as flat memory, [..., elements], in the order of their bytes."""
     *boxes, rows, columns = box
     return plgpu.SMEM((*boxes, rows * columns), dtype)
@@ -203,7 +190,7 @@ class BufferPlan:
     rhs_columns: int
     lhs_tile_rows: int
     rhs_tile_rows: int
-    consumed: Any
+    consumed: ScratchType
     mail_readers: int
     pairs: bool = False
     terms_in_stages: bool = True
@@ -212,7 +199,7 @@ class BufferPlan:
     taking_turns: int = 1
 
 
-def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[Any, ...]:
+def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType, ...]:
     """Returns the views (box, mma) of shared memory that holds boxes of results: see `Buffers`.
 
     Boxes that are sent to peers directly from shared memory have a third view, of flat boxes.
@@ -231,7 +218,7 @@ def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
     return plan.wg_tiles * plan.wg_tile.columns // width, min(plan.wg_tile.rows, plan.rows), width
 
 
-def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, Any]:
+def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, ScratchType]:
     """Returns the fields of `Buffers`, as scratch types for `pl.run_scoped`."""
     dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
     width, stages = atom(dtype), config.stages
@@ -253,7 +240,10 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     addend_barriers = wg_tile.warpgroups * out_boxes
-    stages_of: dict[str, Any] = {"lhs": plgpu.RefUnion(*lhs_views, *in_lhs), "rhs": plgpu.RefUnion(*rhs_views, *in_rhs)}
+    stages_of: dict[str, ScratchType] = {
+        "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
+        "rhs": plgpu.RefUnion(*rhs_views, *in_rhs),
+    }
     if config.ctas_per_tile > 1:
         sums = cluster_sums_type(plan.wg_tiles, wg_tile.rows, wg_tile.columns, out_width, transposed=wg_tile.transposed)
         in_stages = plgpu.RefUnion(*zip(lhs_views, rhs_views, strict=True), (sums.sums,))
@@ -268,20 +258,14 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "out": plgpu.RefUnion(*box_views(out, types)),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=plan.taking_turns * stages),
         "consumed": plan.consumed,
-        "rows": plan.rows,
-        "wg_tiles": plan.wg_tiles,
-        "wg_tile": wg_tile,
+        "plan": plan,
         "copies": copies,
-        "pairs": plan.pairs,
-        "terms_in_stages": plan.terms_in_stages,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
         "mail": _mail(plan.mail_readers) if types.exchanges else None,
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
-        "stored_barriers": plan.stored_barriers,
         "stages": stages,
-        "taking_turns": plan.taking_turns,
         "sides": types.sides,
     }
 
@@ -323,7 +307,7 @@ def loaded_boxes(buffers: Buffers, across: bool) -> SmemRef:
     """Returns the boxes of `lhs` stages without the rows that are not loaded; `across`: rows of `lhs` run along m."""
     boxes = buffers.lhs[0]
     _, all_loaded, *_, width = boxes.shape
-    loaded = buffers.rows // width if across else buffers.rows
+    loaded = buffers.plan.rows // width if across else buffers.plan.rows
     return boxes if loaded == all_loaded else boxes.at[:, pl.ds(0, loaded)]
 
 
@@ -346,8 +330,8 @@ class OperandLoad:
     barrier: BarrierRef
     start: Index
     across: bool
-    shared_by: Any = None
-    paired_by: tuple[Any, Index] | None = None
+    shared_by: Axis = None
+    paired_by: tuple[Axis, Index] | None = None
 
 
 def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:

@@ -64,7 +64,7 @@ def store(
         transposed if `WarpgroupTile.transposed` says so. Of each side if there are several (`Buffers.sides`).
     """
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
-    wg_m, block_rows = buffers.wg_tile.rows, buffers.wg_tile.block_rows
+    wg_m, block_rows = buffers.plan.wg_tile.rows, buffers.plan.wg_tile.block_rows
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row = tile.m * config.tile_m + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
@@ -95,7 +95,7 @@ def store(
             else:
                 values = block(above, rows, slice(box * box_width, (box + 1) * box_width))
             block_smem = register_views.at[box, pl.ds(above, rows)]
-            if buffers.wg_tile.transposed:
+            if buffers.plan.wg_tile.transposed:
                 block_smem = block_smem.transpose((1, 0))
             if addend_at is not None:
                 given = block_smem[...].astype(jnp.float32)
@@ -107,15 +107,13 @@ def store(
                 values = values + addend
             block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
-    if output.boxes is not None and flat_views:
-        assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
-        direct_sends = hooks.exchange.direct_sends
-        exchange.send_boxes(
-            output.boxes, direct_sends, tile, flat_views[0], buffers, output.wg_tile_index, index * boxes
-        )
-        return
     if output.boxes is not None:
-        exchange.store_boxes(output.boxes, box_views, buffers, output.wg_tile_index, index * boxes)
+        in_tile = output.wg_tile_index * exchange.box_count(buffers)
+        if flat_views:
+            assert hooks.exchange is not None and hooks.exchange.direct_sends is not None
+            exchange.send_boxes(output.boxes, hooks.exchange.direct_sends, tile, flat_views[0], in_tile + index * boxes)
+        else:
+            exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
     def send(out_gmem: GmemRef) -> None:

@@ -1,8 +1,8 @@
-"""The board: where a kernel records that it has waited long and for whom, and the host thread that prints the records.
+"""Stall reports: where a kernel records that it has waited long and for whom, and the host thread that prints that.
 
 A kernel cannot print: a call of `vprintf` makes the assembler serialize every wgmma of the kernel. It can write to
-memory of the host. So the board is host memory to which all GPUs of the process can write, and a thread of the host
-reads it each second. The kernel must know the board's address. Compiled programs are kept in caches, so the address
+memory of the host. So the report is host memory to which all GPUs of the process can write, and a thread of the host
+reads it each second. The kernel must know its address. Compiled programs are kept in caches, so the address
 must be the same in each process: it is a fixed address of the virtual memory.
 
     kernel      writes its record after `REPORT_AFTER_S`, and again when it gives up; marks it as over if the wait ends
@@ -71,7 +71,7 @@ _described: dict[int, tuple[str, int]] = {}
 
 
 def describe(operation: str, group: PeerGroup) -> int:
-    """Returns the number by which a kernel names itself on the board. It is the same in each process.
+    """Returns the number by which a kernel names itself in the report. It is the same in each process.
 
     Args:
       operation: the kernel's name in messages.
@@ -86,9 +86,9 @@ def describe(operation: str, group: PeerGroup) -> int:
 
 @functools.cache
 def address() -> int | None:
-    """Returns the address of the board, for the kernels of this process; None if there is no board.
+    """Returns the address of the report, for the kernels of this process; None if there is no stall report.
 
-    The first call sets the board up. There is no board in a process without GPUs (which compiles for another machine),
+    The first call sets it up. There is no stall report in a process without GPUs (which compiles for another machine),
     where the driver cannot share host memory with GPUs, or where the address is taken. Kernels that give up then end
     without a message.
     """
@@ -98,10 +98,10 @@ def address() -> int | None:
     try:
         memory = _map_at(ADDRESS, _BYTES)
     except OSError as error:
-        _logger.debug("no board for waits: %s", error)
+        _logger.debug("no stall report for waits: %s", error)
         return None
     if not _cuda.share_host_memory(ADDRESS, _BYTES, gpus):
-        _logger.debug("no board for waits: the driver does not share host memory at its own address")
+        _logger.debug("no stall report for waits: the driver does not share host memory at its own address")
         return None
     records = np.frombuffer(memory, np.uint32).reshape(-1, RECORD_BYTES // 4)
     threading.Thread(target=_watch, args=(records,), name="overlap-waits", daemon=True).start()

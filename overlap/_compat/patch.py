@@ -1,10 +1,10 @@
 """How a module of jax is changed: once per process, explicitly, and only with a version on which it was checked.
 
 The range of checked versions is the library's own: `JAX_FROM` and `JAX_BELOW` in `overlap/_requirements.py`, which
-pyproject.toml repeats for pip. CI tests every mend on `TESTED_JAX`, the first and the last version of the range. With a
-version outside the range, `apply` raises: nobody has checked that the code to be changed is still the same. With such a
-version, everything that needs no mend works: `implementation="xla"`, kernels that are emulated on a CPU, and fused
-kernels without mends.
+pyproject.toml repeats for pip. CI tests every patch on `TESTED_JAX`, the first and the last version of the range. With
+a version outside the range, `apply` raises: nobody has checked that the code to be changed is still the same. With such
+a version, everything that needs no patch works: `implementation="xla"`, kernels that are emulated on a CPU, and fused
+kernels without patches.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ CHECKED = f">={'.'.join(map(str, _requirements.JAX_FROM))},<{'.'.join(map(str, _
 
 
 @dataclasses.dataclass(frozen=True)
-class Mend:
+class Patch:
     """A change of jax's modules.
 
     Attributes:
       name: what the change makes possible, for messages.
       change: makes the change. It looks up all private names before it replaces the first one. It does nothing if
         another copy of this library has made the change already.
-      needs: the mends that must be applied before this one.
+      needs: the patches that must be applied before this one.
     """
 
     name: str
     change: Callable[[], None]
-    needs: tuple[Mend, ...] = ()
+    needs: tuple[Patch, ...] = ()
 
 
-_applied: set[Mend] = set()
+_applied: set[Patch] = set()
 _lock = threading.RLock()
 
 
-def apply(*mends: Mend) -> None:
-    """Applies `mends`, each at most once per process, and before each one the mends that it needs.
+def apply(*patches: Patch) -> None:
+    """Applies `patches`, each at most once per process, and before each one the patches that it needs.
 
     Raises:
-      RuntimeError: the installed jax is not among the checked versions, or has no name that a mend changes.
+      RuntimeError: the installed jax is not among the checked versions, or has no name that a patch changes.
     """
     with _lock:
-        for mend in mends:
-            if mend in _applied:
+        for patch in patches:
+            if patch in _applied:
                 continue
-            apply(*mend.needs)
-            _require_checked(mend)
-            mend.change()
-            _applied.add(mend)
+            apply(*patch.needs)
+            _require_checked(patch)
+            patch.change()
+            _applied.add(patch)
 
 
-def _require_checked(mend: Mend) -> None:
+def _require_checked(patch: Patch) -> None:
     import jax
 
     if _requirements.why_not_jax(jax.__version__) and not _settings.unchecked_jax():
         raise RuntimeError(
-            f"a fused kernel needs a change in jax ({mend.name}) that was checked with jax {CHECKED}, and jax "
+            f"a fused kernel needs a change in jax ({patch.name}) that was checked with jax {CHECKED}, and jax "
             f"{jax.__version__} is installed: install a checked version (pip install 'jax{CHECKED}'), use "
             f'implementation="xla", or set {_settings.UNCHECKED_JAX_VARIABLE}=1 to try the change all the same'
         )

@@ -1,0 +1,173 @@
+"""The model of examples/train.py, a decoder-only transformer of overlap's layers, and the program of a step."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.layers import ColumnParallelLinear, GatedMLP, OutputProjection, QKVProjection, RMSNorm
+
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+BATCH_AXES = (DATA, FSDP)  # The batch is split along these axes.
+VOCABULARY = 256  # A token is a byte.
+
+type State = dict[str, Any]
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal attention. Each device computes whole heads: nothing is communicated.
+
+    XLA's attention keeps the scores [batch, heads, sequence, sequence] of every layer for the backward pass. That is
+    most of a step's memory, so cuDNN computes it where it can.
+    """
+    cudnn = jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16 and query.shape[-1] in (64, 128)
+    attention = functools.partial(
+        jax.nn.dot_product_attention, is_causal=True, implementation="cudnn" if cudnn else "xla"
+    )
+    heads = P(BATCH_AXES, None, TENSOR, None)
+    with jax.named_scope("attention"):
+        return jax.shard_map(attention, in_specs=heads, out_specs=heads, check_vma=False)(query, key, value)
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP, each behind a norm and with a residual connection."""
+
+    def __init__(self, options: argparse.Namespace, **layer: Any):
+        features, heads = options.features, options.heads
+        self.attention_norm = RMSNorm(features, **layer)
+        self.qkv = QKVProjection(features, heads, **layer)
+        self.output = OutputProjection(heads, features // heads, features, **layer)
+        self.mlp_norm = RMSNorm(features, **layer)
+        self.mlp = GatedMLP(features, options.hidden, **layer)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same shape and sharding."""
+        query, key, value = self.qkv(self.attention_norm(x))
+        x = self.output(attend(query, key, value), residual=x)
+        return self.mlp(self.mlp_norm(x), residual=x)
+
+
+class GPT(nnx.Module):
+    """Maps tokens, int32 [batch, sequence], to logits of the next ones, [batch, sequence, vocabulary]."""
+
+    def __init__(self, options: argparse.Namespace):
+        rngs, dtype = nnx.Rngs(options.seed), jnp.dtype(options.dtype)
+        implementation = None if options.implementation == "auto" else options.implementation
+        layer: dict[str, Any] = {"dtype": dtype, "axis": TENSOR, "fsdp_axis": FSDP, "batch_axis": BATCH_AXES,
+                                 "implementation": implementation, "rngs": rngs}  # fmt: skip
+        small = nnx.initializers.normal(0.02)
+        # The two tables are small, so each device has them whole.
+        self.tokens = nnx.Embed(VOCABULARY, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.positions = nnx.Embed(options.sequence, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.blocks = nnx.List([Block(options, **layer) for _ in range(options.layers)])
+        self.norm = RMSNorm(options.features, **layer)
+        self.logits = ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, **layer)
+        self.remat = options.remat
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        # From here on each device of the tensor axis has a part of every sequence (sequence parallelism).
+        x = jax.lax.with_sharding_constraint(x, P(BATCH_AXES, TENSOR, None))
+        for block in self.blocks:
+            x = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
+        return self.logits(self.norm(x))
+
+
+class Program:
+    """The computations of a run, compiled for the mesh of its options.
+
+    A state is {"params": the model's nnx.State in float32, "optimizer": optax's state}. `abstract_state` is a state
+    with shapes and shardings instead of arrays.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        # Load the kernels' modules now. If they are loaded while a function is traced for the first time, jax compiles
+        # the function a second time.
+        _ = overlap.sharded_matmul
+        self._options, shape = options, (options.data, options.fsdp, options.tensor)
+        devices = jax.devices()[: math.prod(shape)]
+        self._mesh = jax.make_mesh(shape, (DATA, FSDP, TENSOR), (AxisType.Auto,) * 3, devices=devices)
+        self._everywhere, rate = NamedSharding(self._mesh, P()), options.learning_rate
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, rate, options.warmup, max(options.steps, options.warmup + 1), 0.1 * rate
+        )
+        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)  # noqa: E731
+        adam = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
+        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
+        with jax.set_mesh(self._mesh):
+            self._graph, params = nnx.split(nnx.eval_shape(lambda: GPT(options)), nnx.Param)
+            abstract = {"params": params, "optimizer": jax.eval_shape(self._optimizer.init, params)}
+            shardings = self._shardings(abstract)
+            self.abstract_state: State = jax.tree.map(
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                abstract, shardings,
+            )  # fmt: skip
+            self._first = jax.jit(self._first_state, out_shardings=shardings)
+            self._step = jax.jit(self._update, donate_argnums=0, out_shardings=(shardings, self._everywhere))
+
+    def first(self) -> State:
+        """The state before the first step, made on the devices, so that none ever holds a whole large weight."""
+        with jax.set_mesh(self._mesh):
+            return self._first()
+
+    def step(self, state: State, tokens: np.ndarray, *, stop: bool) -> tuple[State, dict[str, jax.Array]]:
+        """Starts one step, and returns while the devices compute.
+
+        Args:
+          state: donated: its memory is reused for the result.
+          tokens: [batch, sequence + 1], the same in all processes.
+          stop: whether this process wants to stop.
+
+        Returns:
+          The next state, and "loss", "gradient_norm" and "stop" (whether any process wants to stop).
+        """
+        batch = tokens.reshape(self._options.accumulate, -1, tokens.shape[-1])
+        with jax.set_mesh(self._mesh):
+            wishes = self._place(np.full(self._mesh.devices.shape, stop), P(*self._mesh.axis_names))
+            return self._step(state, self._place(batch, P(None, BATCH_AXES)), wishes)
+
+    def _place(self, array: np.ndarray, spec: P) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, NamedSharding(self._mesh, spec), lambda index: array[index])
+
+    def _shardings(self, abstract: State) -> State:
+        """Parameters and their moments are sharded as the layers say. The rest is replicated."""
+        params = nnx.get_named_sharding(abstract["params"], self._mesh)
+        moments = optax.tree_utils.tree_map_params(
+            self._optimizer, lambda _, sharding: sharding, abstract["optimizer"], params,
+            transform_non_params=lambda _: self._everywhere,
+        )  # fmt: skip
+        return {"params": params, "optimizer": moments}
+
+    def _first_state(self) -> State:
+        params = nnx.state(GPT(self._options), nnx.Param)
+        return {"params": params, "optimizer": self._optimizer.init(params)}
+
+    def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
+        logits = nnx.merge(self._graph, params)(tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+
+    def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        """Computes one step. `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged."""
+
+        def add(total: Any, part: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(self._loss)(state["params"], part)), None
+
+        nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state["params"]))
+        if len(batch) == 1:
+            loss, gradient = jax.value_and_grad(self._loss)(state["params"], batch[0])
+        else:
+            loss, gradient = jax.tree.map(lambda sum: sum / len(batch), jax.lax.scan(add, nothing, batch)[0])
+        updates, moments = self._optimizer.update(gradient, state["optimizer"], state["params"])
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradient), "stop": stop.any()}
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, metrics
