@@ -22,16 +22,17 @@ def main() -> None:
     from tests.defects import kernels, outcomes, source
 
     known = {(*row.values(),)[:5]: row for row in csv.DictReader(FILE.open())} if FILE.exists() else {}
-    of_function: dict[tuple[str, str], list[str]] = {}
+    at_line: dict[tuple[str, int], list[str]] = {}
     for name in kernels.KERNELS:
-        for function in outcomes.entered(name):
-            of_function.setdefault(function, []).append(name)
+        for place in outcomes.lines_of(name):
+            at_line.setdefault(place, []).append(name)
     rows = []
-    defects = [d for module in source.modules() for d in source.of_module(module)]
+    defects = {d: lines for module in source.modules() for d, lines in source.of_module(module).items()}
     try:
-        for number, defect in enumerate(defects):
+        for number, (defect, lines) in enumerate(defects.items()):
             key = defect.module, defect.function, defect.kind, defect.code, str(defect.number)
-            names = of_function.get((str(source.file_of(defect.module)), defect.function), [])
+            file = str(source.file_of(defect.module))
+            names = [name for name in kernels.KERNELS if any(name in at_line.get((file, line), ()) for line in lines)]
             if not names:
                 continue
             if key not in known:

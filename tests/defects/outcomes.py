@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Iterable
 from typing import Literal
 
@@ -56,25 +57,24 @@ def outcome(defect: Defect, names: Iterable[str], schedules: Iterable[int] = ran
     return "unnoticed", "", -1
 
 
-def entered(name: str) -> set[tuple[str, str]]:
-    """Returns the functions of the library that tracing a kernel runs: the file and the name of each."""
+def lines_of(name: str) -> set[tuple[str, int]]:
+    """Returns the lines of the library that tracing a kernel runs: the file and the number of each."""
     monitoring, tool = sys.monitoring, sys.monitoring.PROFILER_ID
-    found: set[tuple[str, str]] = set()
+    found: set[tuple[str, int]] = set()
 
-    def note(code: object, _: int) -> object:
+    def note(code: types.CodeType, line: int) -> object:
         if "/overlap/" in code.co_filename:
-            found.add((code.co_filename, code.co_qualname.split(".<locals>")[0]))
+            found.add((code.co_filename, line))
         return monitoring.DISABLE
 
     monitoring.use_tool_id(tool, "defects")
-    monitoring.register_callback(tool, monitoring.events.PY_START, note)
-    monitoring.set_events(tool, monitoring.events.PY_START)
+    monitoring.register_callback(tool, monitoring.events.LINE, note)
+    monitoring.set_events(tool, monitoring.events.LINE)
     try:
-        make, cores = KERNELS[name]
-        assert run(name, make(), 0) == "unnoticed", f"the kernel {name} fails without a defect"
+        assert run(name, KERNELS[name][0](), 0) == "unnoticed", f"the kernel {name} fails without a defect"
     finally:
         monitoring.set_events(tool, 0)
-        monitoring.register_callback(tool, monitoring.events.PY_START, None)
+        monitoring.register_callback(tool, monitoring.events.LINE, None)
         monitoring.free_tool_id(tool)
         monitoring.restart_events()
     return found

@@ -18,10 +18,14 @@ from collections.abc import Iterator
 FOLDERS = ("collectives", "kernels", "primitives")
 # Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
 _NOT_OF_KERNELS = re.compile(
-    r"(axis|backward|transposes|operations?|config|limits|target|marks|board|arguments|clique|architectures|layouts|ladder.*)$"
+    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|clique|architectures|\w*ladder)$"
 )
 # Calls that only check arguments, or only help to report: without them a correct call runs as before.
-_CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark)")
+_CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
+# To wait or to fence once more changes nothing.
+_IDEMPOTENT = re.compile(r"wait|fence|commit|look")
+# Functions that only say how much memory or how many flags a kernel has: more than needed does no harm.
+_OF_SIZES = re.compile(r"(^|\.)(launch|of|scratch_\w+)$|_(shape|shapes|type|types|bytes)$")
 # What a weaker fence, atomic or load says in PTX, and the scope within which it holds.
 _WEAKER = {".acq_rel": ".relaxed", ".release": ".relaxed", ".acquire": ".relaxed", ".sys": ".gpu"}
 _WEAKER_CALL = {"wait_stores_landed": "wait_stores_read"}
@@ -81,7 +85,8 @@ def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
     match node:
         case ast.Expr(value=ast.Call() as call) if not _CHECKS.match(_called(call)):
             yield _Change("drop", lambda _: ast.Pass())
-            yield _Change("repeat", lambda node: [node, node])
+            if not _IDEMPOTENT.search(_called(call)):
+                yield _Change("repeat", lambda node: [node, node])
         case ast.FunctionDef(decorator_list=[ast.Call() as decorator]) if _called(decorator) == "when":
             yield _Change("drop", lambda _: ast.Pass())
             yield _Change("always", lambda node: _with_decorator(node, "lambda act: act()"))
@@ -167,6 +172,8 @@ def _refuses(node: ast.If) -> bool:
 
 def _numbered(module: str, tree: ast.Module) -> Iterator[tuple[Defect, ast.AST, _Change]]:
     for name, function in _functions(tree):
+        if _OF_SIZES.search(name):
+            continue
         seen: collections.Counter[tuple[str, str]] = collections.Counter()
         for node, change in _sites(function):
             code = " ".join(ast.unparse(node).split())
@@ -189,9 +196,10 @@ def modules() -> list[str]:
     return [".".join(parts) for parts in names if not any(_NOT_OF_KERNELS.match(part) for part in parts)]
 
 
-def of_module(module: str) -> list[Defect]:
-    """Returns all defects that can be made of a module below `overlap`."""
-    return [defect for defect, _, _ in _numbered(module, ast.parse(file_of(module).read_text()))]
+def of_module(module: str) -> dict[Defect, range]:
+    """Returns all defects that can be made of a module below `overlap`, and the lines of the code of each."""
+    numbered = _numbered(module, ast.parse(file_of(module).read_text()))
+    return {defect: range(node.lineno, (node.end_lineno or node.lineno) + 1) for defect, node, _ in numbered}
 
 
 # --- Injection --------------------------------------------------------------------------------------------------------
