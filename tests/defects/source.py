@@ -1,0 +1,268 @@
+"""Makes defects from the source of the library's kernels, and injects them into the functions that are loaded."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import importlib.util
+import pathlib
+import re
+import types
+from collections.abc import Iterator
+
+FOLDERS = ("collectives", "kernels", "primitives")
+# Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
+_NOT_OF_KERNELS = re.compile(
+    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|clique|architectures|\w*ladder)$"
+)
+# Calls that only check arguments, or only help to report: without them a correct call runs as before.
+_CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
+# To wait or to fence once more changes nothing.
+_IDEMPOTENT = re.compile(r"wait|fence|commit|look")
+# Functions that only say how much memory or how many flags a kernel has: more than needed does no harm.
+_OF_SIZES = re.compile(r"(^|\.)(launch|of|scratch_\w+)$|_(shape|shapes|type|types|bytes)$")
+# What a weaker fence, atomic or load says in PTX, and the scope within which it holds.
+_WEAKER = {".acq_rel": ".relaxed", ".release": ".relaxed", ".acquire": ".relaxed", ".sys": ".gpu"}
+_WEAKER_CALL = {"wait_stores_landed": "wait_stores_read"}
+_OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Defect:
+    """One change of one function.
+
+    Attributes:
+      module: below `overlap`, such as "kernels.tma.store".
+      function: the name of the function, or of the class and the method.
+      kind: what is changed, such as "drop".
+      code: the code that is changed, on one line.
+      number: counts equal changes of equal code in the function.
+    """
+
+    module: str
+    function: str
+    kind: str
+    code: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.function}: {self.kind} {self.code}" + (f" #{self.number}" if self.number else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """The change of a node: `of` returns its replacement, None to leave it out."""
+
+    kind: str
+    of: collections.abc.Callable[[ast.AST], ast.AST | list[ast.AST] | None]
+
+
+def _parsed(code: str) -> ast.expr:
+    return ast.parse(code, mode="eval").body
+
+
+def _plus(amount: int) -> collections.abc.Callable[[ast.AST], ast.AST]:
+    operator = ast.Add() if amount > 0 else ast.Sub()
+    return lambda node: ast.BinOp(node, operator, ast.Constant(abs(amount)))  # type: ignore[arg-type]
+
+
+def _called(node: ast.AST) -> str:
+    """Returns the last name of the function that a call calls."""
+    while isinstance(node, ast.Call):
+        node = node.func
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
+    """Returns the changes that make a defect of a node."""
+    match node:
+        case ast.Expr(value=ast.Call() as call) if not _CHECKS.match(_called(call)):
+            yield _Change("drop", lambda _: ast.Pass())
+            if not _IDEMPOTENT.search(_called(call)):
+                yield _Change("repeat", lambda node: [node, node])
+        case ast.FunctionDef(decorator_list=[ast.Call() as decorator]) if _called(decorator) == "when":
+            yield _Change("drop", lambda _: ast.Pass())
+            yield _Change("always", lambda node: _with_decorator(node, "lambda act: act()"))
+        case ast.Call() if _called(node) == "when":
+            yield _Change("always", lambda _: _parsed("lambda act: act()"))
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv() | ast.Mod()) if not isinstance(
+            parent, (ast.BinOp, ast.Compare)
+        ):
+            yield _Change("one more than", _plus(1))
+            yield _Change("one less than", _plus(-1))
+        case ast.Compare(ops=[operator]) if type(operator) in _OTHER:
+            yield _Change("other side of", _compared_otherwise)
+        case ast.Constant(value=int(value)) if not isinstance(value, bool) and isinstance(parent, ast.Call):
+            yield _Change("one more than", _plus(1))
+        case ast.Constant(value=str(value)):
+            for strong, weak in _WEAKER.items():
+                if strong in value:
+                    yield _Change(f"{weak} for {strong} in", lambda _, s=strong, w=weak: _replaced(value, s, w))
+            if value.startswith("fence"):
+                yield _Change("drop", lambda _: ast.Constant(""))
+        case ast.Name(id=name) | ast.Attribute(attr=name) if name in _WEAKER_CALL:
+            yield _Change("weaken", lambda _: ast.Name(_WEAKER_CALL[name], ast.Load()))
+
+
+def _replaced(text: str, strong: str, weak: str) -> ast.Constant:
+    return ast.Constant(text.replace(strong, weak))
+
+
+def _compared_otherwise(node: ast.AST) -> ast.AST:
+    assert isinstance(node, ast.Compare)
+    return ast.Compare(node.left, [_OTHER[type(node.ops[0])]()], node.comparators)
+
+
+def _with_decorator(node: ast.AST, code: str) -> ast.AST:
+    assert isinstance(node, ast.FunctionDef)
+    return ast.FunctionDef(**{**{f: getattr(node, f) for f in node._fields}, "decorator_list": [_parsed(code)]})
+
+
+# --- Where changes are made -------------------------------------------------------------------------------------------
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Returns the functions of a module and the methods of its classes, each with its name."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    yield f"{node.name}.{method.name}", method
+
+
+def _below(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Returns what a kernel's code consists of: each node below `node` that runs, with its parent."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "type_params", "args") and not isinstance(
+            node, ast.Call
+        ):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, (ast.Raise, ast.Assert, ast.JoinedStr)) or _is_docstring(child):
+                continue
+            if isinstance(child, ast.AST):
+                yield child, node
+                yield from _below(child)
+
+
+def _is_docstring(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _sites(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, _Change]]:
+    refusals = {id(node.test) for node in ast.walk(function) if isinstance(node, ast.If) and _refuses(node)}
+    for node, parent in _below(function):
+        if id(node) not in refusals and id(parent) not in refusals:
+            for change in _changes(node, parent):
+                yield node, change
+
+
+def _refuses(node: ast.If) -> bool:
+    return any(isinstance(statement, ast.Raise) for statement in node.body)
+
+
+def _numbered(module: str, tree: ast.Module) -> Iterator[tuple[Defect, ast.AST, _Change]]:
+    for name, function in _functions(tree):
+        if _OF_SIZES.search(name):
+            continue
+        seen: collections.Counter[tuple[str, str]] = collections.Counter()
+        for node, change in _sites(function):
+            code = " ".join(ast.unparse(node).split())
+            yield Defect(module, name, change.kind, code, seen[change.kind, code]), node, change
+            seen[change.kind, code] += 1
+
+
+@functools.cache
+def file_of(module: str) -> pathlib.Path:
+    spec = importlib.util.find_spec(f"overlap.{module}")
+    assert spec is not None and spec.origin is not None
+    return pathlib.Path(spec.origin)
+
+
+def modules() -> list[str]:
+    """Returns the modules below `overlap` whose code becomes code of kernels, but for the lessons."""
+    root = file_of("kernels").parent.parent
+    files = sorted(file for folder in FOLDERS for file in (root / folder).rglob("*.py"))
+    names = (file.relative_to(root).with_suffix("").parts for file in files if file.name != "__init__.py")
+    return [".".join(parts) for parts in names if not any(_NOT_OF_KERNELS.match(part) for part in parts)]
+
+
+def of_module(module: str) -> dict[Defect, range]:
+    """Returns all defects that can be made of a module below `overlap`, and the lines of the code of each."""
+    numbered = _numbered(module, ast.parse(file_of(module).read_text()))
+    return {defect: range(node.lineno, (node.end_lineno or node.lineno) + 1) for defect, node, _ in numbered}
+
+
+# --- Injection --------------------------------------------------------------------------------------------------------
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, change: _Change):
+        self._target, self._change = target, change
+
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.AST] | None:
+        if node is not self._target:
+            return self.generic_visit(node)
+        replacement = self._change.of(node)
+        for new in replacement if isinstance(replacement, list) else [replacement]:
+            if new is not None and new is not node:
+                ast.copy_location(new, node)
+        return replacement
+
+
+def _code_of(defect: Defect) -> types.CodeType:
+    """Compiles the module with the defect, and returns the code of the function that has it."""
+    tree = ast.parse(file_of(defect.module).read_text())
+    function = dict(_functions(tree))[defect.function]
+    node, change = next((node, change) for other, node, change in _numbered(defect.module, tree) if other == defect)
+    line = min(part.lineno for part in [function, *function.decorator_list])
+    _Replace(node, change).visit(tree)
+    module = compile(ast.fix_missing_locations(tree), file_of(defect.module), "exec", dont_inherit=True)
+    return next(code for code in _all_codes(module) if (code.co_name, code.co_firstlineno) == (function.name, line))
+
+
+def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield inner
+            yield from _all_codes(inner)
+
+
+@functools.cache
+def _loaded(module: str) -> dict[tuple[str, int], list[types.FunctionType]]:
+    """Returns the functions of a module that are loaded, behind any decorators, by their names and lines."""
+    importlib.import_module(f"overlap.{module}")
+    file, found = str(file_of(module)), collections.defaultdict(list)
+    for x in gc.get_objects():
+        if isinstance(x, types.FunctionType) and x.__code__.co_filename == file:
+            found[x.__code__.co_name, x.__code__.co_firstlineno].append(x)
+    return found
+
+
+@contextlib.contextmanager
+def injected(defect: Defect) -> Iterator[None]:
+    """Runs the `with` block with the defect in the library: kernels that are traced in it have the defect."""
+    from overlap.frame.primitive import tracer_of
+
+    code = _code_of(defect)
+    functions = _loaded(defect.module)[code.co_name, code.co_firstlineno]
+    assert functions, f"{defect.function} is not loaded"
+    before = [function.__code__ for function in functions]
+    try:
+        for function in functions:
+            function.__code__ = code
+        tracer_of.cache_clear()
+        yield
+    finally:
+        for function, kept in zip(functions, before, strict=True):
+            function.__code__ = kept
+        tracer_of.cache_clear()
