@@ -10,8 +10,8 @@ from typing import Literal
 import jax
 
 from overlap.emulation import EmulationError, emulate
-from tests.defects.kernels import KERNELS, ONE_AT_A_TIME
-from tests.defects.source import Defect, injected
+from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
+from tests.protocol.defects.source import Defect, injected
 from tests.protocol_cases import Kernel
 
 Outcome = Literal["reported", "wrong numbers", "refused", "unnoticed"]

@@ -1,4 +1,4 @@
-"""Runs the kernels with each defect that `outcomes.csv` lacks, and writes what showed: python -m tests.defects
+"""Runs the kernels with each defect that `outcomes.csv` lacks, and writes what showed: python -m tests.protocol.defects
 
 Rows of defects that the source no longer has go. A defect that nothing reports needs a reason in the column `why`.
 """
@@ -19,7 +19,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    from tests.defects import kernels, outcomes, source
+    from tests.protocol.defects import kernels, outcomes, source
 
     known = {(*row.values(),)[:5]: row for row in csv.DictReader(FILE.open())} if FILE.exists() else {}
     at_line: dict[tuple[str, int], list[str]] = {}

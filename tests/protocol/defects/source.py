@@ -18,7 +18,7 @@ from collections.abc import Iterator
 FOLDERS = ("collectives", "kernels", "primitives")
 # Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
 _NOT_OF_KERNELS = re.compile(
-    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|clique|architectures|\w*ladder)$"
+    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|host_mesh|architectures|\w*ladder)$"
 )
 # Calls that only check arguments, or only help to report: without them a correct call runs as before.
 _CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
