@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from benchmarks.current import Row, Table, method
@@ -20,11 +21,65 @@ _COLORS = {
     "matmul_all_reduce": "#c026d3",
 }
 _MARKERS = {2: "o", 4: "^"}
+_SHARD = "1024x3584x8192"
+_OF_BARS = {"xla": "#a3a3a3", "fused": _COLORS["all_gather_lhs_matmul"], "roof": "#14b8a6"}
 
 
 def drawn(tables: Sequence[Table]) -> dict[str, str]:
     """Returns the figures: by file name, the SVG text."""
-    return {"bound.svg": _scatter(tables, _bound, _label_bound), "rows.svg": _scatter(tables, _rows, _label_rows)}
+    with _style():
+        return {
+            "bound.svg": _scatter(tables, _bound, _label_bound),
+            "rows.svg": _scatter(tables, _rows, _label_rows),
+            "devices.svg": _bars(tables),
+        }
+
+
+def _style() -> AbstractContextManager[None]:
+    import matplotlib as mpl
+
+    return mpl.rc_context({
+        "svg.hashsalt": "overlap", "svg.fonttype": "none", "font.size": 9, "savefig.transparent": True,
+        "text.color": _GREY, "axes.labelcolor": _GREY, "axes.edgecolor": _GREY, "xtick.color": _GREY,
+        "ytick.color": _GREY,
+    })  # fmt: skip
+
+
+def _axes() -> Axes:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(6.4, 4.2), layout="constrained").add_subplot()
+
+
+def _svg(axes: Axes) -> str:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False, loc="upper left")
+    text = io.StringIO()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _bars(tables: Sequence[Table]) -> str:
+    """Draws a call's time against the number of devices, for a shard of a fixed size on each."""
+    names: list[str] = []
+    times: dict[str, list[float]] = {"xla": [], "fused": [], "roof": []}
+    for table in sorted(tables, key=lambda table: (table.name[: -len("one_process")], table.devices)):
+        for rows in table.problems():
+            same = table.operation == "all_gather_lhs_matmul" and not table.process_each
+            found = [method(rows, name) for name in times]
+            if same and (rows[0]["shape"], rows[0]["layout"]) == (_SHARD, "nn") and all(found):
+                names.append(f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}")
+                for each, row in zip(times.values(), found, strict=True):
+                    each.append(float(row["loop_us"]) if row else 0.0)
+    axes = _axes()
+    for number, (name, color) in enumerate(_OF_BARS.items()):
+        label = {"xla": "XLA", "roof": "cuBLAS on gathered data"}.get(name, name)
+        axes.bar([at + 0.26 * (number - 1) for at in range(len(names))], times[name], 0.24, color=color, label=label)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(ylabel="µs", title=f"all_gather_lhs_matmul, {_SHARD.replace('x', '×')} bf16 on each GPU")
+    return _svg(axes)
 
 
 def _bound(table: Table, fused: Row, xla: Row) -> tuple[float, float] | None:
@@ -54,35 +109,21 @@ def _scatter(
     label: Callable[[Axes], None],
 ) -> str:
     """Draws XLA / fused of all collectives. `point` places a problem, `label` sets the axis of x."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    style = mpl.rc_context({
-        "svg.hashsalt": "overlap", "svg.fonttype": "none", "font.size": 9, "savefig.transparent": True,
-        "text.color": _GREY, "axes.labelcolor": _GREY, "axes.edgecolor": _GREY, "xtick.color": _GREY,
-        "ytick.color": _GREY,
-    })  # fmt: skip
-    with style:
-        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        for operation, color in _COLORS.items():
-            for devices, marker in _MARKERS.items():
-                found = [
-                    point(table, fused, xla)
-                    for table in tables
-                    if table.operation.startswith(operation) and table.devices == devices
-                    for problem in table.problems()
-                    if (fused := method(problem, "fused")) and (xla := method(problem, "xla"))
-                ]
-                xs, ys = zip(*(each for each in found if each), strict=True) if any(found) else ((), ())
-                if xs:
-                    name = f"{operation}, {devices} GPUs"
-                    axes.plot(xs, ys, marker, color=color, markersize=4.5, alpha=0.75, markeredgewidth=0, label=name)
-        axes.axhline(1.0, color=_GREY, linewidth=0.8, linestyle="--")
-        axes.set_ylabel("XLA's time / fused")
-        label(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=7, frameon=False)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    axes = _axes()
+    for operation, color in _COLORS.items():
+        for devices, marker in _MARKERS.items():
+            found = [
+                point(table, fused, xla)
+                for table in tables
+                if table.operation.startswith(operation) and table.devices == devices
+                for problem in table.problems()
+                if (fused := method(problem, "fused")) and (xla := method(problem, "xla"))
+            ]
+            xs, ys = zip(*(each for each in found if each), strict=True) if any(found) else ((), ())
+            if xs:
+                name = f"{operation}, {devices} GPUs"
+                axes.plot(xs, ys, marker, color=color, markersize=4.5, alpha=0.75, markeredgewidth=0, label=name)
+    axes.axhline(1.0, color=_GREY, linewidth=0.8, linestyle="--")
+    axes.set_ylabel("XLA's time / fused")
+    label(axes)
+    return _svg(axes)
