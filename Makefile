@@ -11,6 +11,8 @@ SLOW := -m "not slow"
 SLOW_NEWEST := -m "not slow and not one_jax"
 CASES := --cases 1
 CASES_ON_GPUS := --cases 1
+BUDGET := --budget jax-0-11
+BUDGET_NEWEST := --budget jax-0-12
 ARGS ?=
 
 help:  ## print this list
@@ -23,7 +25,7 @@ demo:  ## run both fused halves of a layer, on the visible GPUs or emulated, and
 test: lint test-jax-0.11 test-gpu test-jax-0.12  ## lint, types, and the tests on both supported versions of jax
 
 test-all:  ## as test, with the slow tests, and all tests on the newest jax: before a release
-	@$(MAKE) test SLOW= SLOW_NEWEST= CASES= CASES_ON_GPUS=
+	@$(MAKE) test SLOW= SLOW_NEWEST= CASES= CASES_ON_GPUS= BUDGET= BUDGET_NEWEST=
 
 lint:  ## ruff, pyright, mypy on code as users write it, and the pages of docs/
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
@@ -42,11 +44,11 @@ docs:  ## build the pages of docs/ into build/docs; a warning is an error
 
 test-jax-0.11:  ## tests/ on jax 0.11.2
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot
-	$(VENV)/bin/python $(PYTEST) $(SLOW) $(ARGS)
+	$(VENV)/bin/python $(PYTEST) $(SLOW) $(BUDGET) $(ARGS)
 
 test-jax-0.12:  ## the tests in tests/ that depend on jax, on jax 0.12.0.1; of each test with parameters a few cases
 	@setup/venv.sh $(VENV_NEWEST) constraints/jax-0.12.txt dev mpi aot
-	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW_NEWEST) $(CASES) $(ARGS)
+	$(VENV_NEWEST)/bin/python $(PYTEST) $(SLOW_NEWEST) $(CASES) $(BUDGET_NEWEST) $(ARGS)
 
 test-gpu:  ## tests/multi_gpu on the visible GPUs, one case of each test with parameters; nothing without GPUs
 	@setup/venv.sh $(VENV) constraints.txt dev mpi aot

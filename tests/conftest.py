@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import pytest
 
+from tests.budget import Budget
+
 # A thread of XLA's pool that is inside an emulated kernel waits for the other devices, and these need threads to get to
 # that kernel. By default the pool has a thread for each core, or each device (docs/troubleshooting.md).
 os.environ.setdefault("NPROC", "64")
@@ -50,6 +52,8 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if name := config.getoption("--budget"):
+        config.pluginmanager.register(Budget(name))
     # This must happen before anything asks for devices. On a machine with GPUs the rest of the suite runs on the CPU
     # too: these tests check the same on every machine.
     if _only_gpu_tests(config) and os.environ.get("JAX_PLATFORMS", "") != "cpu":
@@ -67,6 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of each test with parameters, N cases, spread evenly (default: all); all of those marked all_cases",
     )
+    parser.addoption("--budget", metavar="NAME", help="a table of tests/budget.toml: see tests/budget.py")
 
 
 @pytest.hookimpl(trylast=True)  # Only the tests that -m and -k select.
