@@ -36,6 +36,10 @@ class Tile:
         first k step of this tile that this CTA computes.
       side: the index of the tile's right operand, if there are several.
       batch: the index of the batch element, if `step` is the step of a shard.
+      row_offset: how many rows below tile row `m` the tile begins, if its rows are those of a group, which begins
+        anywhere (`kernels/groups.py`).
+      rows: how many rows of such a tile are stored, since the rows after them belong to another group; None: all that
+        the output has.
     """
 
     step: Index
@@ -44,6 +48,8 @@ class Tile:
     k_first: Index = 0
     side: Index = 0
     batch: Index = 0
+    row_offset: Index = 0
+    rows: Index | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +229,9 @@ class Hooks:
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
+      last_k_at: a function from a tile to how many rows of the last k step of its operands, stored as [k, m] and
+        [k, n], belong to its contraction. The others count as zeros. None: all belong to it. Needs tiles of which each
+        compute warpgroup has its own (`Config.schedule` "pingpong").
     """
 
     load_lhs: Callable[[Tile, Callable[[GmemRef | OneOf | ByKStep], None]], None]
@@ -238,3 +247,4 @@ class Hooks:
     epilogue_at: Callable[[Tile], Epilogue] | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None
+    last_k_at: Callable[[Tile], Index] | None = None

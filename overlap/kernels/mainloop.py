@@ -43,6 +43,7 @@ class OperandTypes:
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
       sides: how many right operands a tile has columns of (`SideBySide`).
+      grouped: whether tiles may end before their last row (`Tile.rows`).
     """
 
     m: int
@@ -54,6 +55,7 @@ class OperandTypes:
     addend: bool = False
     block_scaled: bool = False
     sides: int = 1
+    grouped: bool = False
 
     @property
     def forwards(self) -> bool:

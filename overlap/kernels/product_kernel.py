@@ -133,7 +133,8 @@ class ProductKernel:
             def run(buffers: Tree, *smem: SmemRef) -> None:
                 of_call = body_of(Refs(*trees, own, smem[: len(self.smem)]))
                 next_tile = counter[0].at[0] if counter else None
-                loop = Loop(work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
+                own_work = getattr(of_call, "work", work)
+                loop = Loop(own_work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
                 if recording is None:
                     self.mainloop.run(loop, buffers)
                     return

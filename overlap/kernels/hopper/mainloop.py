@@ -72,7 +72,7 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import AccumulatorRef, GmemRef, Index, ScratchType
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index, ScratchType, SmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -100,9 +100,14 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
-    def multiply(stage: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
+    last_k = None if loop.hooks.last_k_at is None else loop.hooks.last_k_at(tile)
+
+    def multiply(k: Index, stage: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         have_landed()
+        if last_k is not None:
+            cut = jnp.logical_and(k == piece.k_steps - 1, last_k < lhs_mma.shape[1])
+            pl.when(cut)(lambda: _clear_rows((lhs_mma.at[stage], rhs_mma.at[stage]), last_k))
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
         rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
         # The operands of wgmma: [rows, k] and [k, columns] of the tile that the tensor cores compute.
@@ -119,11 +124,11 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     def accumulate(acc: AccumulatorRef) -> tuple[jax.Array, Index]:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         begin = remainder(piece.before, config.stages)
-        multiply(begin, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
+        multiply(0, begin, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
 
-        def k_step(_: jax.Array, last: jax.Array) -> jax.Array:
+        def k_step(k: jax.Array, last: jax.Array) -> jax.Array:
             stage = following(last, config.stages)
-            multiply(stage, acc)
+            multiply(k, stage, acc)
             # Invariant: at most one wgmma is in flight, the one just issued; all before it have read their stages.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(buffers.consumed.at[last])
@@ -142,6 +147,18 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     values, last = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
     plgpu.barrier_arrive(buffers.consumed.at[last])
     return values
+
+
+def _clear_rows(stages_smem: tuple[SmemRef, SmemRef], first: Index) -> None:
+    """Sets the rows of both operands' k step, [k, m] and [k, n], from `first` on to zero."""
+    for stage_smem in stages_smem:
+        rows, width = stage_smem.shape
+        for column in range(0, width, rows):
+            block_smem = stage_smem.at[:, pl.ds(column, rows)]
+            values = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
+            row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            block_smem[...] = jnp.where(row < first, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
 
 
 def _tells_later(loop: Loop) -> bool:

@@ -58,7 +58,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     """
     config, layouts = loop.config, loop.layouts
     lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
-    lhs_start, rhs_start = tile.m * config.tile_m, tile.n * (config.tile_n // buffers.sides)
+    lhs_start, rhs_start = tile.m * config.tile_m + tile.row_offset, tile.n * (config.tile_n // buffers.sides)
     lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if not config.shares_loads:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,7 +17,7 @@ from overlap.kernels.mainloop import Loop
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import wait_stores_read
-from overlap.primitives.types import BarrierRef, GmemRef, Index
+from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +68,15 @@ def store(
     hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
     wg_m, block_rows = buffers.plan.wg_tile.rows, buffers.plan.wg_tile.block_rows
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
-    first_row = tile.m * config.tile_m + row
+    first_row = tile.m * config.tile_m + tile.row_offset + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
     box_views, register_views, *flat_views = (view.at[output.warpgroup] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # An epilogue tile is several boxes side by side, each with its place in the output.
     places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
+    # How many rows of this warpgroup tile are stored; None: TMA leaves out what lies beyond the output.
+    left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
     # The last store has read the epilogue buffer, possibly while the previous tile was stored.
     wait_stores_read(0)
     loaded: list[BarrierRef] = []
@@ -105,7 +109,13 @@ def store(
             assert not isinstance(values, tuple)
             if epilogue is None and addend is not None:
                 values = values + addend
-            block_smem[...] = values.astype(block_smem.dtype)
+            stored = values.astype(block_smem.dtype)
+            if left is None:
+                block_smem[...] = stored
+                continue
+            plain_smem = flat_views[0].at[box, pl.ds(above, rows)]
+            plain_smem = plain_smem.transpose((1, 0)) if buffers.plan.wg_tile.transposed else plain_smem
+            lax.cond(left >= wg_m, _put(block_smem, stored), _put(plain_smem, stored))
     plgpu.commit_smem()
     if output.boxes is not None:
         in_tile = output.wg_tile_index * exchange.box_count(buffers)
@@ -116,8 +126,46 @@ def store(
             exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
+    if left is not None:
+        with_reference(hooks.out_at(tile), functools.partial(_send_rows, box_views, flat_views[0], places, left))
+        return
+
     def send(out_gmem: GmemRef) -> None:
         for box, place in enumerate(places):
             plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
 
     with_reference(hooks.out_at(tile), send)
+
+
+def _put(view_smem: SmemRef, values: jax.Array) -> Callable[[], None]:
+    def put() -> None:
+        view_smem[...] = values
+
+    return put
+
+
+def _send_rows(
+    box_views: SmemRef,
+    plain_views: SmemRef,
+    places: Sequence[tuple[pl.Slice, pl.Slice]],
+    left: jax.Array,
+    out_gmem: GmemRef,
+) -> None:
+    """Stores the first `left` rows of some boxes: all at once, or in pieces of which each has a power of two of rows."""
+    (rows, _), *_ = places
+
+    @pl.when(left >= rows.size)
+    def _whole() -> None:
+        for box, place in enumerate(places):
+            plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == len(places) - 1)
+
+    for size in (128, 64, 32, 16, 8, 4, 2, 1):
+
+        @pl.when(jnp.logical_and(left < rows.size, (left & size) != 0))
+        def _piece(size: int = size) -> None:
+            begin = left & ~(2 * size - 1)
+            for box, (_, columns) in enumerate(places):
+                piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
+                plgpu.copy_smem_to_gmem(
+                    plain_views.at[box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
+                )

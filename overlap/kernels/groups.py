@@ -1,0 +1,140 @@
+"""Tiles of a product whose rows belong to groups: which tiles there are is known only when the kernel runs.
+
+The rows of group e are `sizes[e]` rows of the left operand that follow each other, and are multiplied by right operand
+e. A tile has rows of one group: the first tile of a group begins with the group's first row, and the last one may have
+fewer rows than the others. So there are at most ⌊m / tile_m⌋ + groups tile rows. A table in global memory lists them;
+XLA computes it from the sizes. All tiles of all groups are numbered together and dealt to the CTAs in turn, so that the
+cores are idle only once, at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from overlap.kernels.hooks import Tile
+from overlap.kernels.stream_k import Piece
+from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.types import GmemRef, Index
+
+# The rows of the table: of each tile row its group, its first row, and how many rows it has.
+_GROUP, _FIRST, _ROWS = range(3)
+
+
+def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
+    """Returns how many tile rows the groups may have together."""
+    return m // tile_m + min(groups, m)
+
+
+def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the table of tile rows, int32 [3, most_tile_rows], and [tile rows, rows in groups], int32 [2].
+
+    Groups that would reach beyond row m end there.
+    """
+    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    counts = (ends - starts + tile_m - 1) // tile_m
+    last = jnp.cumsum(counts)
+    index = jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), sizes.shape[0] - 1).astype(jnp.int32)
+    first = starts[group] + (index - (last - counts)[group]) * tile_m
+    return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, tile_m)]), jnp.stack([last[-1], ends[-1]])
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedWork:
+    """The pieces of each CTA: whole tiles, dealt out in turn (as `StreamK`, but the number of tiles is data).
+
+    Attributes:
+      counts_gmem: [tile rows, rows in groups].
+      columns: tile columns.
+      k_steps: k steps of each tile.
+      num_ctas: CTAs of the grid.
+    """
+
+    counts_gmem: GmemRef
+    columns: int
+    k_steps: int
+    num_ctas: int
+    cuts = False
+    ctas_per_tile = 1
+    pieces_per_tile = 1
+
+    @property
+    def tiles(self) -> jax.Array:
+        """How many tiles there are."""
+        return self.counts_gmem[0] * self.columns
+
+    def pieces(self, cta: Index) -> Index:
+        """Returns how many pieces a CTA computes."""
+        return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
+
+    def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
+        """Returns piece number `ordinal` of a CTA."""
+        return Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
+
+
+def tile_at(table_gmem: GmemRef, columns: int, index: Index) -> Tile:
+    """Returns the tile with an index in the tile order: down the columns of one tile row, then of the next."""
+    row, column = quotient(index, columns), remainder(index, columns)
+    group, first, rows = (table_gmem[kind, row] for kind in (_GROUP, _FIRST, _ROWS))
+    return Tile(step=group, m=0, n=column, row_offset=first, rows=rows)
+
+
+def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:
+    """Returns what `ContractedWork` reads: of each group its first row, rows and k steps, int32 [3, groups], and of each
+    tile how many k steps its CTA has computed before, int32 [groups · tiles].
+
+    Args:
+      sizes: rows of each group.
+      m: rows of the operands.
+      tiles: tiles of each group's result.
+      depth: rows of a k step.
+      num_ctas: CTAs of the grid.
+    """
+    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    rows = ends - starts
+    # A group without rows has one k step, too, of which no row counts: its result is zeros.
+    k_steps = jnp.maximum((rows + depth - 1) // depth, 1)
+    of_tiles = jnp.repeat(k_steps, tiles)
+    waves = jnp.pad(of_tiles, (0, -of_tiles.shape[0] % num_ctas)).reshape(-1, num_ctas)
+    before = jnp.cumsum(waves, axis=0) - waves
+    return jnp.stack([starts, rows, k_steps]), before.reshape(-1)[: of_tiles.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ContractedWork:
+    """The pieces of each CTA for products whose contractions are the rows of a group: whole tiles, dealt out in turn.
+
+    Attributes:
+      groups_gmem: of each group its first row, rows and k steps.
+      before_gmem: of each tile how many k steps its CTA has computed before.
+      tiles_of_group: tiles of each group's result.
+      num_ctas: CTAs of the grid.
+    """
+
+    groups_gmem: GmemRef
+    before_gmem: GmemRef
+    tiles_of_group: int
+    num_ctas: int
+    cuts = False
+    ctas_per_tile = 1
+    pieces_per_tile = 1
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return self.groups_gmem.shape[1] * self.tiles_of_group
+
+    def pieces(self, cta: Index) -> Index:
+        """Returns how many pieces a CTA computes."""
+        return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
+
+    def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
+        """Returns piece number `ordinal` of a CTA."""
+        tile = cta + ordinal * self.num_ctas
+        k_steps = self.groups_gmem[2, quotient(tile, self.tiles_of_group)]
+        return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)
