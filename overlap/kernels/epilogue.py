@@ -94,7 +94,7 @@ def epilogue(
 
         def of_columns(vector_gmem: GmemRef) -> jax.Array:
             # The vectors of the right operands in a tile follow each other, all padded to the same length.
-            first = first_column if index == 0 else vector_gmem.shape[0] // sides * index
+            first = vector_gmem.shape[0] // sides * index + first_column
             start = columns.start if _is_zero(first) else first + columns.start
             return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
 

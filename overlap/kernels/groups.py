@@ -21,6 +21,8 @@ from overlap.primitives.types import GmemRef, Index
 
 # The rows of the table: of each tile row its group, its first row, and how many rows it has.
 _GROUP, _FIRST, _ROWS = range(3)
+# The rows of the table of contractions.
+FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP = range(3)
 
 
 def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
@@ -84,8 +86,10 @@ def tile_at(table_gmem: GmemRef, columns: int, index: Index) -> Tile:
 
 
 def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:
-    """Returns what `ContractedWork` reads: of each group its first row, rows and k steps, int32 [3, groups], and of each
-    tile how many k steps its CTA has computed before, int32 [groups · tiles].
+    """Returns what `ContractedWork` reads.
+
+    That is: of each group its first row, its rows and its k steps, int32 [3, groups]; and of each tile how many k steps
+    its CTA has computed before, int32 [groups · tiles].
 
     Args:
       sizes: rows of each group.
@@ -136,5 +140,5 @@ class ContractedWork:
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
         """Returns piece number `ordinal` of a CTA."""
         tile = cta + ordinal * self.num_ctas
-        k_steps = self.groups_gmem[2, quotient(tile, self.tiles_of_group)]
+        k_steps = self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
         return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)

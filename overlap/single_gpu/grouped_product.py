@@ -1,88 +1,189 @@
-"""The kernel behind `grouped_matmul`: the mainloop over the tiles of all groups."""
+"""The kernels behind `grouped_matmul`: the mainloop over the tiles of all groups.
+
+    rows         out[rows of e] = activation(row_scale · (lhs[rows of e] @ rhs[e]) · column_scale[e] + bias[e])
+    contraction  out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
+
+The rows of a group follow each other, and may begin and end anywhere. Their number is data: the kernels read tables
+that XLA computes from the sizes (`kernels/groups.py`). Rows that belong to no group lie behind all groups. In the first
+product the communicator warps, which have nothing else to do, set these rows of the result to zero.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from overlap.kernels import groups
+from overlap.kernels import epilogue, groups
 from overlap.kernels.config import Config, tile_k
+from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork
-from overlap.kernels.hooks import ByKStep, Hooks, Tile
+from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
+from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import ceil_div, in_32_bits, quotient
 from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_grouped_matmul"
+# The box of zeros that is stored at a time: rows, columns.
+_ZEROS = 64, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedPlan:
+    """The static data of a grouped product.
+
+    Attributes:
+      transpose_rhs: whether the right operands are [groups, n, k] instead of [groups, k, n].
+      out_dtype: of the result.
+      config: sizes.
+      target: the device.
+      program: the activation; None: there is none.
+    """
+
+    transpose_rhs: bool
+    out_dtype: DTypeLike
+    config: Config
+    target: Target
+    program: epilogue.Program | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
+class _Rows:
     lhs: GmemRef
-    rhs: GmemRef
+    rhs_list: tuple[GmemRef, ...]
     table: GmemRef
     counts: GmemRef
+    zeros: GmemRef
+    vectors: epilogue.Vectors
+
+
+def vectors(
+    row_scale: jax.Array | None,
+    column_scales: Sequence[jax.Array] | None,
+    biases: Sequence[jax.Array] | None,
+    config: Config,
+) -> epilogue.Vectors:
+    """Lays out the vectors of the epilogue, in f32: row scales [m], and vectors [groups, n] of each right operand."""
+
+    def of_columns(given: Sequence[jax.Array] | None) -> jax.Array | None:
+        return None if given is None else epilogue.filled([_of_groups(x, config) for x in given], 1)
+
+    rows = None if row_scale is None else jnp.pad(row_scale, (0, config.tile_m))
+    return epilogue.Vectors(rows, of_columns(column_scales), of_columns(biases))
+
+
+def _of_groups(vector: jax.Array, config: Config) -> jax.Array:
+    return jnp.pad(vector, ((0, 0), (0, -vector.shape[1] % config.tile_n))).reshape(-1)
 
 
 @in_32_bits
-def launch(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    transpose_rhs: bool,
-    out_dtype: DTypeLike,
-    config: Config,
-    target: Target,
+def rows(
+    lhs: jax.Array, rhs_list: Sequence[jax.Array], sizes: jax.Array, of_epilogue: epilogue.Vectors, plan: GroupedPlan
 ) -> jax.Array:
-    """Runs the kernel. Returns [m, n]: the rows of group e times rhs[e]."""
-    layouts = OperandLayouts(transpose_rhs=transpose_rhs)
-    (m, k), (_, n) = lhs.shape, layouts.k_n(rhs.shape)
+    """Multiplies the rows of each group by the group's matrix.
+
+    Args:
+      lhs: [m, k].
+      rhs_list: [groups, k, n], or two of them for an activation that takes both products.
+      sizes: int32 [groups].
+      of_epilogue: from `vectors`.
+      plan: the static data.
+
+    Returns:
+      [m, n]. Rows behind all groups are zero.
+    """
+    config, layouts, sides = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs), len(rhs_list)
+    (m, k), (_, n) = lhs.shape, layouts.k_n(rhs_list[0].shape)
     table, counts = groups.tile_rows(sizes, m, config.tile_m)
-    types = OperandTypes(m, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype), layouts, grouped=True)
-    columns, k_steps = ceil_div(n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
-    # The grid, as for as many tiles as there can be.
-    work = StreamK.on(target, config, table.shape[1] * columns, k_steps)
-    kernel = ProductKernel(NAME, target, config, types, work)
+    out_dtype = jnp.dtype(plan.out_dtype)
+    types = OperandTypes(m, lhs.dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped=True)
+    columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
+    most = StreamK.on(plan.target, config, table.shape[1] * columns, k_steps)
+    smem = plgpu.SMEM(_ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
+    kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
+    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(_ZEROS, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return kernel.launch(_Inputs(lhs, rhs, table, counts), out_type, functools.partial(_Body, work, columns))
+    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, columns, plan))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Body:
-    most: StreamK
+class _RowsBody:
+    """The body of the product of rows: its tiles, and where the operands of a tile lie."""
+
+    kernel: ProductKernel
     columns: int
-    refs: Refs[_Inputs, GmemRef]
+    plan: GroupedPlan
+    refs: Refs[_Rows, GmemRef]
 
     @property
     def work(self) -> GroupedWork:
-        return GroupedWork(self.refs.inputs.counts, self.columns, self.most.k_steps, self.most.num_ctas)
+        most = self.kernel.work
+        return GroupedWork(self.refs.inputs.counts, self.columns, most.k_steps, most.num_ctas)
 
     def tile_at(self, index: Index) -> Tile:
         return groups.tile_at(self.refs.inputs.table, self.columns, index)
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
+        of_columns = inputs.vectors.column_scale, inputs.vectors.bias, inputs.vectors.row_scale
+        has_epilogue = self.plan.program is not None or any(x is not None for x in of_columns)
         return Hooks(
             load_lhs=lambda tile, load: load(inputs.lhs),
-            rhs_at=lambda tile: inputs.rhs.at[tile.step],
+            rhs_at=self._rhs_at,
             out_at=lambda tile: self.refs.outputs,
+            epilogue_at=self._epilogue_at if has_epilogue else None,
+            communicate=self._clear,
         )
+
+    def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide:
+        of_group = [ref.at[tile.step] for ref in self.refs.inputs.rhs_list]
+        return of_group[0] if len(of_group) == 1 else SideBySide(of_group)
+
+    def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
+        config, n = self.plan.config, self.refs.outputs.shape[1]
+        first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
+        how = dict(first_column=first_column, transposed=config.swap_operands)
+        return epilogue.epilogue(self.refs.inputs.vectors, self.plan.program, self.kernel.mainloop, **how)
+
+    def _clear(self) -> None:
+        """Sets the rows behind all groups to zero: each CTA some boxes of them."""
+        out_gmem, (zeros_smem, loaded) = self.refs.outputs, self.refs.smem
+        (m, n), (box_rows, box_columns), first = out_gmem.shape, _ZEROS, self.refs.inputs.counts[1]
+        across, cta, ctas = ceil_div(n, box_columns), lax.axis_index(GRID_AXIS), self.kernel.work.num_ctas
+        boxes = quotient(m - first + box_rows - 1, box_rows) * across
+
+        @pl.when(cta < boxes)
+        def _some() -> None:
+            plgpu.copy_gmem_to_smem(self.refs.inputs.zeros, zeros_smem, loaded)
+            plgpu.barrier_wait(loaded)
+
+            @pl.loop(0, quotient(boxes - cta + ctas - 1, ctas))
+            def _box(turn: jax.Array) -> None:
+                box = cta + turn * ctas
+                row = quotient(box, across)
+                place = pl.ds(first + row * box_rows, box_rows), pl.ds((box - row * across) * box_columns, box_columns)
+                plgpu.copy_smem_to_gmem(zeros_smem, out_gmem.at[place])
+
+            wait_stores_read()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Contracted:
+class _Contraction:
     lhs: GmemRef
     rhs: GmemRef
     groups: GmemRef
@@ -90,29 +191,27 @@ class _Contracted:
 
 
 @in_32_bits
-def contract(
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, out_dtype: DTypeLike, config: Config, target: Target
-) -> jax.Array:
-    """Runs the kernel. Returns [groups, k, n]: for each group, its rows of `lhs`, [m, k], transposed, times those of `rhs`."""
+def contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, plan: GroupedPlan) -> jax.Array:
+    """Contracts the rows of each group: [m, k] and [m, n] to [groups, k, n]. A group without rows has zeros."""
+    config = plan.config
     (m, k), (_, n) = lhs.shape, rhs.shape
-    order = TileOrder.of(k, n, config)
-    types = OperandTypes(k, lhs.dtype, rhs.dtype, jnp.dtype(out_dtype), OperandLayouts(transpose_lhs=True))
-    depth = tile_k(lhs.dtype)
-    work = StreamK.on(target, config, sizes.shape[0] * order.tiles, 1)
-    kernel = ProductKernel(NAME + "_of_rows", target, config, types, work)
-    table, before = groups.contractions(sizes, m, order.tiles, depth, work.num_ctas)
+    order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), jnp.dtype(plan.out_dtype)
+    types = OperandTypes(k, lhs.dtype, rhs.dtype, out_dtype, OperandLayouts(transpose_lhs=True))
+    most = StreamK.on(plan.target, config, sizes.shape[0] * order.tiles, 1)
+    kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)
+    inputs = _Contraction(lhs, rhs, *groups.contractions(sizes, m, order.tiles, depth, most.num_ctas))
     out_type: GmemRef = jax.ShapeDtypeStruct((sizes.shape[0], k, n), out_dtype)
-    return kernel.launch(
-        _Contracted(lhs, rhs, table, before), out_type, functools.partial(_ContractedBody, order, depth, work.num_ctas)
-    )
+    return kernel.launch(inputs, out_type, functools.partial(_ContractionBody, order, depth, most.num_ctas))
 
 
 @dataclasses.dataclass(frozen=True)
-class _ContractedBody:
+class _ContractionBody:
+    """The body of the contraction: its tiles, and where the operands of a tile lie."""
+
     order: TileOrder
     depth: int
     num_ctas: int
-    refs: Refs[_Contracted, GmemRef]
+    refs: Refs[_Contraction, GmemRef]
 
     @property
     def work(self) -> ContractedWork:
@@ -127,11 +226,12 @@ class _ContractedBody:
         inputs = self.refs.inputs
 
         def rows_of(ref: GmemRef, tile: Tile) -> ByKStep:
-            start = inputs.groups[0, tile.step]
-            return ByKStep(lambda k: (ref, start + k * self.depth))
+            first = inputs.groups[groups.FIRST_OF_GROUP, tile.step]
+            return ByKStep(lambda k: (ref, first + k * self.depth))
 
         def last_k(tile: Tile) -> Index:
-            return inputs.groups[1, tile.step] - (inputs.groups[2, tile.step] - 1) * self.depth
+            of_group = inputs.groups.at[:, tile.step]
+            return of_group[groups.ROWS_OF_GROUP] - (of_group[groups.K_STEPS_OF_GROUP] - 1) * self.depth
 
         return Hooks(
             load_lhs=lambda tile, load: load(rows_of(inputs.lhs, tile)),

@@ -9,7 +9,10 @@ import pytest
 
 from overlap import Config, emulation
 from overlap.choice import dispatch
+from overlap.frame.operands import F32
+from overlap.kernels import epilogue
 from overlap.single_gpu import grouped_product
+from overlap.single_gpu.grouped_product import GroupedPlan
 
 SIZES = [(100, 0, 37, 130, 1), (0, 0, 300), (300, 0), (1,) * 9, (0,), (64, 128)]
 CONFIGS = [
@@ -37,15 +40,44 @@ def test_rows(sizes: tuple[int, ...], config: Config, transpose_rhs: bool) -> No
     m, k, n = sum(sizes) + 20, 136, 192
     lhs, rhs = operands(sum(sizes), (m, k), (len(sizes), *((n, k) if transpose_rhs else (k, n))))
 
+    plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
+
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        how = dict(out_dtype=jnp.bfloat16, config=config, target=dispatch.target())
-        return grouped_product.launch(lhs, rhs, sizes, transpose_rhs=transpose_rhs, **how)
+        return grouped_product.rows(lhs, [rhs], sizes, epilogue.Vectors(), plan)
 
     out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)), np.float32)
     for group, span in enumerate(spans(sizes, m)):
         right = np.asarray(rhs[group], np.float32)
         expected = np.asarray(lhs, np.float32)[span] @ (right.T if transpose_rhs else right)
         np.testing.assert_array_equal(out[span], expected.astype(jnp.bfloat16).astype(np.float32))
+    assert not out[sum(sizes) :].any()
+
+
+class Gated:
+    scalars = ()
+
+    def __call__(self, values: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
+        return jnp.maximum(values[0], 0) * values[1]
+
+
+def test_epilogue_of_each_group() -> None:
+    emulation.enable()
+    sizes, m, k, n = (100, 0, 37), 150, 72, 192
+    lhs, gate, up = operands(0, (m, k), (3, k, n), (3, k, n))
+    chance = np.random.default_rng(1)
+    scale, *of_columns = (chance.integers(1, 4, s).astype(np.float32) for s in ((m,), (3, n), (3, n), (3, n), (3, n)))
+    config = Config(tile_m=128, tile_n=256, stages=2)
+    plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
+    vectors = grouped_product.vectors(jnp.asarray(scale), of_columns[:2], of_columns[2:], config)
+    run = jax.jit(lambda *x: grouped_product.rows(x[0], x[1:3], x[3], vectors, plan))
+    out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
+    for group, span in enumerate(spans(sizes, m)):
+        left = np.asarray(lhs, np.float32)[span]
+        a, b = (
+            scale[span, None] * (left @ np.asarray(w[group], np.float32)) * c[group] + bias[group]
+            for w, c, bias in zip((gate, up), of_columns[:2], of_columns[2:], strict=True)
+        )
+        np.testing.assert_array_equal(out[span], np.maximum(a, 0) * b)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -57,7 +89,7 @@ def test_contractions(sizes: tuple[int, ...]) -> None:
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         config = Config(tile_m=128, tile_n=128, stages=3, schedule="pingpong")
-        return grouped_product.contract(lhs, rhs, sizes, out_dtype=jnp.float32, config=config, target=dispatch.target())
+        return grouped_product.contraction(lhs, rhs, sizes, GroupedPlan(False, F32, config, dispatch.target()))
 
     out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)))
     left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)

@@ -151,7 +151,7 @@ def _send_rows(
     left: jax.Array,
     out_gmem: GmemRef,
 ) -> None:
-    """Stores the first `left` rows of some boxes: all at once, or in pieces of which each has a power of two of rows."""
+    """Stores the first `left` rows of some boxes: all rows at once, or pieces of a power of two of rows."""
     (rows, _), *_ = places
 
     @pl.when(left >= rows.size)
