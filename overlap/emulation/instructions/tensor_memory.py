@@ -121,7 +121,7 @@ def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
-            if view is not None:
+            if view is not None:  # None: the store itself has written the value.
                 view.write(value)
             thread.knowledge.note(component, time)
         thread.tensor.stores.clear()

@@ -123,14 +123,23 @@ class Semaphore(Waitable):
         self.zero(serial=serial)
 
     def zero(self, by: tuple[int, int] | None = None, serial: int | None = None) -> None:
-        """Zeroes the word before a launch. `by` is the event of the zeroing; with None, all threads know of it."""
+        """Zeroes the word before a launch, as the framework does.
+
+        Args:
+            by: the event of the zeroing, (component, time). Threads that do not know of it may still read older values,
+                so the log keeps the last `_HISTORY` of them. None: all threads know of it, and the log begins anew.
+            serial: of the zeroing; None: the next one.
+        """
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
             # The word has not been used since the last zeroing, so the log needs no second one.
             last.by, last.serial = by, serial or next_serial()
             return
-        del self.log[: -_HISTORY if by is not None else None]
-        self.log.append(Write(0, 0, EMPTY, {}, by, serial or next_serial(), is_zeroing=True))
+        del self.log[: len(self.log) if by is None else -_HISTORY]
+        zeroing = Write(
+            value=0, total=0, system=EMPTY, local={}, by=by, serial=serial or next_serial(), is_zeroing=True
+        )
+        self.log.append(zeroing)
         self.taken = 0  # what waits that decrement have subtracted
         self._first = len(self.log) - 1  # the index in the log of the first value that can end a wait
         self.wake()
