@@ -35,8 +35,6 @@ class Rates:
       tensor_core_rate: multiply-adds per cycle of one core, times bytes per operand element.
       step_cycles: cycles that each k step takes in addition to its products, for barriers and for issuing instructions.
         This cost makes small tiles slow.
-      cluster_step_cycles: cycles that each k step takes in addition in a cluster, whose CTAs share loads and wait for
-        each other.
       smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
       l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
       group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its cores. A byte
@@ -75,6 +73,8 @@ class Rates:
         (power / limit) ** clock_exponent.
       pulled_bytes_per_us: bytes that the communicators of one device move over NVLink per µs.
       sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink per µs.
+      pair_step_cycles: cycles that each k step takes in addition in a pair of CTAs (Blackwell), which wait for each
+        other. An H200's clusters of two CTAs that shared loads took these.
       overlaps_epilogue: whether a tile is stored while the next one is multiplied, with any `Config.schedule`.
       measured: whether this GPU was measured. If not, XLA runs unless the caller asks for the fused kernel.
     """
@@ -82,7 +82,6 @@ class Rates:
     cycles_per_us: float
     tensor_core_rate: float
     step_cycles: float
-    cluster_step_cycles: float
     smem_bytes_per_cycle: float
     l2_bytes_per_cycle: float
     group_bytes_per_cycle: float
@@ -110,6 +109,7 @@ class Rates:
     clock_exponent: float
     pulled_bytes_per_us: float
     sent_bytes_per_us: float
+    pair_step_cycles: float = 0.0
     overlaps_epilogue: bool = False
     measured: bool = True
 
@@ -131,10 +131,6 @@ class Rates:
         rows, _ = hopper.warpgroup_tile(config)
         return -(-loaded // rows) * rows
 
-    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
-        """Returns how many rows are loaded for a tile of a left operand of `m` rows."""
-        return hopper.rows_loaded(config, m, dtype, transpose_lhs)
-
 
 # Names in the kinds of devices that have the memory of an H100. An H200's measurements stand for all other Hopper GPUs.
 _LIKE_H100 = ("H100", "H800")
@@ -151,9 +147,6 @@ class BlackwellRates(Rates):
 
     def stores(self, config: Config) -> int:
         return config.tile_n // tma.EPILOGUE_COLUMNS
-
-    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
-        return tma.rows_loaded(config, m, dtype, transpose_lhs)
 
 
 def gpu_of(target: Target) -> Literal["h100", "h200", "h800", "h20"]:
@@ -183,6 +176,7 @@ H200, H100 = _fitted("h200"), _fitted("h100")
 COLLECTIVES = _fitted("collectives")
 BLACKWELL = dataclasses.replace(
     BlackwellRates(**vars(COLLECTIVES)),
+    pair_step_cycles=61.78,
     overlaps_epilogue=True,
     measured=False,
     cycles_per_us=1700.0,
