@@ -169,9 +169,9 @@ class _Body:
         def wait(column: Index) -> None:
             communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
-        begins = jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)
+        of_peer = step > 0
 
-        @pl.when(jnp.logical_and(step > 0, begins))
+        @pl.when(jnp.logical_and(of_peer, jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)))
         def _wait() -> None:
             with marks.during(Work.AWAIT_ROWS):
                 wait(column)
