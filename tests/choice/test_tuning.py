@@ -46,7 +46,7 @@ def test_every_field_of_the_space_is_a_field_of_the_config():
     names = vars(Config()).keys()
     assert {*space.SHAPE, *space.FINE, *space.CHUNKS} <= names
     # Put a new field into the space, or here.
-    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages"}
+    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages", "cluster_along"}
 
 
 def test_the_heuristic_knows_the_usual_cases():
