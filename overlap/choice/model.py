@@ -176,7 +176,6 @@ class _PerDepth:
         # What a GPC loads per core at work. A byte that several cores of the GPC load counts once.
         of_group = (loads.rows * (rows - empty) + loads.columns * config.tile_n) * itemsize
         load = loaded / l2_rate + empty * rates.empty_row_cycles / tile_k(problem.dtype)
-        step = rates.step_cycles + (rates.pair_step_cycles if config.tiles_per_cluster > 1 else 0.0)
         busy = _at_once(
             rates.overlap_exponent,
             multiplied / rates.tensor_core_rate,
@@ -187,7 +186,7 @@ class _PerDepth:
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / tile_k(problem.dtype) + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
-        return _PerDepth(busy + step / tile_k(problem.dtype), multiplied, loaded)
+        return _PerDepth(busy + rates.cycles_per_step(config) / tile_k(problem.dtype), multiplied, loaded)
 
 
 def _exchange_cycles(config: Config, rates: Rates) -> float:

@@ -73,8 +73,6 @@ class Rates:
         (power / limit) ** clock_exponent.
       pulled_bytes_per_us: bytes that the communicators of one device move over NVLink per µs.
       sent_bytes_per_us: bytes that the compute warpgroups of one device send over NVLink per µs.
-      pair_step_cycles: cycles that each k step takes in addition in a pair of CTAs (Blackwell), which wait for each
-        other. An H200's clusters of two CTAs that shared loads took these.
       overlaps_epilogue: whether a tile is stored while the next one is multiplied, with any `Config.schedule`.
       measured: whether this GPU was measured. If not, XLA runs unless the caller asks for the fused kernel.
     """
@@ -109,7 +107,6 @@ class Rates:
     clock_exponent: float
     pulled_bytes_per_us: float
     sent_bytes_per_us: float
-    pair_step_cycles: float = 0.0
     overlaps_epilogue: bool = False
     measured: bool = True
 
@@ -117,6 +114,10 @@ class Rates:
         """Returns how many epilogue buffers a compute warpgroup fills and stores for its part of one tile."""
         _, columns = hopper.warpgroup_tile(config)
         return columns // tma.EPILOGUE_COLUMNS
+
+    def cycles_per_step(self, config: Config) -> float:
+        """Returns the cycles that each k step takes in addition to its products."""
+        return self.step_cycles
 
     def smem_reads(self, config: Config) -> float:
         """Returns how many elements of shared memory the tensor cores read for a tile, per element of k."""
@@ -136,8 +137,16 @@ class Rates:
 _LIKE_H100 = ("H100", "H800")
 
 
+# Cycles that each k step takes in addition in a pair of CTAs, which wait for each other. Clusters of two CTAs that
+# shared loads took so many on an H200.
+PAIR_STEP_CYCLES = 61.78
+
+
 class BlackwellRates(Rates):
     """Rates for a mainloop whose tensor cores read each operand once per k step and keep the sums in tensor memory."""
+
+    def cycles_per_step(self, config: Config) -> float:
+        return self.step_cycles + (PAIR_STEP_CYCLES if config.tiles_per_cluster > 1 else 0.0)
 
     def smem_reads(self, config: Config) -> float:
         return config.tile_m + rhs_columns(config)
@@ -176,7 +185,6 @@ H200, H100 = _fitted("h200"), _fitted("h100")
 COLLECTIVES = _fitted("collectives")
 BLACKWELL = dataclasses.replace(
     BlackwellRates(**vars(COLLECTIVES)),
-    pair_step_cycles=61.78,
     overlaps_epilogue=True,
     measured=False,
     cycles_per_us=1700.0,
