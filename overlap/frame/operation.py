@@ -159,7 +159,7 @@ class LaunchPlan:
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
-        _, unit = self.config.cluster_tile
+        unit = self.config.tile_n
         biases = operands.biases and [
             jnp.zeros(n, F32) if bias is None else bias
             for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)

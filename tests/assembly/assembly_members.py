@@ -11,8 +11,15 @@ from collections.abc import Iterator
 from overlap.choice import space
 from overlap.choice.problem import Problem
 from overlap.kernels.config import SWIZZLE_BYTES, Config
-from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, rows_loaded, smem_bytes, warpgroup_tile
-from overlap.kernels.limits import BARRIER_BYTES, EPILOGUE_COLUMNS, F32_BYTES, cluster_sums_bytes, stages_bytes
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, smem_bytes, warpgroup_tile
+from overlap.kernels.limits import (
+    BARRIER_BYTES,
+    EPILOGUE_COLUMNS,
+    F32_BYTES,
+    cluster_sums_bytes,
+    rows_loaded,
+    stages_bytes,
+)
 from overlap.primitives.integers import ceil_div
 from tests.assembly import assembly_registers
 from tests.assembly.assembly import TARGETS, Case

@@ -177,7 +177,7 @@ def _apart() -> Iterator[KernelClass]:
     tiles = [
         (*tile, swapped)
         for swapped, shape, out_bytes in ((False, space.SHAPE, (2, 4)), (True, of_swapped, (2,)))
-        for tile in itertools.product(out_bytes, shape["tile_m"], shape["tile_n"], shape["cluster"])
+        for tile in itertools.product(out_bytes, shape["tile_m"], shape["tile_n"], (1,))
     ]
     for op, (layouts, sizes, epilogues) in OPERATIONS.items():
         # One shot has one tile per core, so its warpgroups do not take turns.

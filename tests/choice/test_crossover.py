@@ -89,13 +89,13 @@ def test_far_from_all_that_was_measured_xla_runs(measured, caplog):
     assert "near this size" in str(xla_is_faster(far))
     assert xla_is_faster(dataclasses.replace(GATHER, n=1024, k=512)) is None
     with caplog.at_level(logging.INFO, logger="overlap"):
-        dispatch.decide(far.op, None, H200, None, lambda *_: None, far)
+        dispatch.decide(far.op, dispatch.Asked(), H200, lambda *_: None, far)
     assert [record.levelname for record in caplog.records if "near this size" in record.getMessage()] == ["WARNING"]
 
 
 def test_on_a_cpu_the_reason_is_the_cpu(measured):
     other = dataclasses.replace(GATHER, op="all_gather_rhs_matmul_n")
-    on_cpu = dispatch.decide("another", None, Target("cpu", "cpu", 4), None, lambda *_: None, other)
+    on_cpu = dispatch.decide("another", dispatch.Asked(), Target("cpu", "cpu", 4), lambda *_: None, other)
     assert on_cpu.implementation == "xla" and "CPU" in on_cpu.reason
 
 
@@ -237,7 +237,7 @@ def test_a_tie_goes_to_the_fused_kernel(monkeypatch):
 
 
 def decide(problem, config=None, implementation=None):
-    return dispatch.decide(problem.op, implementation, H200, config, lambda *_: None, problem)
+    return dispatch.decide(problem.op, dispatch.Asked(config, implementation), H200, lambda *_: None, problem)
 
 
 def test_the_chooser_listens_and_a_wish_comes_first(measured, caplog):

@@ -46,7 +46,7 @@ def test_every_field_of_the_space_is_a_field_of_the_config():
     names = vars(Config()).keys()
     assert {*space.SHAPE, *space.FINE, *space.CHUNKS} <= names
     # Put a new field into the space, or here.
-    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages"}
+    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages", "cluster_along"}
 
 
 def test_the_heuristic_knows_the_usual_cases():
@@ -69,10 +69,6 @@ def test_the_heuristic_knows_the_usual_cases():
     assert fields("4096x4096x4096").stream_k == 1
     # Small k: one warpgroup stores while the other multiplies.
     assert fields("4096x32768x512").schedule == "pingpong"
-    # Rows are not aligned to the cache's lines: choose the tile that loads less.
-    assert fields("4097x4104x4104").cluster == 2
-    # One tile along m: the CTAs of a cluster have no loads to share.
-    assert not fields("16x8192x8192").shares_loads
     # Three tiles and much depth: the CTAs of a cluster compute a tile together.
     assert fields("64x384x9152").ctas_per_tile == 4
     # 32 tiles on 132 cores: the contraction is split, but not in a collective.
@@ -93,7 +89,6 @@ def test_the_model_counts_waves_and_partial_tiles():
     assert waves(1, 1, split_k=133) == 2
     assert waves(128 * 198, 128) == 2
     assert waves(128 * 198, 128, stream_k=2) == 1.5
-    assert waves(128 * 132 + 1, 128, cluster=2) == 2
     one, two = (model.predicted_us(Config(), problem(f"{m}x4096x4096"), H200) for m in (1024, 1152))
     # In the second wave few cores draw little power, and run at higher clocks.
     assert one * 1.5 < two < one * 2
@@ -109,7 +104,7 @@ def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     # Half a tile is not padded: only half of it is loaded.
     assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
     # A tile for each shard loads the weights from memory for each shard, unless they stay in the L2.
-    apart = Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="n")
+    apart = Config(tile_m=64, tile_n=128, stages=8)
     together = Config(tile_m=64, tile_n=128, stages=8, joined=True, stream_k=2)
     gathered = {"op": "all_gather_lhs_matmul", "devices": 2}
     assert us("16x8192x8192", apart, **gathered) > 1.5 * us("16x8192x8192", together, **gathered)

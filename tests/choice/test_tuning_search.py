@@ -148,7 +148,7 @@ def test_the_time_that_is_left_is_shared_by_the_problems_that_are_left(monkeypat
         return search.Outcome(of)
 
     monkeypatch.setattr(autotune, "search", searched)
-    outcomes = autotune.tune([problem(s) for s in SHAPES[:4]], H200, Settings(4), None, budget_s=100)
+    outcomes = autotune.tune([problem(s) for s in SHAPES[:4]], H200, Settings(4, budget_s=100), None)
     assert given == pytest.approx([25, 70 / 3])
     assert [outcome.note for outcome in outcomes] == ["", "", *["the budget was spent before its turn"] * 2]
 
@@ -180,7 +180,7 @@ def test_an_interrupted_tuning_is_resumed(bench, tmp_path, monkeypatch):
     assert all(outcome.result for outcome in outcomes)
     assert len(started) == 2
     assert all(e.complete for e in tables.read(path))
-    autotune.tune(problems[:1], H200, Settings(8, workers=4), path, force=True)
+    autotune.tune(problems[:1], H200, Settings(8, workers=4, force=True), path)
     assert len(started) == 3
     # A configuration that no kernel supports (from a hand-edited table) is not a result.
     path.write_text(re.sub(r'"tile_m": \d+', '"tile_m": 100', path.read_text()))

@@ -139,8 +139,6 @@ def test_tracing_changes_nothing(nothing_applied, monkeypatch):
         ({}, {}, False, {"SQUARE_TILES"}),
         ({"transpose_rhs": True}, {}, False, set()),
         ({}, {"swap_operands": True}, False, {"SQUARE_TILES", "UNEQUAL_TILES"}),
-        ({"transpose_rhs": True}, {"cluster": 2}, True, {"CLUSTER_ARRIVALS"}),
-        ({"transpose_rhs": True}, {"cluster": 2}, False, set()),
         ({"transpose_rhs": True}, {"cluster": 4, "cluster_along": "k"}, False, {"CLUSTER_REFS"}),
         (
             {},

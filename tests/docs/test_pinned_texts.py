@@ -88,18 +88,6 @@ def test_the_table_is_checked(texts):
     assert sum(bool(re.fullmatch(REQUIRES, text)) for text in texts) == 2
 
 
-def test_a_warp_arrives_at_the_barriers_of_a_cluster():
-    """Pallas's own arrival, which the emulator knows; on a GPU our code replaces it (`CLUSTER_ARRIVALS`)."""
-    config = overlap.Config(cluster=2)
-    found = {" ".join(text.split()) for text in texts_of(1, transport="ring", config=config) if "mbarrier" in text}
-    # $0: whether this lane's number is that of a CTA concerned; $1: the barrier here; $2: the lane. `mapa` gives the
-    # address of the same barrier in that CTA. The waiting CTA acquires what this arrival releases at cluster scope.
-    assert (
-        "{ .reg .b32 there; @$0 mapa.shared::cluster.u32 there, $1, $2; "
-        "@$0 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }"
-    ) in found
-
-
 def test_the_lanes_of_a_warp_meet(texts):
     for found in (texts, texts_of(1, "NVIDIA B200")):
         waits = [text for text in found if "THERE:" in text]

@@ -152,4 +152,4 @@ def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
     orders.release(Knowledge(early), "sys")
     for clock, releases in ((early, False), (late, True)):
         carried = orders.released(Knowledge(late), scope, releases=releases)
-        assert carried["local"] is clock and (carried["system"] is clock) == (scope == "sys")
+        assert carried.local is clock and (carried.system is clock) == (scope == "sys")

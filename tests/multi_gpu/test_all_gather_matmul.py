@@ -205,11 +205,11 @@ OTHER_CONFIGS = [
     overlap.Config(order_minor="n", order_width=3),
     overlap.Config(stages=3),
     overlap.Config(schedule="pingpong", tile_n=128, stages=5),
-    overlap.Config(schedule="pingpong", tile_m=64, tile_n=256, stages=4, stream_k=2, cluster=2),
+    overlap.Config(schedule="pingpong", tile_m=64, tile_n=256, stages=4, stream_k=2),
     # (384 rows of a shard are no multiple of these.)
     overlap.Config(swap_operands=True, tile_m=104, stages=4),
-    overlap.Config(swap_operands=True, tile_m=160, stages=3, cluster=2),
-    overlap.Config(swap_operands=True, tile_m=80, stages=4, cluster=2, cluster_along="n"),
+    overlap.Config(swap_operands=True, tile_m=160, stages=3),
+    overlap.Config(swap_operands=True, tile_m=80, stages=4),
     overlap.Config(swap_operands=True, schedule="pingpong", tile_m=136, tile_n=128, stages=4),
 ]
 
@@ -217,8 +217,6 @@ OTHER_CONFIGS = [
 RING_CONFIGS = [
     overlap.Config(stream_k=4),
     overlap.Config(tile_n=128, stages=6, order_minor="n", order_width=3),
-    overlap.Config(cluster=2, stages=3),
-    overlap.Config(cluster=2, cluster_along="n", stream_k=3),
     overlap.Config(schedule="pingpong", tile_n=128, stages=5),
 ]
 

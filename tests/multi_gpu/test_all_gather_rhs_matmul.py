@@ -22,9 +22,8 @@ SHAPES = [  # Each entry: (m, {gathered dimension: shape of one shard of the wei
     (8, {"n": (64, 8), "k": (8, 64)}),
 ]
 CONFIGS = [
-    ("n", overlap.Config(cluster=2, stream_k=2)),
+    ("n", overlap.Config(stream_k=2)),
     ("n", overlap.Config(tile_n=192, chunk_bytes=1024, chunk_buffers=4)),
-    ("k", overlap.Config(cluster=2, cluster_along="n")),
     ("n", overlap.Config(schedule="pingpong", tile_n=128, stages=5)),
     ("k", overlap.Config(schedule="pingpong", tile_m=64, tile_n=192, stages=4)),
     ("k", overlap.Config(stream_k=2, order_minor="n", chunk_bytes=4096)),

@@ -97,15 +97,14 @@ def test_random(seed):
 
 SWAPPED = [
     (overlap.Config(swap_operands=True, tile_m=136, tile_n=256, stages=3), jnp.bfloat16),
-    (overlap.Config(swap_operands=True, tile_m=160, tile_n=256, stages=3, cluster=2), jnp.float16),
+    (overlap.Config(swap_operands=True, tile_m=160, tile_n=256, stages=3), jnp.float16),
     (overlap.Config(swap_operands=True, tile_m=256, tile_n=128, stages=3), jnp.bfloat16),
     (overlap.Config(swap_operands=True, tile_m=8, tile_n=128, stages=4), jnp.bfloat16),
     (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=80, tile_n=256, stages=4), jnp.bfloat16),
-    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=240, tile_n=64, stages=4, cluster=2,
-                    cluster_along="n"), jnp.bfloat16),
+    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=240, tile_n=64, stages=4), jnp.bfloat16),
     (overlap.Config(swap_operands=True, tile_m=152, tile_n=128, stages=4), jnp.float8_e4m3fn),
     (overlap.Config(swap_operands=True, tile_m=160, tile_n=256, stages=3, stream_k=3), jnp.bfloat16),
-    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=104, tile_n=128, stages=4, cluster=2,
+    (overlap.Config(swap_operands=True, schedule="pingpong", tile_m=104, tile_n=128, stages=4,
                     stream_k=2), jnp.float16),
 ]  # fmt: skip
 

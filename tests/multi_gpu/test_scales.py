@@ -15,9 +15,9 @@ from tests.protocol import test_joined_protocol, test_protocol
 # Rows per shard, and the configuration: row blocks with chunks of several CTAs; the same with clusters; few rows
 # (`joined`).
 MANY = (512, 512, 512), overlap.Config(tile_n=128)
-CLUSTERS = (264, 512, 1024), overlap.Config(tile_n=128, cluster=2, stream_k=2)
+CUT = (264, 512, 1024), overlap.Config(tile_n=128, stream_k=2)
 FEW = (16, 512, 2048), overlap.Config(tile_m=64, tile_n=256, stream_k=8, joined=True)
-KINDS = pytest.mark.parametrize("kind", [MANY, CLUSTERS, FEW], ids=["many", "clusters", "few"])
+KINDS = pytest.mark.parametrize("kind", [MANY, CUT, FEW], ids=["many", "cut", "few"])
 
 
 def row_scales(lhs):

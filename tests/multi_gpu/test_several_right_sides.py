@@ -23,10 +23,10 @@ ALL = ("rows", "columns")
 EXACT = [
     (Form(1024, (512, 128, 128), 192), None),
     (Form(200, (264, 8, 72), 136, gathered=True, container=tuple), overlap.Config(stream_k=3)),
-    (Form(264, (136, 264), 200, (2, 3), gathered=True, scales=ALL), overlap.Config(cluster=2, tile_n=128)),
+    (Form(264, (136, 264), 200, (2, 3), gathered=True, scales=ALL), overlap.Config(tile_n=128)),
     (Form(3, (264,), 1032, (5,), gathered=True, container=None, out_dtype=BF16), overlap.Config(chunk_bytes=1024)),
     (Form(264, (520, 136), 136, (2,), transpose_rhs=True, scales=("scalar", *ALL)),
-     overlap.Config(cluster=2, cluster_along="n", stream_k=2)),
+     overlap.Config(stream_k=2)),
     (Form(520, (264, 136), 208, dtype=E4M3, transpose_rhs=True, gathered=True, scales=ALL, out_dtype=F16), None),
 ]  # fmt: skip
 

@@ -99,6 +99,6 @@ def handed_over(work: StreamK) -> int:
 
 def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int, may_spread: bool = False) -> StreamK:
     """Returns the work list that the kernel of a product walks."""
-    (m, n, k), (rows, columns) = shape, config.cluster_tile
-    tiles = ceil_div(m, rows) * ceil_div(n, columns)
+    m, n, k = shape
+    tiles = ceil_div(m, config.cluster_tile_m) * ceil_div(n, config.tile_n)
     return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, 64), may_spread)

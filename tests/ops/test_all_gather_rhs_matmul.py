@@ -33,9 +33,6 @@ CONFIGS = {
     "parts of rows": (2, overlap.Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
     "one slot": (2, overlap.Config(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
     "stream k": (5, dataclasses.replace(SMALL, stream_k=4)),
-    "cluster": (5, dataclasses.replace(SMALL, cluster=2)),
-    "cluster along n": (4, dataclasses.replace(SMALL, tile_n=64, cluster=2, cluster_along="n")),
-    "both": (7, dataclasses.replace(SMALL, cluster=2, stream_k=3)),
 }
 SIZES = {  # m, and the shape of a shard of the weights.
     "even": (128, (128, 128)),
@@ -321,7 +318,6 @@ assembled_along_n, assembled_along_k = assembled_case("n"), assembled_case("k")
 ASSEMBLED = [  # devices, (m, n, k), config
     (8, (4096, 4096, 4096), {}),
     (4, (1000, 4 * 1032, 4 * 1032), {"tile_n": 192, "stages": 4, "order_minor": "n"}),
-    (2, (2048, 4096, 4096), {"cluster": 2, "stream_k": 2}),
 ]
 
 

@@ -235,7 +235,7 @@ def test_types_are_for_explain(op):
     st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", "pingpong", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
-    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "n"), "schedule": ("cooperative", "pingpong")}
+    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "k"), "schedule": ("cooperative", "pingpong")}
     right = (
         isinstance(value, str) and value in words[name]
         if name in words

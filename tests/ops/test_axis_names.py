@@ -20,8 +20,9 @@ from overlap.kernels.target import Target
 from tests.ops.product_cases import integers
 from tests.oracle import make_mesh
 
-SMALL = overlap.Config(tile_n=64, stages=2, cluster=2)
-JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, stream_k=2, joined=True)
+SMALL = overlap.Config(tile_n=64, stages=2)
+IN_CLUSTERS = SMALL.replace(cluster=2, cluster_along="k")
+JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, stream_k=2, joined=True)
 # Names that our kernels, the ladder's lessons or their readers would give to a kernel's own axes.
 NAMES, LESSONS_NAMES = ("cluster", "warpgroup", "rank"), ("cta", "m", "n")
 
@@ -31,7 +32,7 @@ def gather(**keywords):
 
 
 CALLS = {
-    "matmul": lambda lhs, rhs, axis: overlap.matmul(lhs, rhs, config=SMALL, implementation="fused"),
+    "matmul": lambda lhs, rhs, axis: overlap.matmul(lhs, rhs, config=IN_CLUSTERS, implementation="fused"),
     "pull": gather(config=SMALL),
     "ring": gather(config=SMALL, transport="ring"),
     "joined": gather(config=JOINED),

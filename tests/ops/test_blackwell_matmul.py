@@ -131,7 +131,6 @@ def test_the_model_finds_configurations_of_blackwell():
         ({"tile_n": 96}, "`tile_n` must be a multiple of 64"),
         ({"tile_n": 64, "cluster": 2}, "`tile_n` must be a multiple of 128"),
         ({"tile_n": 320}, "at most 256"),
-        ({"cluster": 2, "tile_n": 256, "cluster_along": "n"}, "`cluster_along` must be 'm' on Blackwell"),
         ({"stages": 1}, "`stages` must be at least 2"),
         ({"stages": 9, "tile_n": 256}, "reduce `stages`"),
     ],

@@ -60,8 +60,7 @@ def assert_near(actual, given, right=False):
 FORMS = [  # shape, config, further arguments
     ((200, 264, 136), Config(tile_n=256, stages=2), {}),
     ((130, 136, 72), Config(tile_m=64, tile_n=128, stages=3, schedule="pingpong"), {"right": True}),
-    ((200, 264, 136), Config(tile_m=64, tile_n=256, stages=2, cluster=2, cluster_along="n"), {}),
-    ((257, 72, 72), Config(tile_n=128, stages=2, cluster=2, order_minor="n"), {"right": True, "batch": (2,)}),
+    ((257, 72, 72), Config(tile_n=128, stages=2, order_minor="n"), {"right": True, "batch": (2,)}),
     ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
     ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8}),
 ]
@@ -86,7 +85,7 @@ def test_matmul(shape, config, more):
 SMALL, XLA = Config(tile_n=128, stages=2), {"implementation": "xla"}
 GATHERS = [  # devices, config, further arguments
     (1, SMALL, {}),
-    (2, Config(tile_n=256, stages=2, cluster=2), {"transpose_rhs": True, "return_gathered": True}),
+    (2, Config(tile_n=256, stages=2), {"transpose_rhs": True, "return_gathered": True}),
     (4, SMALL, {"transport": "ring"}),
     (2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}),
     (2, None, XLA),
@@ -263,7 +262,7 @@ def assembled(case: assembly.Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[
 @pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
 def test_no_spills():
     # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a kernel with all vectors may spill.
-    given = {"cluster": 2, "vectors": jax.__version_info__ < (0, 12)}
+    given = {"vectors": jax.__version_info__ < (0, 12)}
     case = assembly.Case(f"{__name__}:assembled", 2, (4096, 14336, 8192), "bf16", config=given)
     (report,) = assembly.assemble_case(case)
     assert report.spills == 0 and report.stack_frame_bytes == 0 and not report.remarks

@@ -8,7 +8,7 @@ import pytest
 import overlap
 from overlap.emulation import emulate
 from overlap.kernels.hopper import mainloop
-from overlap.kernels.hopper.limits import rows_loaded
+from overlap.kernels.limits import rows_loaded
 from tests import oracle
 from tests.ops import several_sides_cases
 from tests.ops.product_cases import check_exactly, integers
@@ -17,8 +17,6 @@ from tests.ops.several_sides_cases import Form
 NARROW = overlap.Config(tile_m=64, tile_n=128, stages=3)
 TALL = overlap.Config(tile_m=128, tile_n=64, stages=2)
 HIGH = overlap.Config(tile_m=256, tile_n=128, stages=2)
-ALONG_N = dataclasses.replace(TALL, cluster=2, cluster_along="n")
-ALONG_M = dataclasses.replace(NARROW, cluster=2)
 E4M3 = jnp.float8_e4m3fn
 
 
@@ -30,8 +28,6 @@ E4M3 = jnp.float8_e4m3fn
         (57, NARROW, False, 64),
         (65, NARROW, False, 64),
         (65, TALL, False, 72),
-        (65, ALONG_N, False, 80),
-        (65, ALONG_M, False, 64),
         (65, HIGH, True, 128),
         (32, TALL, True, 64),
         (32, NARROW, True, 64),
@@ -46,8 +42,6 @@ CASES = [  # cores, shape, config, what else
     (2, (1, 8, 8), NARROW, {}),  # Fewer k steps than stages.
     (3, (33, 264, 200), TALL, {"transpose_rhs": True}),
     (3, (72, 136, 136), HIGH, {}),
-    (5, (40, 264, 328), ALONG_N, {}),
-    (4, (56, 264, 328), ALONG_M, {}),  # The cluster's second tile has no rows at all.
     (7, (24, 264, 520), dataclasses.replace(NARROW, stream_k=3), {}),
     (5, (24, 264, 520), dataclasses.replace(TALL, split_k=3), {}),
     (3, (16, 136, 200), NARROW, {"batch": (3,)}),
@@ -55,7 +49,6 @@ CASES = [  # cores, shape, config, what else
     # Rows are contiguous along m: whole boxes are left out.
     (3, (16, 136, 200), TALL, {"transpose_lhs": True}),
     (3, (136, 136, 200), HIGH, {"transpose_lhs": True, "transpose_rhs": True}),
-    (5, (72, 136, 200), dataclasses.replace(HIGH, cluster=2, cluster_along="n"), {"transpose_lhs": True}),
 ]
 
 
@@ -66,7 +59,7 @@ def test_every_bit(cores, shape, config, kwargs, completion):
 
 
 @pytest.mark.parametrize("transport", ["pull", "ring"])
-@pytest.mark.parametrize("config", [NARROW, TALL, ALONG_N], ids=str)
+@pytest.mark.parametrize("config", [NARROW, TALL], ids=str)
 def test_shards_that_fill_no_tile(transport, config):
     form = Form(20, (136, 264), 200, (2,), gathered=True, scales=("rows", "columns"))
     mesh, arrays = oracle.make_mesh(x=3), several_sides_cases.operands(form, 3)

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 import overlap
 from overlap.emulation import emulate
-from overlap.kernels.grid import own_tile
+from overlap.kernels.grid import own_row
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel
@@ -60,8 +60,6 @@ def test_gradients():
 HOOKED = {
     "whole tiles": overlap.Config(tile_n=128),
     "cut tiles": overlap.Config(tile_n=128, stream_k=3),
-    "clusters": overlap.Config(tile_n=128, cluster=2),
-    "cut tiles of clusters": overlap.Config(tile_n=128, cluster=2, cluster_along="n", stream_k=3),
 }
 
 
@@ -69,10 +67,9 @@ HOOKED = {
 def test_hooks_see_each_operand_tile_and_the_accumulator(name):
     """A matmul that also forwards its left operand from shared memory, and applies a function to its result."""
     config, (m, n, k) = HOOKED[name], (384, 256, 192)
-    groups = 6 if name == "cut tiles of clusters" else 4
-    cores = groups * config.cluster
+    cores = 4
     order = TileOrder.of(m, n, config)
-    work = StreamK(order.tiles, k // 64, groups, config.stream_k)
+    work = StreamK(order.tiles, k // 64, cores, config.stream_k)
     assert work.cuts == (config.stream_k > 1)
     lhs, rhs = normal(4, m, k), normal(5, k, n)
 
@@ -81,8 +78,8 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(name):
             self.refs = refs
 
         def tile_at(self, index):
-            row, column = own_tile(config, *order(index))
-            return Tile(0, row, column)
+            row, column = order(index)
+            return Tile(0, own_row(config, row), column)
 
         def hooks(self):
             (lhs_gmem, rhs_gmem), (out_gmem, _) = self.refs.inputs, self.refs.outputs

@@ -45,11 +45,8 @@ CASES = {  # cores, shape, config, further arguments
     "128 x 64": (2, RAGGED, TURNS.replace(tile_m=128, tile_n=64), {}),
     "64 x 64": (3, RAGGED, TURNS.replace(tile_n=64, stages=5), {}),
     "64 x 192": (1, RAGGED, TURNS.replace(tile_n=192, stages=3), {}),
-    "cluster along m": (4, RAGGED, TURNS.replace(cluster=2), {}),
-    "cluster along n": (2, RAGGED, TURNS.replace(cluster=2, cluster_along="n"), {}),
     "cut": (4, (320, 128, 584), TURNS.replace(stream_k=3), {}),
     "cut after three tiles": (4, (13 * 64, 128, 328), TURNS.replace(stream_k=3), {}),
-    "cut, cluster": (8, (320, 264, 584), TURNS.replace(stream_k=3, cluster=2), {}),
     "four epilogue buffers of 32": (1, RAGGED, TURNS, {}),
     "one tile": (2, (64, 128, 200), TURNS, {}),
     "fewer tiles than cores": (5, (65, 128, 200), TURNS, {}),
@@ -112,11 +109,9 @@ SEVERAL = dataclasses.replace(ROWS, scales=("rows", "columns"), gathered=True, w
 FUSED = {
     "pull": lambda: of_rows(ROWS, PULL),
     "pull, several": lambda: of_rows(SEVERAL, PULL, 2),
-    "pull, cluster": lambda: of_rows(ROWS, PULL.replace(cluster=2)),
     "pull, cut": lambda: of_rows(dataclasses.replace(ROWS, k=264), PULL.replace(stream_k=3), 2),
     "joined": lambda: of_rows(FEW, JOINED),
     "ring": lambda: of_rows(ROWS, PULL, 3, "ring"),
-    "ring, cluster": lambda: of_rows(dataclasses.replace(ROWS, gathered=True), PULL.replace(cluster=2), 2, "ring"),
     "ring, cut": lambda: of_rows(dataclasses.replace(ROWS, k=264), PULL.replace(stream_k=3), 2, "ring"),
     "weights n": lambda: of_weights("n", WEIGHTS, m=200),
     "weights k": lambda: of_weights("k", WEIGHTS, m=200),
@@ -137,7 +132,7 @@ FUSED = {
 def test_fused_operations_are_clean(name):
     kernel = FUSED[name]()
     # First fast copies with many tiles per CTA; then other settings.
-    kernel.run(cores=2 if "cluster" in name else 1, completion="eager", scheduler="pct", seed=1)
+    kernel.run(cores=1, completion="eager", scheduler="pct", seed=1)
     kernel.run(cores=3, completion="random", scheduler="random", seed=2)
 
 

@@ -57,25 +57,6 @@ def test_the_ring_needs_them_all():
         assert isinstance(report, DeadlockError) and "were never launched" in str(report)
 
 
-TALL, WIDE = Form(136, (136,), 136, container=None), Form(72, (136,), 136, container=None)
-IN_PAIRS = {
-    "pull, along m": lambda: of_rows(TALL, dataclasses.replace(PULL, cluster=2), 2),
-    "pull, along n": lambda: of_rows(WIDE, dataclasses.replace(PULL, cluster=2, cluster_along="n"), 2),
-    "joined, along n": lambda: of_rows(
-        Form(16, (264,), 136, container=None), dataclasses.replace(JOINED, cluster=2, cluster_along="n"), 2
-    ),
-    "rhs n": lambda: of_weights("n", dataclasses.replace(WEIGHTS, cluster=2), 2, m=136),
-    "rhs k": lambda: of_weights("k", dataclasses.replace(WEIGHTS, cluster=2), 2, m=136),
-}
-
-
-@pytest.mark.parametrize("name", IN_PAIRS)
-def test_any_number_of_clusters_suffices(name):
-    kernel = IN_PAIRS[name]()
-    for resident in (2, 3, 4, 6):
-        kernel.run(cores=6, resident=resident, completion=COMPLETIONS[resident % 3], seed=resident, laps=2)
-
-
 PARTS = 3
 CUT_ROWS = dataclasses.replace(PULL, tile_n=256, stream_k=PARTS)
 CUT = {

@@ -16,9 +16,9 @@ from tests.oracle import make_mesh, on_mesh
 SIZES = [  # along, devices, m per device, shape of a shard of the weights, config
     ("k", 3, 200, (136, 264), overlap.Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),
     ("k", 2, 8, (12, 8), SMALL),  # A shard has less than 16 bytes of each row.
-    ("k", 2, 136, (72, 136), overlap.Config(tile_n=128, stages=2, cluster=2, stream_k=3)),
+    ("k", 2, 136, (72, 136), overlap.Config(tile_n=128, stages=2, stream_k=3)),
     ("n", 3, 200, (136, 72), SMALL),
-    ("n", 2, 72, (40, 136), overlap.Config(tile_m=64, tile_n=128, stages=3, cluster=2)),
+    ("n", 2, 72, (40, 136), overlap.Config(tile_m=64, tile_n=128, stages=3)),
 ]
 
 

@@ -42,9 +42,6 @@ CASES = {  # cores, shape, config, further arguments
     "256 x 128": (1, (300, 264, 136), SWAPPED.replace(tile_m=256), {}),
     "40 x 64, in turn": (2, RAGGED, TURNS.replace(tile_m=40, tile_n=64, stages=5), {}),
     "136 x 128, in turn": (1, RAGGED, TURNS.replace(tile_m=136, stages=3), TRANSPOSED),
-    "cluster along m": (4, RAGGED, SWAPPED.replace(cluster=2), {}),
-    "cluster along n": (2, RAGGED, SWAPPED.replace(tile_m=80, cluster=2, cluster_along="n"), TRANSPOSED),
-    "cluster in turn": (2, RAGGED, TURNS.replace(cluster=2), {}),
     "columns first": (2, RAGGED, SWAPPED.replace(order_minor="n", order_width=4), {}),
     "two boxes at a time": (2, RAGGED, SWAPPED.replace(tile_n=256), {}),
     "one tile": (2, (64, 128, 200), SWAPPED, {}),
@@ -62,15 +59,7 @@ CASES = {  # cores, shape, config, further arguments
     ),
     "cut, 200 x 256": (3, (200, 264, 520), SWAPPED.replace(tile_m=160, tile_n=256, stream_k=3), {}),
     "cut, many pieces": (6, (136, 128, 520), SWAPPED.replace(tile_m=136, stream_k=8), {}),
-    "cut, cluster along m": (10, (200, 264, 520), SWAPPED.replace(stream_k=3, cluster=2), EPILOGUE),
-    "cut, cluster along n": (
-        8,
-        (200, 264, 520),
-        SWAPPED.replace(tile_m=80, stream_k=2, cluster=2, cluster_along="n"),
-        EPILOGUE,
-    ),
     "cut, in turn": (4, (200, 264, 520), TURNS.replace(stream_k=3), EPILOGUE | TRANSPOSED),
-    "cut, in turn, cluster": (10, (200, 264, 520), TURNS.replace(stream_k=3, cluster=2), {}),
     "cut, few rows": (7, (20, 264, 520), SWAPPED.replace(stream_k=3), TRANSPOSED),
     "cut, two boxes at a time": (3, (72, 256, 520), SWAPPED.replace(tile_n=256, stream_k=3), {}),
     "cut, batch": (7, (64, 128, 520), SWAPPED.replace(stream_k=4), {"batch": (3,)}),
@@ -98,7 +87,6 @@ FUSED = {
     "pull": lambda: of_rows(ROWS, PULL.replace(tile_m=72, **_SWAP)),
     "pull, in turn": lambda: of_rows(ROWS, PULL.replace(tile_m=104, schedule="pingpong", **_SWAP), 2),
     "pull, several": lambda: of_rows(SEVERAL, PULL.replace(tile_m=40, **_SWAP), 2),
-    "pull, cluster": lambda: of_rows(ROWS, PULL.replace(tile_m=56, cluster=2, **_SWAP)),
     "joined": lambda: of_rows(FEW, JOINED.replace(tile_m=24, swap_operands=True)),
     "joined, several": lambda: of_rows(
         dataclasses.replace(FEW, scales=("rows", "columns"), widths=(64, 136), container=list),
@@ -108,9 +96,6 @@ FUSED = {
         dataclasses.replace(FEW, m=40, scales=("rows",)), JOINED.replace(tile_m=72, swap_operands=True)
     ),
     "pull, cut": lambda: of_rows(dataclasses.replace(SEVERAL, k=264), PULL.replace(tile_m=104, stream_k=3, **_SWAP), 2),
-    "pull, cluster, cut": lambda: of_rows(
-        dataclasses.replace(ROWS, k=264), PULL.replace(tile_m=104, cluster=2, stream_k=3, **_SWAP), 2
-    ),
     "joined, cut": lambda: of_rows(
         dataclasses.replace(FEW, m=40, k=264, scales=("rows",)),
         JOINED.replace(tile_m=72, swap_operands=True, stream_k=3),
@@ -128,7 +113,7 @@ def test_fused_operations_are_clean(name, monkeypatch):
     shared, together = [], finish.finish_together
     monkeypatch.setattr(finish, "finish_together", lambda *args: (shared.append(name), together(*args))[-1])
     kernel, cuts = FUSED[name](), name.endswith("cut")
-    kernel.run(cores=8 if cuts else 2 if "cluster" in name else 1, completion="eager", scheduler="pct", seed=1)
+    kernel.run(cores=8 if cuts else 1, completion="eager", scheduler="pct", seed=1)
     assert bool(shared) == cuts
     kernel.run(cores=10 if cuts else 3, completion="random", scheduler="random", seed=2)
 
@@ -146,7 +131,6 @@ def check_limits(target: Target, config: overlap.Config, **changes: object) -> N
     [
         (H200, {"tile_m": 76}, {}, "`tile_m` must be a multiple of 8 and at most 256 with `swap_operands`, got 76"),
         (H200, {"tile_m": 264}, {}, "at most 256 with `swap_operands`, got 264"),
-        (H200, {"cluster": 2, "cluster_along": "n"}, {}, "`tile_m` must be a multiple of 16 .*got 72"),
         (H200, {"tile_n": 64}, {}, "`tile_n` must be a multiple of 128"),
         (H200, {"tile_n": 192}, {}, "`tile_n` must be a multiple of 128"),
         (H200, {"tile_m": 168, "tile_n": 256}, {}, "168 × 256 .* needs 168 registers .*160 is the most"),

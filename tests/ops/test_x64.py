@@ -47,7 +47,7 @@ CALLS = {
     "plain": matmul(),
     "stream k": matmul({"stream_k": 3}),
     "split k": matmul({"split_k": 3}),
-    "cluster": matmul({"cluster": 2}),
+    "cluster": matmul({"cluster": 2, "cluster_along": "k"}),
     "epilogue": matmul(
         lhs_scale=np.ones((136, 1)), rhs_scale=np.float64(0.5), addend=np.ones((136, 136)), activation=jax.nn.gelu
     ),

@@ -171,11 +171,6 @@ INJECTED = {
         together({"pl.ds(first_row + row, rows)": "pl.ds(first_row, rows)"}),
     ),
     "sums of the first box": ("cut", "not equal", together({"index * piece.box_width": "0 * index"})),
-    "sums of both ranks in one place": (
-        "cut, cluster",
-        "race|not equal",
-        slip(finish, "_store_share", {"own_rank * loop.config.tile_m + row": "row"}),
-    ),
     "share of the first piece": ("cut", "race|not equal|written", together({"share(piece.index,": "share(0,"})),
     "sums before the flag": (
         "cut, in turn",

@@ -1,4 +1,4 @@
-"""The protocols of tiles that are cut along k, and of clusters: clean under many schedules; defects are reported."""
+"""The protocols of tiles that are cut along k: clean under many schedules; defects are reported."""
 
 import dataclasses
 import functools
@@ -9,27 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
-from overlap.collectives import communicator
-from overlap.collectives.gather import transport
-from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from overlap.emulation import DeadlockError, EmulationError, RaceError, emulate
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import partial_sums, product_kernel
-from overlap.kernels.grid import GRID_AXIS, RANK_AXIS
-from overlap.kernels.hopper import mainloop as hopper
+from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.operations import PLAIN
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
-from overlap.kernels.tma import finish, produce, staging
-from overlap.primitives import handshake
-from overlap.primitives.handshake import Handshake
-from overlap.primitives.integers import remainder
+from overlap.kernels.tma import finish
 from overlap.single_gpu import product
 from overlap.single_gpu.matmul import MATMUL
 from tests import oracle
@@ -38,16 +29,10 @@ from tests.oracle import make_mesh, on_mesh
 
 NOTHING = lambda *_, **__: None  # noqa: E731
 STREAM_K = overlap.Config(tile_n=128, stages=2, stream_k=8)
-CLUSTER = overlap.Config(tile_n=128, stages=2, cluster=2)
-BOTH = dataclasses.replace(STREAM_K, cluster=2)
 CASES = {  # devices, cores, (m, n, k) of a shard, config
     "stream k": (1, 7, (256, 128, 448), STREAM_K),
     "stream k after a wave": (1, 4, (640, 128, 320), STREAM_K),
-    "cluster": (1, 4, (384, 128, 320), CLUSTER),
-    "cluster along n": (1, 4, (128, 264, 320), dataclasses.replace(CLUSTER, cluster_along="n")),
-    "both": (1, 12, (384, 128, 448), BOTH),
-    "all-gather, both": (2, 9, (128, 128, 320), BOTH),
-    "all-gather, along n": (2, 9, (128, 128, 192), dataclasses.replace(BOTH, cluster_along="n")),
+    "all-gather": (2, 9, (128, 128, 320), STREAM_K),
 }
 
 
@@ -160,21 +145,12 @@ def wait_for_the_other_warpgroups_flag(patch):
     move_flags(patch, awaited=lambda worker, rank, warpgroup: (worker, rank, 1 - warpgroup))
 
 
-def wait_for_the_other_ranks_flag(patch):
-    move_flags(patch, awaited=lambda worker, rank, warpgroup: (worker, 1 - rank, warpgroup))
-
-
 def wait_for_the_first_part_only(patch):
     move_flags(patch, awaited=lambda worker, *rest: (first_of_tile(worker), *rest))
 
 
 def one_flag_for_both_warpgroups(patch):
     move = lambda worker, rank, warpgroup: (worker, rank, 0)  # noqa: E731
-    move_flags(patch, signalled=move, awaited=move)
-
-
-def one_flag_for_both_ranks(patch):
-    move = lambda worker, rank, warpgroup: (worker, 0, warpgroup)  # noqa: E731
     move_flags(patch, signalled=move, awaited=move)
 
 
@@ -187,10 +163,6 @@ def one_slot_for_two_workers(patch):
     move_sums(patch, lambda worker, *rest: (lax.div(worker, 2), *rest))
 
 
-def one_slot_for_both_ranks(patch):
-    move_sums(patch, lambda worker, rows, columns: (worker, pl.ds(lax.rem(rows.start, 128), rows.size), columns))
-
-
 def count_the_slots_anew_for_each_piece(patch):
     piece = StreamK.piece
 
@@ -201,72 +173,7 @@ def count_the_slots_anew_for_each_piece(patch):
     patch.setattr(StreamK, "piece", anew)
 
 
-def refill_when_the_own_cta_has_consumed(patch):
-    patch.setattr(
-        hopper, "_consumed", lambda config, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    )
-
-
-def refill_after_half_of_the_arrivals(patch):
-    consumed = hopper._consumed
-    patch.setattr(hopper, "_consumed", lambda config, arrivals: consumed(config, arrivals // 2))
-
-
-def leave_without_the_peer(patch):
-    patch.setattr(produce, "wait_until_consumed", NOTHING)
-
-
-def leave_before_the_last_slot_is_consumed(patch):
-    def wait(filled, buffers, config):
-        @pl.loop(filled, filled + config.stages - 1)
-        def _stage(fill):
-            plgpu.barrier_wait(buffers.consumed.at[remainder(fill, config.stages)])
-
-    patch.setattr(produce, "wait_until_consumed", wait)
-
-
-def count_no_cut_tiles_at_the_end(patch):
-    patch.setattr(StreamK, "total_k_steps", lambda self, cta: self.full_waves * self.k_steps)
-
-
-def one_rank_leaves_its_half_out(patch):
-    load_k_step = staging.load_k_step
-
-    def load(operand, k_start, operand_load):
-        if operand_load.shared_by is None:
-            load_k_step(operand, k_start, operand_load)
-        else:
-            pl.when(lax.axis_index(operand_load.shared_by) == 0)(lambda: load_k_step(operand, k_start, operand_load))
-
-    patch.setattr(staging, "load_k_step", load)
-
-
-def wait_for_the_rows_of_a_phantom_tile(patch):
-    every_tile = {**vars(jnp), "logical_and": lambda step, row: step}
-    patch.setattr(transport, "jnp", types.SimpleNamespace(**every_tile))
-
-
-def wait_for_a_phantom_flag(patch):
-    wait_for_the_rows_of_a_phantom_tile(patch)
-    patch.setattr(AllGatherSchedule, "flags_shape", property(lambda self: (self.devices, 2 * self.order.m_tiles)))
-
-
-def one_rank_waits_for_both(patch):
-    # The two ranks share their rows, and each loads half of them.
-    at_rank_0 = lambda f: lambda *args: pl.when(lax.axis_index(RANK_AXIS) == 0)(lambda: f(*args))  # noqa: E731
-    patch.setattr(communicator, "semaphore_wait", at_rank_0(primitives.semaphore_wait))
-
-
-def each_rank_has_a_counter_of_its_own(patch):
-    """With this defect, each rank of a cluster carries all chunks."""
-    flags = communicator.HANDSHAKE_FLAGS
-    rank = lambda: lax.axis_index(RANK_AXIS)  # noqa: E731
-    patch.setattr(Handshake, "counter", property(lambda self: self.flags.at[handshake._DRAWN + rank()]))
-    for module in (handshake, communicator):
-        patch.setattr(module, "HANDSHAKE_FLAGS", (flags[0] + 1,))
-
-
-@pytest.mark.parametrize("name", ["stream k", "both"])
+@pytest.mark.parametrize("name", ["stream k", "stream k after a wave"])
 def test_what_the_defects_are_made_of_is_harmless_by_itself(name, monkeypatch):
     move_sums(monkeypatch, lambda *index: index)
     move_flags(monkeypatch)
@@ -275,7 +182,6 @@ def test_what_the_defects_are_made_of_is_harmless_by_itself(name, monkeypatch):
         np.testing.assert_array_equal(run_kernel(), expected)
 
 
-GATHER, GATHER_N = "all-gather, both", "all-gather, along n"
 DEFECTS = [  # defect, case, error, words of some message
     (do_not_wait_for_the_parts, "stream k", RaceError, "output 1"),
     (raise_the_flag_with_the_first_sums, "stream k", RaceError, "output 1"),
@@ -283,26 +189,11 @@ DEFECTS = [  # defect, case, error, words of some message
     (raise_the_first_workers_flag, "stream k", DeadlockError, "to reach 1, got 0"),
     (raise_the_next_workers_flag, "stream k", RaceError, "output 1"),
     (wait_for_the_other_warpgroups_flag, "stream k", RaceError, "output 1"),
-    (wait_for_the_other_ranks_flag, "both", RaceError, "output 1"),
     (wait_for_the_first_part_only, "stream k", RaceError, "output 1"),
     (one_flag_for_both_warpgroups, "stream k", RaceError, "output 1"),
-    (one_flag_for_both_ranks, "both", RaceError, "output 1"),
     (one_flag_for_all_workers, "stream k", RaceError, "output 1"),
     (one_slot_for_two_workers, "stream k", RaceError, "output 1"),
-    (one_slot_for_both_ranks, "both", RaceError, "output 1"),
     (count_the_slots_anew_for_each_piece, "stream k after a wave", RaceError, "TMA load, write"),
-    (refill_when_the_own_cta_has_consumed, "cluster", RaceError, "multicast TMA load, write"),
-    (refill_when_the_own_cta_has_consumed, "cluster along n", RaceError, "multicast TMA load, write"),
-    (refill_after_half_of_the_arrivals, "cluster", RaceError, "TMA load, write"),
-    (leave_without_the_peer, "cluster", ProtocolError, "left the cluster too early"),
-    (leave_without_the_peer, "cluster along n", ProtocolError, "left the cluster too early"),
-    (leave_before_the_last_slot_is_consumed, "cluster", ProtocolError, "left the cluster too early"),
-    (count_no_cut_tiles_at_the_end, "both", ProtocolError, "left the cluster too early"),
-    (one_rank_leaves_its_half_out, "cluster", DeadlockError, "bytes outstanding"),
-    (wait_for_the_rows_of_a_phantom_tile, GATHER, ProtocolError, "out of bounds"),
-    (wait_for_a_phantom_flag, GATHER, DeadlockError, "got 0"),
-    (one_rank_waits_for_both, GATHER_N, RaceError, "TMA load, read"),
-    (each_rank_has_a_counter_of_its_own, GATHER, RaceError, "TMA store, write"),
 ]
 
 
@@ -330,7 +221,7 @@ def add_the_parts_twice(total, sums, parts):
 
 
 @pytest.mark.parametrize("mistake", [leave_the_last_part_out, add_the_parts_twice], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["stream k", "all-gather, both"])
+@pytest.mark.parametrize("name", ["stream k", "all-gather"])
 def test_wrong_sums_show_in_the_numbers(name, mistake, monkeypatch):
     """Waiting for all parts and adding others is not a race, so the comparison with the oracle must detect it."""
     monkeypatch.setattr(partial_sums, "_total", functools.partial(mistake, partial_sums._total))

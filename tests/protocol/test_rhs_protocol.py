@@ -21,7 +21,6 @@ from tests.protocol.test_blackwell_found import slip
 from tests.protocol.test_protocol import signal_when_only_read
 
 PARTS_OF_ROWS = SMALL.replace(chunk_bytes=192)
-IN_PAIRS = SMALL.replace(tile_n=64, cluster=2, cluster_along="n")
 NOTHING = lambda *_, **__: None  # noqa: E731
 
 
@@ -151,7 +150,6 @@ BLOCKS = {  # The shape of a shard, the configuration, and what becomes of some 
     "the first column block's flag": ((64, 288), PARTS_OF_ROWS, (FLAG, FLAG.replace("column", "0 * column"))),
     "the first column block's count": ((64, 288), PARTS_OF_ROWS, (COUNT, COUNT.replace("column", "0 * column"))),
     "one of two column blocks": ((64, 288), PARTS_OF_ROWS, ("wait(last_column)", "wait(column)")),
-    "columns that there are not": ((64, 136), IN_PAIRS, ("column < schedule.chunking.shard_cols", "True")),
 }
 
 

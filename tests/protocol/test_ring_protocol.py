@@ -6,7 +6,6 @@ import functools
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import overlap
 from overlap import primitives
@@ -14,12 +13,11 @@ from overlap.collectives.gather import ring
 from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.collectives.gather.transport import Shards
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.kernels.hopper import mainloop as hopper
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives import PeerGroup, waits
 from overlap.primitives.handshake import Handshake
-from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.integers import remainder
 from tests import oracle
 from tests.ops import several_sides_cases
 from tests.ops.several_sides_cases import Form
@@ -27,16 +25,11 @@ from tests.ops.several_sides_cases import Form
 NOTHING = lambda *_, **__: None  # noqa: E731
 PLAIN = overlap.Config(tile_n=64, stages=2)
 CUT = dataclasses.replace(PLAIN, stream_k=3)
-ALONG_M = dataclasses.replace(PLAIN, cluster=2)
-ALONG_N = dataclasses.replace(PLAIN, cluster=2, cluster_along="n")
 CASES = {  # devices, cores, form, config
     "plain": (3, 3, Form(200, (136,), 136, container=None), PLAIN),
     "two devices": (2, 3, Form(136, (72,), 136, container=None), PLAIN),
     "cut": (2, 13, Form(136, (64,), 200, container=None), CUT),  # Tiles are cut in all steps: there is no full wave.
     "cut after a wave": (3, 7, Form(200, (72, 136), 200), CUT),
-    "along m": (3, 4, Form(264, (136,), 136, container=None), ALONG_M),
-    "along n": (3, 4, Form(136, (136,), 136, container=None), ALONG_N),
-    "cut along n": (2, 24, Form(136, (72,), 200, container=None), dataclasses.replace(ALONG_N, stream_k=3)),
     "gathered": (3, 3, Form(136, (72, 64), 136, gathered=True), PLAIN),
     "batch": (3, 5, Form(72, (72,), 136, (2,), gathered=True), CUT),
 }
@@ -222,14 +215,6 @@ def pass_on_from_every_side(patch):
     change_who_passes_on(patch, lambda self, right, step, m, side, n: right(self, step, m, side * 0, n))
 
 
-def both_ranks_pass_on(patch):
-    change_who_passes_on(patch, lambda self, right, step, m, side, n: right(self, step, m, side, quotient(n, 2)))
-
-
-def pass_on_a_phantom_tile(patch):
-    change_who_passes_on(patch, lambda self, right, step, m, side, n: right(self, step, m * 0, side, n))
-
-
 def change_what_is_passed_on(patch, change):
     pass_on = ring._pass_on
     patch.setattr(ring, "_pass_on", lambda shards, tile, k, smem: pass_on(shards, *change(tile, k), smem))
@@ -251,18 +236,11 @@ def forget_the_arrival_of_the_forwarder(patch):
     patch.setattr(OperandTypes, "forwards", False)
 
 
-def refill_when_the_own_cta_has_consumed(patch):
-    patch.setattr(
-        hopper, "_consumed", lambda config, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    )
-
-
 SCRATCH = "output 1"
 DEFECTS = [  # defect, case, error, words of some message
     (signal_when_only_read, "plain", RaceError, SCRATCH),
     (signal_when_only_read, "cut", RaceError, SCRATCH),
     (give_the_slot_back_before_it_is_read, "plain", RaceError, "TMA load, write"),
-    (give_the_slot_back_before_it_is_read, "along n", RaceError, "multicast TMA load, write"),
     (keep_one_store_unread, "two devices", RaceError, "TMA load, write"),
     (do_not_wait_for_the_rows, "plain", RaceError, SCRATCH),
     (wait_for_a_part_too_few, "cut", RaceError, SCRATCH),
@@ -282,13 +260,10 @@ DEFECTS = [  # defect, case, error, words of some message
     (pass_on_the_last_step_too, "plain", ProtocolError, "out of bounds"),
     (pass_on_from_every_column, "plain", RaceError, "TMA store, write"),
     (pass_on_from_every_side, "gathered", RaceError, "TMA store, write"),
-    (both_ranks_pass_on, "along n", RaceError, "TMA store, write"),
-    (pass_on_a_phantom_tile, "along m", ProtocolError, "out of bounds"),
     (count_the_k_steps_of_a_part_from_zero, "cut", RaceError, "TMA store, write"),
     (lay_all_batch_elements_into_one, "batch", RaceError, "TMA store, write"),
     (lay_the_shard_into_the_place_of_this_step, "plain", RaceError, SCRATCH),
     (forget_the_arrival_of_the_forwarder, "plain", EmulationError, "buffers."),
-    (refill_when_the_own_cta_has_consumed, "along n", RaceError, "multicast TMA load, write"),
 ]
 
 

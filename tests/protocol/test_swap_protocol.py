@@ -42,12 +42,9 @@ def test_random_products(data):
     tile_n, schedule = data.draw(
         st.sampled_from([(128, "cooperative"), (256, "cooperative"), (64, "pingpong"), (128, "pingpong")])
     )
-    cluster, along = data.draw(st.sampled_from([(1, "m"), (2, "m"), (2, "n")]))
-    unit = 16 if along == "n" else 8
     config = SWAPPED.replace(
-        tile_m=unit * data.draw(st.integers(1, 160 // unit)), tile_n=tile_n, schedule=schedule, cluster=cluster,
-        cluster_along=along, stages=data.draw(st.integers(2, 3)),
-    )  # fmt: skip
+        tile_m=8 * data.draw(st.integers(1, 20)), tile_n=tile_n, schedule=schedule, stages=data.draw(st.integers(2, 3))
+    )
     how = {"completion": data.draw(st.sampled_from(COMPLETIONS)), "seed": data.draw(st.integers(0, 9))}
     transpose = data.draw(st.booleans())
     check_exactly(
@@ -158,7 +155,7 @@ def launched(
 SQUARE = SWAPPED.replace(tile_m=64)
 BLOCKS = SWAPPED.replace(tile_m=104)
 CUT = BLOCKS.replace(tile_n=256, stream_k=2)
-CORES = {"cut": 3, "cut, cluster": 6, "cut, in turn": 4}  # All others run on one core.
+CORES = {"cut": 3, "cut, in turn": 4}  # All others run on one core.
 PROGRAMS = {
     "one": lambda: launched(SWAPPED, (200, 264, 192)),
     "square": lambda: launched(SQUARE, (128, 128, 128)),
@@ -171,9 +168,8 @@ PROGRAMS = {
     "blocks, addend": lambda: launched(BLOCKS, (208, 128, 128), "addend"),
     "blocks, scales": lambda: launched(BLOCKS, (208, 128, 128), "scales"),
     "pieces": lambda: launched(SWAPPED.replace(tile_n=256), (72, 256, 128)),
-    # One whole tile, then three CTAs (or clusters): two with pieces of the last tile, one idle.
+    # One whole tile, then three CTAs: two with pieces of the last tile, one idle.
     "cut": lambda: launched(CUT, (104, 1024, 256), cores=CORES["cut"]),
-    "cut, cluster": lambda: launched(CUT.replace(cluster=2), (208, 1024, 256), cores=CORES["cut, cluster"]),
     "cut, in turn": lambda: launched(TURNS.replace(stream_k=3), (360, 128, 328), "scales", cores=CORES["cut, in turn"]),
     "few": lambda: launched(SWAPPED, (16, 264, 192)),
     **GATHERS,

@@ -98,23 +98,21 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
 
 
 @pytest.mark.parametrize("devices", [2, 3, 6])
-@pytest.mark.parametrize(("cluster", "along"), [(1, "m"), (2, "m"), (2, "n")])
 @pytest.mark.parametrize("stream_k", [1, 3])
 @pytest.mark.parametrize(("batch", "widths"), [(1, (264,)), (2, (136, 8)), (3, (64,))])
-def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along, stream_k, batch, widths):
+def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, stream_k, batch, widths):
     """For every step and row block, each k step exactly once; the flag's final count equals what producers wait for."""
     for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
-        config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
+        config = overlap.Config(tile_n=64, order_minor=order, stream_k=stream_k)
         schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
         work = StreamK(schedule.tiles, math.ceil(200 / 64), num_ctas, config.stream_k)
         passed, raised = collections.Counter(), collections.Counter()
-        for group, rank in itertools.product(range(num_ctas), range(cluster)):
+        for group in range(num_ctas):
             steps = []
             for piece in pieces_of(work, group):
                 step, row, column = schedule.tile(piece.tile)
                 steps.append(step)
                 (element, m), (side, n) = schedule.batch_of(row), schedule.side_of(column)
-                m, n = (m * cluster + rank, n) if along == "m" else (m, n * cluster + rank)
                 if schedule.passes_on(step, m, side, n):
                     flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
                     assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
@@ -150,9 +148,6 @@ ASSEMBLED = [  # devices, m of a shard, config; with 384 rows, the tiles of all 
     (8, 1024, {"stages": 4}),
     (3, 384, {"stream_k": 4}),
     (4, 1000, {"tile_n": 128, "stages": 6}),
-    (4, 1024, {"cluster": 2, "tile_m": 64, "stages": 5}),
-    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3}),
-    (2, 384, {"cluster": 2, "cluster_along": "n", "stream_k": 4}),
 ]
 
 

@@ -169,7 +169,7 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         thread.children = []
         for warp, before in enumerate(earlier):
             env = list(thread.env)
-            child = type(thread)(thread.machine, thread.cta, thread.warpgroup, warp, env, thread.pc, before)
+            child = type(thread)(thread.machine, thread.cta, (thread.warpgroup, warp), env, thread.pc, before)
             child.knowledge.join(thread.knowledge)
             thread.children.append(child)
             child.axes = {**thread.axes, axis: warp}

@@ -52,8 +52,6 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "pingpong": (_alone(_ROWS, _TILE.replace(schedule="pingpong"), **_EPILOGUE), 2),
     "stream k": (_alone((320, 128, 584), _TILE.replace(stream_k=3)), 4),
     "split k": (_alone((72, 136, 360), _TILE.replace(split_k=3)), 2),
-    "cluster m": (_alone((264, 136, 200), _TILE.replace(cluster=2)), 4),
-    "cluster n": (_alone((136, 264, 200), _TILE.replace(cluster=2, cluster_along="n")), 4),
     "cluster k": (_alone((64, 3 * 128, 6 * 64), _ALONG_K), 2),
     "cluster k, blocks": (_alone((256, 64, 4 * 64), _ALONG_K.replace(tile_m=256, tile_n=64)), 2),
     "swapped": (
