@@ -26,12 +26,6 @@ PRODUCT = Problem("matmul", 512, 384, 256, "bfloat16", "bfloat16")
 GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16", devices=2)
 
 
-@pytest.fixture(autouse=True)
-def eight_devices():
-    """Starts jax with eight CPU devices. The command asks for devices only if jax has not started yet."""
-    assert len(jax.devices()) == 8
-
-
 # --- Clocks -----------------------------------------------------------------------------------------------------------
 
 
