@@ -1,4 +1,4 @@
-"""The benchmark harness on CPU devices: which methods are timed, what a loop computes and copies, reports, whole runs."""
+"""The benchmark harness on CPU devices: which methods are timed, what loops compute and copy, reports, whole runs."""
 
 from __future__ import annotations
 
@@ -276,7 +276,8 @@ for method in methods.make(problem, ["fused", "xla", "roof", "own_matmul"] if ev
     hlo, _ = compiled(problem, method.call, mesh, ((rows, 4096), (4096, 16384), (4096, 16384)), ("f16",) * 3)
     work = {"xla": "all-gather-start(", "roof": "dot("}.get(method.name, "mosaic_gpu")
     body = hlo[: hlo.index("ENTRY ")]
-    found[method.name] = [copies_in_loops(hlo), "dynamic-update-slice(" in body, work in body, "known_trip_count" in hlo]
+    contents = "dynamic-update-slice(" in body, work in body, "known_trip_count" in hlo
+    found[method.name] = [copies_in_loops(hlo), *contents]
 
 mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
 for dtype, layout in (("f8_e4m3fn", "nt"), ("bf16", "tn"), ("bf16", "nt"), ("f16", "tt"))[: 4 if every else 2]:

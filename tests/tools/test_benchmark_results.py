@@ -1,4 +1,4 @@
-"""Numbers are reproducible: what a time includes, to which code results belong, how they are stored, what shows them."""
+"""Numbers are reproducible: what a time includes, to which code results belong, how they are stored and shown."""
 
 from __future__ import annotations
 
