@@ -234,20 +234,16 @@ ENTRY %main (param.5: f16[1024,4096]) -> f16[1024,4096] {
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("%x = f16[1024,4096]{1,0} custom-call(%update)", []),
+def test_copies_of_operands_inside_the_loop_are_found() -> None:
+    shape, calls = "f16[1024,4096]{1,0}", "calls=%wrapped_copy_computation"
+    for line, found in (
+        (f"%x = {shape} custom-call(%update)", []),
         ("%copy.3 = f16[8,128]{1,0} copy(%update)", []),
-        ("%copy.3 = f16[1024,4096]{1,0} copy(%update)", ["copy.3: f16[1024,4096]"]),
-        ("%copy-start.1 = (f16[1024,4096]{1,0}, f16[1024,4096]{1,0}, u32[]) copy-start(%update)",
-         ["copy-start.1: f16[1024,4096]"]),
-        ("%wrapped_copy = f16[1024,4096]{1,0} fusion(%update), calls=%wrapped_copy_computation",
-         ["wrapped_copy: f16[1024,4096]"]),
-    ],
-)  # fmt: skip
-def test_copies_of_operands_inside_the_loop_are_found(line: str, found: list[str]) -> None:
-    assert copies_in_loops(HLO.replace("BODY", line)) == found
+        (f"%copy.3 = {shape} copy(%update)", ["copy.3: f16[1024,4096]"]),
+        (f"%copy-start.1 = ({shape}, {shape}, u32[]) copy-start(%update)", ["copy-start.1: f16[1024,4096]"]),
+        (f"%wrapped_copy = {shape} fusion(%update), {calls}", ["wrapped_copy: f16[1024,4096]"]),
+    ):
+        assert copies_in_loops(HLO.replace("BODY", line)) == found, line
 
 
 # In a process of its own, which has the compiler for GPUs. Prints what each loop contains.

