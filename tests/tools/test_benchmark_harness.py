@@ -340,11 +340,10 @@ def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
 
 
 def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap(capsys) -> None:
-    table = synthetic()
-    table.results[1].loop_us = [50.0, 100.0, 55.0]
-    table = report.Table(table.problem, table.results[:2])
-    row = table.rows()[0]
-    assert row["xla_over_this"] == pytest.approx(0.5) and row["roof_over_this"] is None
+    fused, xla, *_ = synthetic().results
+    xla.loop_us = [50.0, 100.0, 55.0]
+    table = report.Table(synthetic().problem, [fused, xla])
+    assert table.rows()[0]["xla_over_this"] == pytest.approx(0.5) and table.rows()[0]["roof_over_this"] is None
     report.show(table)
     assert re.search(r"0\.500 │ +– │", capsys.readouterr().out)
 

@@ -62,7 +62,7 @@ def test_demo_as_on_gpus(factor, monkeypatch, capsys):
 
     for owner, name, value in (
         (demo, "_methods", by_xla), (devices, "why_not_gpus", lambda: None), (demo, "_ON_GPUS", (32, 8, 16)),
-        (demo, "_WARM_UP_S", 0.0), (demo, "_ROUNDS", 3),
+        (demo, "_WARM_UP_S", 0.0), (demo, "_ROUNDS", 1), (demo, "_ITERATIONS", 2),
         (trace, "record", lambda *_, emulated: trace.Trace([], not emulated)),
         (trace_files, "draw", lambda timelines, out, title, by_shard: pictures.append(str(out))),
     ):  # fmt: skip

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap.choice.problem import Problem
 from overlap.cli import main, trace_files
 from overlap.emulation import emulate
 from overlap.emulation.execution import registers
@@ -21,10 +20,6 @@ from overlap.tuning import clocks, trace
 from overlap.tuning.clocks import Offset
 from overlap.tuning.programs import mesh_of
 from overlap.tuning.timeline import Span, Timeline, timeline
-
-PRODUCT = Problem("matmul", 512, 384, 256, "bfloat16", "bfloat16")
-GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16", devices=2)
-
 
 # --- Clocks -----------------------------------------------------------------------------------------------------------
 
@@ -152,7 +147,7 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "my.json.gz"
     status = main(
-        ["trace", "--op", "matmul_reduce_scatter", "--shape", "512x256x128", "--devices", "2", "--out", str(out)]
+        ["trace", "--op", "matmul_reduce_scatter", "--shape", "256x256x128", "--devices", "2", "--out", str(out)]
     )
     said = capsys.readouterr()
     assert status == 0, said.err
