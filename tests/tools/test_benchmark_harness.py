@@ -131,9 +131,8 @@ def test_rounds_are_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
-        ("f16", "tn"),
         ("f8_e4m3fn", "nt"),
-        *(pytest.param("f16", layout, marks=pytest.mark.slow) for layout in LAYOUTS if layout != "tn"),
+        *(pytest.param("f16", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
         *(pytest.param(*form, marks=pytest.mark.slow) for form in (("bf16", "tn"), ("f8_e5m2", "nt"))),
     ],
 )
@@ -248,7 +247,7 @@ def test_copies_of_operands_inside_the_loop_are_found() -> None:
 
 # In a process of its own, which has the compiler for GPUs. Prints what each loop contains.
 LOOPS_FOR_H200 = """
-import json, re, sys
+import json, re
 import numpy as np
 from functools import partial
 from jax.sharding import Mesh, PartitionSpec as P
@@ -264,10 +263,10 @@ def compiled(problem, call, mesh, shapes, dtypes):
     loop = programs.loop_program(problem, call, mesh, 20).lower((operands[0], operands[2]), operands[1])
     return loop.compile().as_text(), operands
 
-found, every = {}, sys.argv[1] == "every"
+found = {}
 mesh = Mesh(np.array(assembly.topology("h200", 4)), ("x",))
 problem = TableProblem("all_gather_lhs_matmul", 4, 4096, 4096, 4096, "f16").library
-for method in methods.make(problem, ["fused", "xla", "roof", "own_matmul"] if every else ["fused"], []):
+for method in methods.make(problem, ["fused", "xla", "roof", "own_matmul"], []):
     rows = 16384 if method.gathered else 4096
     hlo, _ = compiled(problem, method.call, mesh, ((rows, 4096), (4096, 16384), (4096, 16384)), ("f16",) * 3)
     work = {"xla": "all-gather-start(", "roof": "dot("}.get(method.name, "mosaic_gpu")
@@ -276,7 +275,7 @@ for method in methods.make(problem, ["fused", "xla", "roof", "own_matmul"] if ev
     found[method.name] = [copies_in_loops(hlo), *contents]
 
 mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
-for dtype, layout in (("f8_e4m3fn", "nt"), ("bf16", "tn"), ("bf16", "nt"), ("f16", "tt"))[: 4 if every else 2]:
+for dtype, layout in (("f8_e4m3fn", "nt"), ("bf16", "tn"), ("bf16", "nt"), ("f16", "tt")):
     problem = TableProblem("matmul", 1, 4096, 8192, 4096, dtype, layout).library
     dtypes = problem.dtype, problem.dtype, problem.out_dtype
     shapes = (*operations.shapes(problem), (4096, 8192))
@@ -297,10 +296,10 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-@pytest.mark.parametrize("cases", ["few", pytest.param("every", marks=pytest.mark.slow)])
-def test_loops_compiled_for_h200_do_in_every_iteration_what_is_measured(cases: str) -> None:
+@pytest.mark.slow
+def test_loops_compiled_for_h200_do_in_every_iteration_what_is_measured() -> None:
     """They copy nothing, "roof" transposes nothing, the oracle is in f32, and each of eight calls does all its work."""
-    line, environment = [sys.executable, "-c", LOOPS_FOR_H200, cases], assembly.child_environment()
+    line, environment = [sys.executable, "-c", LOOPS_FOR_H200], assembly.child_environment()
     done = subprocess.run(
         line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200, check=False
     )
@@ -309,7 +308,7 @@ def test_loops_compiled_for_h200_do_in_every_iteration_what_is_measured(cases: s
     assert found.pop("kernels of an iteration") == [8, 8, 8]
     for name, contents in found.items():
         assert contents == ([[], False, False] if name.startswith("roof ") else [[], True, True, True]), name
-    assert len(found) == (8 if cases == "every" else 3)
+    assert len(found) == 8
 
 
 # --- Reports ----------------------------------------------------------------------------------------------------------
@@ -375,12 +374,12 @@ def dry_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_does_not_fit(dry_run, capsys) -> None:
-    options = ["--devices", "2", "--methods", "fused,xla,roof", "--variants", "fused", "fused:stages=99"]
+    options = ["--devices", "2", "--methods", "fused,xla", "--rounds", "1", "--variants", "fused", "fused:stages=99"]
     status, rows = dry_run("all_gather_lhs_matmul", *options)
-    assert [row["method"] for row in rows] == ["fused", "fused:stages=99", "xla", "roof"]
-    assert [row["status"].split()[0] for row in rows] == ["ok", "ERROR", "ok", "ok"], rows
+    assert [row["method"] for row in rows] == ["fused", "fused:stages=99", "xla"]
+    assert [row["status"].split()[0] for row in rows] == ["ok", "ERROR", "ok"], rows
     assert float(rows[0]["error"]) <= float(rows[0]["error_bound"]) and rows[0]["shape"] == "128x256x128"
-    for row in (rows[0], rows[2], rows[3]):
+    for row in (rows[0], rows[2]):
         assert math.isfinite(float(row["loop_us"])) and float(row["xla_over_this"]) > 0
     assert status == 1, "a method that did not run shows in the exit status"
     assert "roof/this" in capsys.readouterr().out
