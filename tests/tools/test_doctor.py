@@ -130,6 +130,7 @@ NOT_USED = on(doctor.ASK_JAX_DEVICES, (False, "Unknown backend gpux")) | {
         ("GPUs", {"plugin": None}, PROBLEM, ["jax has no CUDA plugin"]),
         ("GPUs", env("JAX_PLATFORMS", "cpu"), NOTE, ["unset JAX_PLATFORMS=cpu"]),
         ("NCCL", nccl((2, 28, 9), "0.11.2"), NOTE, ["one process per GPU needs >= 2.32.3"]),
+        ("NCCL", nccl((2, 30, 7), "0.12.0.1"), NOTE, ["one process per GPU needs >= 2.32.3"]),
         ("NCCL", nccl((2, 28, 9), "0.12.0.1"), PROBLEM, ["psum", ">=2.32.3"]),
         ("NCCL", nccl((2, 31, 2), "0.12.1"), NOTE, [">=2.32.3"]),
         ("NCCL", nccl((2, 32, 3), "0.12.1"), OK, []),
