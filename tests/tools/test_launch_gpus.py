@@ -22,6 +22,7 @@ def _job(**changes: object) -> cards.Job:
 def test_which_gpus_a_process_gets():
     for changes, visible, expected in (
         ({}, 4, [1]),
+        ({"size": 8, "rank": 5}, 4, [1]),
         ({"local_visible": ("0,1,2,3",) * 4}, 4, [1]),
         # Dealt out by the launcher.
         ({"local_visible": ("0", "1", "2", "3")}, 1, [0]),
