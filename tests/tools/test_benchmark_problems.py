@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sys
 
 import pytest
 
-from benchmarks import __main__ as tables
-from benchmarks import (
-    block,
-    configurations,
-    crossover,
-    fit_model,
-    known_models,
-    layer,
-    layer_runs,
-    methods,
-    model_tasks,
-    performance,
-    products,
-)
+from benchmarks import layer, layer_runs, methods, performance, products
 from benchmarks.harness import Settings
 from benchmarks.problems import SUITES, TableProblem, parse
 from overlap.cli import devices as devices_of_cli
@@ -114,11 +102,6 @@ def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
 
 # --- Command lines ----------------------------------------------------------------------------------------------------
 
-PROGRAMS = {
-    "": tables, "block": block, "configurations": configurations, "crossover": crossover, "fit_model": fit_model,
-    "known_models": known_models, "model_tasks": model_tasks,
-}  # fmt: skip
-
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -134,7 +117,7 @@ def refused(line: str, capsys) -> str:
     """The last line that a command prints; the command must exit with status 2 (1 for a missing file)."""
     name, *options = line.split(" ")
     try:
-        status = ending.run(lambda: PROGRAMS[name].main(options))
+        status = ending.run(lambda: importlib.import_module(f"benchmarks.{name or '__main__'}").main(options))
     except SystemExit as end:
         status = end.code
     said = capsys.readouterr()
