@@ -95,18 +95,19 @@ def test_a_foreign_server_on_the_first_port_holds_up_nobody(pool, monkeypatch, s
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve():
-        kept = []
-        with contextlib.suppress(OSError):
+        with contextlib.ExitStack() as kept, contextlib.suppress(OSError):
             while True:
-                kept.append(server.accept()[0])
+                call = kept.enter_context(server.accept()[0])
                 if says is not None:
-                    kept[-1].sendall(says)
+                    call.sendall(says)
 
-    threading.Thread(target=serve, daemon=True).start()
+    (thread := threading.Thread(target=serve)).start()
     with server:
         tried = [server.getsockname()[1], *ports.candidates("a")]
         monkeypatch.setattr(ports, "candidates", lambda key: tried)
         _agreed(_start(pool, "a", 2))
+        server.shutdown(socket.SHUT_RDWR)  # Ends `accept`.
+    thread.join()
 
 
 def test_foreign_callers_end_no_rendezvous(pool):
