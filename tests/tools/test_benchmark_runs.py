@@ -75,7 +75,7 @@ def dry_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     def run(table: str, *options: str) -> tuple[int, list[dict[str, str]]]:
         with monkeypatch.context() as patch:
             patch.setattr(jax.config, "update", lambda *_: None)
-            status = products.main(table, ["--dry-run", "--out", str(tmp_path), *options])
+            status = products.main(table, ["--dry-run", "--timeout-s", "9999", "--out", str(tmp_path), *options])
         (found,) = current.tables(tmp_path)
         return status, list(found.rows)
 
