@@ -111,7 +111,7 @@ def test_a_result_that_goes_wrong_inside_the_loop_is_noticed() -> None:
 
 def test_rounds_are_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     session, order = Session(PRODUCT.library, mesh_for(PRODUCT), QUICK), list[str]()
-    session.prepared = [types.SimpleNamespace(method=Method(n, product), result=Result(n)) for n in "abc"]  # type: ignore
+    session.prepared = [types.SimpleNamespace(method=Method(n, product), result=Result(n)) for n in "abc"]
     monkeypatch.setattr(session, "_time_loop", lambda prepared: order.append(prepared.method.name) or 1e-6)
     monkeypatch.setattr(session, "_time_calls", lambda prepared: 1e-6)
     for number in [*range(8), *range(8)]:
