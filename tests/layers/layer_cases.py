@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from overlap import layers
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = pytest.mark.parametrize("kind", [EXPLICIT, AUTO], ids=["explicit", "auto"])
 # The mesh for tests whose result hardly depends on the kind of mesh.
 EXPLICIT_FIRST = pytest.mark.parametrize(
     "kind", [pytest.param(EXPLICIT, id="explicit"), pytest.param(AUTO, id="auto", marks=pytest.mark.slow)]
@@ -97,6 +96,13 @@ class PlainBlock(nnx.Module):
         x = x + self.out(attended.reshape(*attended.shape[:-2], -1))
         normed = self.norm2(x)
         return x + self.mlp.down(jax.nn.silu(self.mlp.gate(normed)) * self.mlp.up(normed))
+
+
+def assert_near(found: Any, expected: Any, within: float) -> None:
+    """Compares trees of arrays, each by the norm of its distance."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert a.shape == b.shape and np.linalg.norm(a - b) <= within * np.linalg.norm(b), (path, a, b)
 
 
 def loss(block: Any, x: jax.Array, target: jax.Array) -> jax.Array:
