@@ -103,7 +103,7 @@ CALLED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
 
 
 def test_at_the_call() -> None:
-    with jax.set_mesh(make_mesh()):
+    def call_all() -> None:
         options: Any = {"rngs": nnx.Rngs(0), **AXES}
         mlp = layers.GatedMLP(32, 64, **options)
         model = {
@@ -118,6 +118,9 @@ def test_at_the_call() -> None:
         for name, arguments, kind, message in CALLED:
             with pytest.raises(kind, match=message):
                 model[name](*arguments)
+
+    with jax.set_mesh(make_mesh()):
+        nnx.eval_shape(call_all)  # Draws no parameters.
 
 
 def test_activations_that_are_sharded_otherwise() -> None:

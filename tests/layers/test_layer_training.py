@@ -84,16 +84,10 @@ def worse_than_flax(found: Any) -> dict[str, tuple[float, float]]:
     return {name: (ours[name], error) for name, error in theirs.items() if ours[name] > ALLOWED * error}
 
 
-@pytest.mark.parametrize(
-    ("kind", "implementation"),
-    [
-        pytest.param(EXPLICIT, None, id="explicit"),
-        pytest.param(AUTO, None, id="auto", marks=pytest.mark.slow),
-        pytest.param(AUTO, "fused", id="fused", marks=[pytest.mark.slow, pytest.mark.one_jax]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "implementation"), [(EXPLICIT, None), (AUTO, None), (AUTO, "fused")], ids=str)
 def test_a_block_in_bf16(kind: Any, implementation: Any) -> None:
-    """Parameters in f32. Profiles show the HLO's metadata, which names layer and product, forward and backward."""
+    """Parameters are in f32: at most twice the error of flax's own layers."""
     mesh = make_mesh(2, 2, kind)
     with jax.set_mesh(mesh):
         block = Block(nnx.Rngs(0), use_bias=True, dtype=jnp.bfloat16, implementation=implementation)
@@ -107,11 +101,6 @@ def test_a_block_in_bf16(kind: Any, implementation: Any) -> None:
         block.mlp.gate.kernel.set_value(up)
         block.mlp.up.kernel.set_value(gate)
         assert "parameters/mlp/gate/kernel" in worse_than_flax(jax.device_get(all_of(block, *given)))
-        text = all_of.lower(block, *given).as_text(debug_info=True)
-    for name in ("RMSNorm", "QKVProjection", "OutputProjection", "LayerNorm", "GatedMLP"):
-        assert f"/jvp({name})/" in text and f"/transpose(jvp({name}))/" in text, name
-    for name in ("gate_up/sharded_matmul.all_gather_lhs_matmul", "down/sharded_matmul.matmul_reduce_scatter"):
-        assert f"/jvp(GatedMLP)/{name}" in text, name
 
 
 STACKED = {nnx.PARTITION_NAME: None}  # The dimension of the layers has no mesh axis.
@@ -177,7 +166,9 @@ def test_policies_of_checkpoint() -> None:
     """A policy can keep each product's result by the layer's name: the backward pass then does not compute it again."""
     mesh = make_mesh(1, 2)
     with jax.set_mesh(mesh):
-        graph, state = nnx.split(layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(
+            nnx.eval_shape(lambda: layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
+        )
         x, policies = put(draw(1), mesh, P(None, "tensor", None)), jax.checkpoint_policies
 
         def products(policy: Any) -> int:
