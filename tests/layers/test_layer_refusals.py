@@ -89,7 +89,7 @@ CALLED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("mlp", (x((2, 8, 32)), x((2, 8, 1))), ValueError,
      r"^GatedMLP: residual must have the shape of the result, \(2, 8, 32\), got \(2, 8, 1\): jnp\.broadcast_to"),
     ("row", (x((2, 8, 64)), x(32)), ValueError, "^RowParallelLinear: residual"),
-    ("mlp", (x(32),), ValueError, r"^GatedMLP: .* must be \[..., rows, features\], got shape \(32,\): .* as x\[None\]$"),
+    ("mlp", (x(32),), ValueError, r"^GatedMLP: .*\[..., rows, features\], got shape \(32,\): .* as x\[None\]$"),
     ("mlp", (x((2, 8, 32)), [0.0]), TypeError, "^GatedMLP: residual must be an array, got list"),
     ("mlp", (x((3, 8, 32)),), ValueError, r"^GatedMLP\.gate: batch \(the first dimension\)=3 .* the 2 devices"),
     ("row", (x((3, 8, 64)),), ValueError, "^RowParallelLinear: batch .*=3"),

@@ -244,8 +244,8 @@ def test_export() -> None:
 
 @pytest.mark.one_jax
 @pytest.mark.parametrize(
-    "written_by", [pytest.param("layers", marks=pytest.mark.slow), "plain", pytest.param("state", marks=pytest.mark.slow)]
-)  # fmt: skip
+    "written_by", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "state"))]
+)
 def test_checkpoints_are_interchangeable_with_flax(written_by: str, tmp_path: pathlib.Path) -> None:
     """By orbax, each device reads only its own part; or by nnx.state and nnx.update."""
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed (extra `examples`)")

@@ -98,7 +98,7 @@ def fits(case, mesh):
     return mesh is not MESHES["mixed"] or not any(axes == ("y", "x") for parts in case for axes in parts)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["auto", "explicit", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_what_is_served_is_the_product(mesh):
     """A case of each operation in one program."""
     chance, cases, mesh = random.Random(mesh), {}, MESHES[mesh]

@@ -56,7 +56,7 @@ CASES = [  # lhs, rhs, their specs, the result's spec
 
 
 def test_each_device_computes_its_part():
-    """All cases in one program. The count of `wgmma` says that only what the types call replicated is computed twice."""
+    """All cases in one program. The count of `wgmma` says that only what types call replicated is computed twice."""
     operands = [drawn(EXPLICIT, (lhs, of_lhs), (rhs, of_rhs)) for lhs, rhs, of_lhs, of_rhs, _ in CASES]
     with emulate(cores=2, detect_races=False) as run:
         outs = jax.jit(lambda operands: [fused(*given) for given in operands])(operands)
@@ -109,8 +109,8 @@ def test_everything_that_a_product_may_have_with_gradients(around):
 REFUSED = [  # specs of lhs and rhs, the exception, its message
     (P(None, "x"), P("x"), ValueError, "`lhs`.*`rhs`.*both.*k.*reshard.*shard_map"),
     (P("x"), P(None, "x"), ValueError, "'x'.*m of `lhs`.*n of `rhs`.*reshard.*shard_map"),
-    (P(None, "x"), P(), NotImplementedError, r"`lhs`.*k.*\('x',\).*reshard.*xla"),
-    (P("x"), P("x"), NotImplementedError, r"`rhs`.*k.*\('x',\).*reshard.*xla"),  # Weights are split (FSDP).
+    (P(None, "x"), P(), NotImplementedError, r"all of k.*`lhs`.*\('x',\).*reshard.*xla"),
+    (P("x"), P("x"), NotImplementedError, r"all of k.*`rhs`.*\('x',\).*reshard.*xla"),  # Weights are split (FSDP).
 ]
 
 

@@ -24,11 +24,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples")
 for package in ("flax", "optax", "orbax.checkpoint"):
     pytest.importorskip(package, reason=f"{package} is not installed (extra `examples`)")
 
-import gpt  # isort: skip
-import train  # isort: skip
-from overlap.cli.arguments import WrongArguments  # isort: skip
+import gpt  # noqa: E402  # isort: skip
+import train  # noqa: E402  # isort: skip
+from overlap.cli.arguments import WrongArguments  # noqa: E402  # isort: skip
 
-MESH, MOVED = "--data 2 --tensor 2", "--data 1 --fsdp 2 --tensor 2 --accumulate 2"
+MESH = "--data 1 --fsdp 2 --tensor 2 --accumulate 2"
 TINY = (
     "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2 "
     "--dtype float32 --checkpoint-every 4"
@@ -86,6 +86,7 @@ def compiled_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train, "Program", shared)
         jax.config.update("jax_compilation_cache_dir", str(folder))
+        compilation_cache.reset_cache()  # Programs of other tests were compiled without it.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         yield {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         jax.config.update("jax_compilation_cache_dir", None)
@@ -112,6 +113,24 @@ def test_the_loss_falls_and_the_step_is_compiled_once(whole_run, text, capfd):
         train.train(told(folder, f"{MESH} --features 64"), text)
 
 
+def test_a_step_is_that_of_one_device(whole_run):
+    """Loss and gradient of the first step; weights and moments are sharded along two axes, in float32."""
+    steps, folder = whole_run
+    options = told(folder, MESH)
+    program, alone = train.Program(options), gpt.Program(told(folder, "--data 1 --tensor 1"))
+    state, tokens = program.first(), train.batch(train.stories(1 << 20, 0), options, 1)
+    params = jax.tree.map(np.asarray, state["params"])
+    with jax.set_mesh(alone._mesh):
+        loss, gradient = jax.jit(jax.value_and_grad(alone._loss))(params, tokens)
+    norm = math.sqrt(sum(float((np.asarray(leaf) ** 2).sum()) for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose((steps[0]["loss"], steps[0]["gradient_norm"]), (loss, norm), rtol=1e-4)
+    up = state["params"]["blocks"][0]["mlp"]["up"]["kernel"][...]
+    assert up.addressable_shards[0].data.shape == (32 // 2, 64 // 2)
+    large = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.shape == up.shape]
+    assert large and all(leaf.sharding.is_equivalent_to(up.sharding, 2) for leaf in large)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
 def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, arguments):
@@ -126,19 +145,13 @@ def moved_to(folder: pathlib.Path, whole_run) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd):
-    """Weights and moments are sharded, and read onto that mesh; the batch is accumulated in two parts."""
-    steps, options = whole_run[0], told(moved_to(tmp_path / "moved", whole_run), MOVED)
-    moved = train.train(options, text)
+    steps = whole_run[0]
+    moved = train.train(told(moved_to(tmp_path / "moved", whole_run), "--data 2 --tensor 2"), text)
     assert "goes on after step 8" in capfd.readouterr().err
     assert losses_of(moved[:8]) == losses_of(steps[:8])
     np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
-    state = train.Program(options).abstract_state
-    up = state["params"]["blocks"][0]["mlp"]["up"]["kernel"][...]
-    assert up.sharding.shard_shape(up.shape) == (32 // 2, 64 // 2)
-    large = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.shape == up.shape]
-    assert large and all(leaf.sharding.is_equivalent_to(up.sharding, 2) for leaf in large)
-    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
 @pytest.mark.one_jax
@@ -196,8 +209,8 @@ def test_a_process_that_was_killed_goes_on_with_the_same_losses(
 ):
     """SIGKILL comes while a checkpoint is half written."""
     command = [sys.executable, "examples/train.py", *TINY.split(), *MESH.split(), "--out", str(tmp_path / "run")]
-    with subprocess.Popen(command, env=environment(repository) | compiled_once, cwd=repository, text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:  # fmt: skip
+    pipes: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(repository) | compiled_once, cwd=repository, **pipes) as process:
         while not any("4" in path.name for path in (tmp_path / "run" / "checkpoints").glob("*")):
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.002)
@@ -221,8 +234,9 @@ def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
     command = [repository / "launch" / "mpirun.sh", "-np", "2", "--", sys.executable, "examples/train.py"]
     left_out = ("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC")
     kept = {name: value for name, value in environment(repository).items() if not name.startswith(left_out)}
-    process = subprocess.run([*command, *TINY.split(), "--out", out], env=kept | {"MPIRUN": str(mpirun)}, timeout=200,
-                             cwd=repository, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)  # fmt: skip
+    command += [*TINY.split(), "--out", out]
+    process = subprocess.run(command, env=kept | {"MPIRUN": str(mpirun)}, cwd=repository, stdin=subprocess.DEVNULL,
+                             timeout=200, capture_output=True, text=True, check=False)  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert "1 data × 1 fsdp × 2 tensor" in process.stderr
     assert process.stderr.count("goes on after step 8") == 1  # Only one process prints.
