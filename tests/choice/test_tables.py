@@ -162,9 +162,9 @@ def test_a_file_that_is_no_table_is_reported_once_and_never_overwritten(caplog):
         (said,) = caplog.records
         assert said.levelname == "WARNING" and str(path) in said.getMessage()
         caplog.clear()
-        for action in (lambda: tables.read(path), lambda: tables.add(path, [entry(problem())])):
+        for action, arguments in ((tables.read, ()), (tables.add, ([entry(problem())],))):
             with pytest.raises(ValueError, match=r"nvidia_h200\.json is no tuning table .* move it away"):
-                action()
+                action(path, *arguments)
         assert path.read_text(encoding="latin-1") == content
         assert [p.name for p in path.parent.iterdir()] == [path.name]
 

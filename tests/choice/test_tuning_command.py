@@ -117,7 +117,7 @@ WRONG = [
     (("--devices", "9"), "tune: --devices must be at most 8 where they are emulated, got 9"),
     (
         (*SCATTER, *TWO, "--shapes", "15x64x64"),
-        "tune: --shapes: m of matmul_reduce_scatter must be a multiple of the 2",
+        "--shapes: m of matmul_reduce_scatter must be a multiple of the 2 ",
     ),
     (("--op", "matmul_reduce_scatter_n", *TWO, "--shapes", "64x63x64"), "n of matmul_reduce_scatter_n must be a mult"),
     ((*GATHER, "--layouts", "nt"), "tune: --layouts must be one of nn, tn for all_gather_rhs_matmul_n, got nt"),
