@@ -20,9 +20,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import overlap
-from overlap.choice import choose, crossover, tables
+from overlap.choice import choose, tables
 from overlap.choice import problem as problems
-from overlap.choice.crossover import Cause, Verdict
 from overlap.cli import arguments as types
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
@@ -123,12 +122,6 @@ def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
     operands = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((4096, 4096), (4096, 8192)))
     with jax.sharding.use_abstract_mesh(ON_H200):
         assert jax.eval_shape(overlap.matmul, *operands).shape == (4096, 8192)
-
-
-def test_an_entry_whose_configuration_cannot_run_is_not_used(monkeypatch):
-    monkeypatch.setattr(crossover, "verdict", lambda *_: Verdict(False, "faster", Cause.PREDICTED))
-    write(line(config=vars(Config(tile_m=256, tile_n=256))))
-    assert explained().source == "heuristic"
 
 
 # --- Files that are not tables ----------------------------------------------------------------------------------------

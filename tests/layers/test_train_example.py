@@ -131,13 +131,6 @@ def test_a_step_is_that_of_one_device(whole_run):
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
-def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, arguments):
-    spread = train.train(told(tmp_path, arguments), text)
-    np.testing.assert_allclose(losses_of(spread), losses_of(whole_run[0]), rtol=1e-4)
-
-
 def moved_to(folder: pathlib.Path, whole_run) -> pathlib.Path:
     """Returns a copy of the whole run's folder, without the last checkpoint."""
     shutil.copytree(whole_run[1], folder)
@@ -146,12 +139,13 @@ def moved_to(folder: pathlib.Path, whole_run) -> pathlib.Path:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd):
-    steps = whole_run[0]
-    moved = train.train(told(moved_to(tmp_path / "moved", whole_run), "--data 2 --tensor 2"), text)
+@pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
+def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd, arguments):
+    """Mesh and memory change nothing but rounding."""
+    moved = train.train(told(moved_to(tmp_path / "moved", whole_run), arguments), text)
     assert "goes on after step 8" in capfd.readouterr().err
-    assert losses_of(moved[:8]) == losses_of(steps[:8])
-    np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
+    assert losses_of(moved[:8]) == losses_of(whole_run[0][:8])
+    np.testing.assert_allclose(losses_of(moved), losses_of(whole_run[0]), rtol=1e-4)
 
 
 @pytest.mark.one_jax
