@@ -62,6 +62,8 @@ def test_the_fastest_is_found_and_losers_are_dropped_early(bench, configs):
     assert counts[0] == 1 + 1  # Dropped after the first halving.
     assert counts[-1] == 1 + 3 + 5  # Waves, halvings (24, 12, 6), finals.
     assert sum(count > 4 for count in counts) == 5  # Four finalists, and the heuristic's choice.
+    # An interrupt takes the best of those that came furthest.
+    assert {trial.survived for trial in outcome.trials} == {0, 1, 2, 3}
     # What is hopeless is timed once.
     known = bench.us_of
     bench.us_of = staticmethod(lambda config: 1000.0 if config == configs[2] else known(config))

@@ -53,7 +53,7 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
 
 def test_what_the_backward_pass_keeps() -> None:
     """The input and the weights of a column-parallel layer: each device keeps them as shards, or gathered."""
-    devices, mesh, states, kept = 2, make_mesh(2, 2, EXPLICIT), {}, {}
+    devices, mesh, states, backs = 2, make_mesh(2, 2, EXPLICIT), {}, {}
     x_bytes = 4 * 16 * 32 * 2 // 2  # All rows of one index along "data".
     kernel_bytes = 32 * 64 * 2 // devices  # All rows of one index along "tensor".
     column = functools.partial(layers.ColumnParallelLinear, 32, 64, use_bias=False, dtype=jnp.bfloat16, **AXES)
@@ -62,8 +62,8 @@ def test_what_the_backward_pass_keeps() -> None:
         for how in itertools.product(("fused", "xla"), (False, True)):
             layer = column(implementation=how[0], keep_gathered=how[1], rngs=nnx.Rngs(0))
             graph, states[how] = nnx.split(layer)
-            kept[how] = lambda state, graph=graph: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1]
-        found = jax.jit(lambda states: {how: kept[how](state) for how, state in states.items()})(states)
+            backs[how] = lambda state, graph=graph: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1]
+        found = jax.jit(lambda states: {how: backs[how](state) for how, state in states.items()})(states)
     of_each = {
         how: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
         for how, back in found.items()

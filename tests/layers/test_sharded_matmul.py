@@ -196,6 +196,7 @@ ATTENTION = {
     "heads scattered": ((M,), (K,), (4, 6), (P(None, "y"), P("y"), P(None, "y", None)), False),
     "heads gathered": ((B, M), (K,), (2, 6), (P("x"), P(None, "x"), P("x", None, None, None)), False),
     "output": ((B, M), (4, 2), (K,), (P("x", None, "y"), P("y", None, "x"), P("x", "y", None)), False),
+    "heads and head_dim": ((M,), (K,), (2, 8), (P(), P(None, "x", "y"), P(None, "x", "y")), False),
     "both, [n, k]": ((M,), (4, 2), (2, 3), (P(None, "y"), P("x", None, "y"), P(None, "x", None)), True),
 }
 
