@@ -59,7 +59,7 @@ class Stack(nnx.Module):
         return run(self.blocks, x)
 
 
-@pytest.mark.one_jax
+@pytest.mark.slow
 @EXPLICIT_FIRST
 def test_scan_over_layers(kind: Any) -> None:
     """Compares one scan over stacked, rematerialized blocks with the same blocks run in turn on one device."""
