@@ -256,7 +256,10 @@ class Call:
         rounded = lambda part: part.astype(dtype).astype(F32)  # noqa: E731
         if self.spec.replicates and self.config is not None and self.config.one_shot:
             return sum(map(rounded, parts), np.float32(0))
-        devices, dimension = len(parts), -2 + "mn".index(self.scattered(*parts[0].shape[-2:], len(parts)))
+        devices, along = len(parts), self.scattered(*parts[0].shape[-2:], len(parts))
+        if not along:  # No kernel cuts this.
+            return sum(parts, np.float32(0))
+        dimension = -2 + "mn".index(along)
         blocks = [np.split(part, devices, dimension) for part in parts]
         sums = []
         for own in range(devices):

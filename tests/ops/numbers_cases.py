@@ -139,6 +139,8 @@ BLOCKS = {  # A result of which each of D devices sums rows × columns.
 
 def summed(form: str, devices: int, rows: int, columns: int, k: int, **fields: Any) -> Call:
     fields["config"] = fields.get("config", SMALL).replace(one_shot=form == "once")
+    if form == "all n" and fields.get("layout", "nn")[0] == "t":  # (Rows that are no multiple of 8 devices' 16 bytes.)
+        return Call("matmul_all_reduce", rows, devices * columns, k, **fields)
     return Call(*BLOCKS[form](devices, rows, columns), k, **fields)
 
 
@@ -196,11 +198,11 @@ KEYWORDS = [
 # Several pairs of operands whose products are added: of sizes that end inside k steps.
 PAIRS = [
     (2, summed("m", 2, 64, 136, 128, pairs=(64, 64), out=F32), {}),
-    (3, summed("m", 3, 64, 72, 96, pairs=(8, 72, 16), layout="nt", extras=EVERY), {}),
+    (3, summed("m", 3, 64, 72, 96, pairs=(8, 72, 16), layout="nt", extras=EVERY, out=F32), {}),
     (2, summed("n", 2, 136, 136, 208, pairs=(72, 136), layout="tn", extras=SCALES, dtype=F16, out=F32), {}),
     (4, summed("m", 4, 64, 128, 144, pairs=(136, 8), lead=(2,), extras=("bias",), activation=jax.nn.relu, out=F32), {}),
     (2, summed("m", 2, 64, 136, 80, pairs=(72, 8), dtype=F16, out=F32, **BY_RING), {}),
-    (3, summed("all m", 3, 64, 72, 144, pairs=(64, 72, 8), extras=EVERY), {}),
+    (3, summed("all m", 3, 64, 72, 144, pairs=(64, 72, 8), extras=EVERY, out=F32), {}),
     (4, summed("once", 4, 24, 136, 136, pairs=(72, 64), layout="nt", extras=("addend",), dtype=F16, out=F32), {}),
     (1, summed("m", 1, 64, 72, 80, pairs=(8, 72), layout="tt", extras=EVERY, dtype=F16), {}),
 ]
