@@ -32,6 +32,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 H200 = Target("gpu", "NVIDIA H200", 132)
 SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
 SCALES, EVERY = ("lhs_scale", "rhs_scale"), ("lhs_scale", "rhs_scale", "bias", "addend")
+PER_SIDE = ("rhs", "rhs_scale", "bias", "addend")  # A list of right operands has a list of these.
 Arrays = dict[str, Any]
 
 
@@ -97,32 +98,42 @@ class Call:
 
     # --- Arrays ---
 
+    def _of_each(self, devices: int, make: Callable[[str, tuple[int, ...]], Any]) -> Arrays:
+        """Makes each array of the call from its name and shape."""
+        times = {name: devices for name in self.sharded}
+        m, k = (size * times.get(name, 1) for name, size in (("m", self.m), ("k", self.k)))
+        widths = [n * times.get("n", 1) for n in self.widths or (self.n,)]
+        lead, each = self.lead or self.rhs_lead, (devices,) if self.spec.sums else ()
+        shapes: dict[str, Any] = {
+            "lhs": (*self.lead, *((k, m) if self.layout[0] == "t" else (m, k))),
+            "rhs": [(*self.rhs_lead, *((n, k) if self.layout[1] == "t" else (k, n))) for n in widths],
+            "lhs_scale": (*each, *lead, m, 1), "rhs_scale": [(*each, n) for n in widths],
+            "bias": [(n,) for n in widths], "addend": [(*lead, m, n) for n in widths],
+        }  # fmt: skip
+        made = {}
+        for name in ("lhs", "rhs", *self.extras):
+            of_all = [make(name, shape) for shape in (shapes[name] if name in PER_SIDE else [shapes[name]])]
+            made[name] = self.container(of_all) if name in PER_SIDE and self.widths else of_all[0]
+        return made
+
     def arrays(self, devices: int, seed: int = 0, draw: Any = None) -> Arrays:
         """Draws operands: small integers and scales that are powers of two, so that sums are exact; or by `draw`."""
         chance = np.random.default_rng(seed)
         draw = draw or (lambda chance, *shape: chance.integers(-3, 4, shape))
-        power = lambda *shape: 2.0 ** chance.integers(-1, 2, shape)  # noqa: E731
-        times = {name: devices for name in self.sharded}
-        m, k = (size * times.get(name, 1) for name, size in (("m", self.m), ("k", self.k)))
-        widths = [n * times.get("n", 1) for n in self.widths or (self.n,)]
-        each = (devices,) if self.spec.sums else ()
-        lhs, rhs_dtype = draw(chance, *self.lead, m, k), self.rhs_dtype or self.dtype
-        sides = [draw(chance, *self.rhs_lead, k, n) for n in widths]
-        lhs, sides = (lhs.swapaxes(-1, -2) if self.layout[0] == "t" else lhs), [
-            side.swapaxes(-1, -2) if self.layout[1] == "t" else side for side in sides
-        ]
-        lead = self.lead or self.rhs_lead
-        made = {
-            "lhs": lhs.astype(self.dtype), "rhs": [side.astype(rhs_dtype) for side in sides],
-            "lhs_scale": power(*each, *lead, m, 1).astype(F32),
-            "rhs_scale": [power(*each, n).astype(F32) for n in widths],
-            "bias": [draw(chance, n).astype(F32) for n in widths],
-            "addend": [draw(chance, *lead, m, n).astype(self.out_dtype) for n in widths],
-        }  # fmt: skip
-        return {
-            name: self.container(x) if self.widths and isinstance(x, list) else x[0] if isinstance(x, list) else x
-            for name, x in made.items() if name in ("lhs", "rhs", *self.extras)
-        }  # fmt: skip
+
+        def make(name: str, shape: tuple[int, ...]) -> np.ndarray:
+            values = 2.0 ** chance.integers(-1, 2, shape) if name in SCALES else draw(chance, *shape)
+            return values.astype(self.dtype_of(name))
+
+        return self._of_each(devices, make)
+
+    def types(self, devices: int) -> Arrays:
+        """The types of the arrays."""
+        return self._of_each(devices, lambda name, shape: jax.ShapeDtypeStruct(shape, self.dtype_of(name)))
+
+    def dtype_of(self, name: str) -> Any:
+        of = {"lhs": self.dtype, "rhs": self.rhs_dtype or self.dtype, "addend": self.out_dtype}
+        return of.get(name, F32)
 
     def normal(self, devices: int, seed: int = 0) -> Arrays:
         return self.arrays(devices, seed, lambda chance, *shape: chance.standard_normal(shape, np.float32))
@@ -140,7 +151,7 @@ class Call:
                 return P(self.axis)
             ends = [self.axis if cut[name] == letter else None for letter in letters[name]]
             x = x[0] if isinstance(x, (list, tuple)) else x
-            return P(*(None,) * (np.ndim(x) - len(ends)), *ends)
+            return P(*(None,) * (len(x.shape) - len(ends)), *ends)
 
         return {name: spec(name, x) for name, x in arrays.items()}
 
@@ -257,9 +268,9 @@ class Call:
         if self.spec.replicates and self.config is not None and self.config.one_shot:
             return sum(map(rounded, parts), np.float32(0))
         devices, along = len(parts), self.scattered(*parts[0].shape[-2:], len(parts))
-        if not along:  # No kernel cuts this.
+        dimension = -2 + "mn".index(along or "m")
+        if parts[0].shape[dimension] % devices:  # No kernel cuts this.
             return sum(parts, np.float32(0))
-        dimension = -2 + "mn".index(along)
         blocks = [np.split(part, devices, dimension) for part in parts]
         sums = []
         for own in range(devices):

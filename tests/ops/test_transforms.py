@@ -165,12 +165,8 @@ def over_three(name, function):
 )  # fmt: skip
 def test_vmap_over_anything_else_is_refused_if_asked_for_and_left_to_xla_if_not(form, name, monkeypatch):
     """On a GPU, where the chooser would take the kernel of one call."""
-    call = FORMS[form].but(m=1024, n=4096, k=4096, config=None, extras=("rhs_scale",) if name == "rhs_scale" else ())
-    types = {n: struct(*x.shape, dtype=x.dtype) for n, x in call.but(m=8, n=8, k=8).arrays(2).items()}
-    types = {n: struct(*(d * {"m": 128, "k": 512, "n": 512}.get("", 256) for d in t.shape), dtype=t.dtype)
-             if n != "rhs_scale" else t for n, t in types.items()}  # fmt: skip
-    if "rhs_scale" in types:
-        types["rhs_scale"] = struct(*types["rhs_scale"].shape[:-1], types["rhs"].shape[-1], dtype=F32)
+    call = FORMS[form].but(m=1024, n=2048, k=2048, config=None, extras=("rhs_scale",) if name == "rhs_scale" else ())
+    types = call.types(2)
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     monkeypatch.setattr(crossover, "verdict", lambda *_: crossover.Verdict(False, "", crossover.Cause.MEASURED))
 
