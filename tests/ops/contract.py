@@ -389,5 +389,5 @@ def check(call: Call, devices: int = 2, *, mesh: Mesh | None = None, implementat
     return results[-1]
 
 
-def struct(*shape: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+def struct(*shape: int, dtype: Any = BF16, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

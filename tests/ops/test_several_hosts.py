@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import _compat
 from overlap.choice import dispatch
-from overlap.kernels.target import Target
 from overlap.primitives import host_mesh
 from overlap.primitives.host_mesh import HostMesh
 from tests import oracle
 from tests.assembly import assembly
-from tests.ops import mesh_cases
+from tests.ops.contract import FORMS, H200
 from tests.ops.explained import answer
 from tests.ops.mesh_cases import layout
 from tests.ops.test_meshes import ids_for_xla, lowered
@@ -43,7 +42,7 @@ OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruc
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
 @pytest.fixture
@@ -53,12 +52,15 @@ def two_hosts(monkeypatch):
     return lambda host: monkeypatch.setattr(host_mesh, "_own_host", lambda mesh: host)
 
 
-@pytest.mark.parametrize("transport", ["pull", "ring"])
 @pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize(("case", "first", "second"), TWO_HOSTS[:-1], ids=str)
-def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, host, transport, two_hosts):
+@pytest.mark.parametrize(
+    ("case", "first", "second", "name"),
+    [(*case, name) for case, name in zip(TWO_HOSTS[:-1], ("pull", "ring", "scatter m", "one shot"), strict=True)],
+    ids=str,
+)
+def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, name, host, two_hosts):
     two_hosts(host)
-    assert ids_for_xla(lowered(case, case.mesh(), transport=transport)) == (second if host else first)
+    assert ids_for_xla(lowered(case, case.mesh(), name=name)) == (second if host else first)
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -102,7 +104,7 @@ def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts)
 
     def op(lhs, rhs):
         def step(_, total):
-            out = mesh_cases.fused(case)(lhs + total.astype(lhs.dtype), rhs)
+            out = FORMS["pull"].but(axis=case.over, config=None)({"lhs": lhs + total.astype(lhs.dtype), "rhs": rhs})
             return total + jax.lax.psum(jax.lax.psum(out.astype(jnp.float32).sum(), "x"), "data")
 
         return jax.lax.fori_loop(0, 3, step, jnp.float32(0))
@@ -183,8 +185,8 @@ def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplo
     assert answer(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
 
 
-@pytest.mark.parametrize("transport", ["pull", "ring"])
-def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
+@pytest.mark.parametrize("name", ["pull", "ring", "scatter m"])
+def test_ranks_are_turned_into_positions_and_back(name, two_hosts, monkeypatch):
     """Done on two hosts each time Mosaic asks for the rank or for a peer's memory; never done on one host."""
     _compat.apply(host_mesh.ON_HOST_MESHES)
     device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
@@ -208,7 +210,7 @@ def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypa
     (case, *_), plain = TWO_HOSTS[0], layout("x", x=4)
     for mesh, host, expected in ((case, 0, True), (case, 1, True), (plain, 0, False)):
         two_hosts(host)
-        lowered(mesh, mesh.mesh(), transport=transport)
+        lowered(mesh, mesh.mesh(), name=name)
         for answers in turned.values():
             assert set(answers) == {expected}
             answers.clear()
