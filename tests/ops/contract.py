@@ -362,10 +362,12 @@ def assert_exact(results: Any, expected: list[np.ndarray]) -> None:
 
 
 def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
-    """Compares in the Frobenius norm."""
+    """Compares in the Frobenius norm; of arrays on several processes, the shards of this process."""
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
         assert a.shape == b.shape, (a.shape, b.shape)
+        if isinstance(a, jax.Array) and not a.is_fully_addressable:
+            a, b = (np.stack([np.asarray(shard.data) for shard in x.addressable_shards]) for x in (a, b))
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
         assert np.linalg.norm(a - b) <= limit * np.linalg.norm(b), np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
@@ -387,6 +389,21 @@ def check(call: Call, devices: int = 2, *, mesh: Mesh | None = None, implementat
         for arrays, result in zip(drawn, results, strict=True):
             assert_exact(result, call.expected(arrays, devices))
     return results[-1]
+
+
+def errors(call: Call, devices: int, arrays: Arrays) -> tuple[float, float]:
+    """Errors of the call and of the unfused product, relative to f32; the largest over the devices, which compute it."""
+    mesh = oracle.make_mesh(x=devices)
+
+    def measure(arrays: Arrays) -> Any:
+        exact = call.plain(arrays, F32)
+        return tuple(oracle.worst(oracle.distance(f(arrays), exact), mesh) for f in (call, call.unfused))
+
+    given = put(arrays, call.specs(arrays), mesh)
+    options = {"compiler_options": oracle.NO_SEARCH} if jax.default_backend() == "gpu" else {}
+    with running():
+        ours, theirs = map(float, call.program(mesh, arrays, measure, (P(), P()), **options)(given))
+    return ours, theirs
 
 
 def struct(*shape: int, dtype: Any = BF16, sharding: Any = None) -> jax.ShapeDtypeStruct:

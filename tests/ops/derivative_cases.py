@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tests import oracle
-from tests.ops.contract import F16, F32, FORMS, SCALES, Arrays, Call, running
+from tests.ops.contract import F16, F32, FORMS, SCALES, Arrays, Call, put, running
 
 
 def loss(f: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -61,10 +61,11 @@ def given(call: Call, devices: int = 2, factor: float = 0.25, seed: int = 0) -> 
 
 def of_both(call: Call, arrays: Arrays, transformed: Callable[..., Any], *, check_vma: bool = False, devices: int = 2,
             mesh: Mesh | None = None, around: Callable[..., Any] = lambda f: f, implementation: Any = "fused",
-            out_specs: Any = None) -> tuple[Any, Any]:  # fmt: skip
+            out_specs: Any = None, launches: bool = True) -> tuple[Any, Any]:  # fmt: skip
     """Applies `transformed` to the call and to the same in plain JAX, both under `shard_map`."""
     results, mesh = [], mesh or oracle.make_mesh(x=devices)
     specs = out_specs or (P() if call.spec.replicates else call.out_specs)
+    arrays = put(arrays, call.specs(arrays), mesh)
     bodies = [lambda arrays: call(arrays, implementation), call.plain]
     for index, body in enumerate(bodies):
         body = around(body)
@@ -75,7 +76,7 @@ def of_both(call: Call, arrays: Arrays, transformed: Callable[..., Any], *, chec
         )
         with running(detect_races=False) as run:
             results.append(jax.block_until_ready(jax.jit(lambda x, f=mapped: transformed(f, x))(arrays)))
-        assert run is None or (run.counts["launches"] > 0) == (implementation == "fused" and index == 0)
+        assert run is None or (run.counts["launches"] > 0) == (launches and implementation == "fused" and index == 0)
     return results[0], results[1]
 
 
