@@ -174,11 +174,11 @@ def test_refused(op, lhs, rhs, keywords, error, fragments):
             assert fragment in str(caught.value), str(caught.value)
     if error is NI:
         given = {name: x for name, x in keywords.items() if name not in ("implementation", "config")}
-        assert trace(op, *operands, **given) and explain(op, *operands, **given).implementation == "xla"
+        assert trace(op, *operands, **given).ndim >= 2 and explain(op, *operands, **given).implementation == "xla"
 
 
 @pytest.mark.parametrize("op", COLLECTIVE)
-@pytest.mark.filterwarnings("ignore:`with mesh:` context manager has been deprecated")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_outside_shard_map(op):
     lhs, rhs = (jnp.zeros(x.shape, x.dtype) for x in good(op))
     no_mesh, no_axis = r"there is no mesh here \(`with mesh:` is not read\)", r"no axis of the mesh is manual here"
