@@ -372,7 +372,7 @@ def assert_close(actual: Any, expected: Any, limit: float = 1e-2) -> None:
 
 
 def check(call: Call, devices: int = 2, *, mesh: Mesh | None = None, implementation: str | None = "fused",
-          completions: tuple[str, ...] = ("late",), launches: int = 1, seed: int = 0, **settings: Any) -> Any:  # fmt: skip
+          completions: Any = ("late",), launches: int = 1, seed: int = 0, **settings: Any) -> Any:  # fmt: skip
     """Compares every bit of launches in a row, each with operands of its own, under several schedules.
 
     Returns the results of the last launch.
@@ -392,7 +392,7 @@ def check(call: Call, devices: int = 2, *, mesh: Mesh | None = None, implementat
 
 
 def errors(call: Call, devices: int, arrays: Arrays) -> tuple[float, float]:
-    """Errors of the call and of the unfused product, relative to f32; the largest over the devices, which compute it."""
+    """Errors of the call and of the unfused product, relative to f32: the largest over the devices."""
     mesh = oracle.make_mesh(x=devices)
 
     def measure(arrays: Arrays) -> Any:

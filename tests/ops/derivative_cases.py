@@ -71,9 +71,7 @@ def of_both(call: Call, arrays: Arrays, transformed: Callable[..., Any], *, chec
         body = around(body)
         if call.gathered:
             body = lambda arrays, body=body: (lambda outs, whole: (outs, whole[None]))(*body(arrays))  # noqa: E731
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=(call.specs(arrays),), out_specs=specs, check_vma=check_vma
-        )
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(call.specs(arrays),), out_specs=specs, check_vma=check_vma)
         with running(detect_races=False) as run:
             results.append(jax.block_until_ready(jax.jit(lambda x, f=mapped: transformed(f, x))(arrays)))
         assert run is None or (run.counts["launches"] > 0) == (launches and implementation == "fused" and index == 0)
@@ -81,7 +79,7 @@ def of_both(call: Call, arrays: Arrays, transformed: Callable[..., Any], *, chec
 
 
 def in_f64(lhs: Any, rhs: Any, *, lhs_scale: Any = 1.0, rhs_scale: Any = 1.0, bias: Any = 0.0,
-           activation: Any = lambda y: y, transpose_rhs: bool = False, times: float = 1.0, **_: Any) -> Any:  # fmt: skip
+           activation: Any = lambda y: y, transpose_rhs: bool = False, times: Any = 1.0, **_: Any) -> Any:  # fmt: skip
     """Computes the gradient of the sum of `matmul`'s result in f64."""
     lhs, rhs, scale, bias = (np.asarray(x).astype(np.float64) for x in (lhs, rhs, lhs_scale * rhs_scale, bias))
     with jax.enable_x64(True):

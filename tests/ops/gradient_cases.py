@@ -1,4 +1,4 @@
-"""The gradient of `all_gather_lhs_matmul` as one kernel: a sum of several products, with the rows gathered beside it."""
+"""The gradient of `all_gather_lhs_matmul` as one kernel: a sum of several products, and the rows gathered beside it."""
 
 from __future__ import annotations
 

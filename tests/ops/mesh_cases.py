@@ -1,4 +1,4 @@
-"""Meshes with several axes and permuted devices, and a comparison of every bit of what each peer group computes there."""
+"""Meshes with several axes and permuted devices, and a comparison of every bit of what their peer groups compute."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 
 from overlap import Config
 from overlap.collectives.gather.rhs_schedule import K_STEPS_PER_FLAG
-from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, ONE_SHOT, RING, SCALES, SMALL, Call
+from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, RING, SCALES, SMALL, Call
 
 WIDE = Config(tile_n=128, stages=2)
 CUT = Config(tile_n=64, stages=2, stream_k=3)

@@ -17,7 +17,13 @@ from tests.assembly.assembly import Case
 pytestmark = pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
 slow = pytest.mark.slow
 GATHER, N, K = "all_gather_lhs_matmul", "all_gather_rhs_matmul_n", "all_gather_rhs_matmul_k"
-EVERYTHING = {"call": GATHER, "widths": "4096+1024+1024", "extras": "lhs_scale+rhs_scale", "lead": "2x2", "gathered": True}
+EVERYTHING = {
+    "call": GATHER,
+    "widths": "4096+1024+1024",
+    "extras": "lhs_scale+rhs_scale",
+    "lead": "2x2",
+    "gathered": True,
+}
 FEW = {"call": GATHER, "joined": True, "tile_m": 64}
 FEW_SIDES = FEW | {"widths": "1024+256+256", "extras": "lhs_scale+rhs_scale", "gathered": True}
 CASES = [  # devices, dtype, shape, what is given
@@ -35,7 +41,8 @@ MORE = [
     (4, "bf16", (1024, 4096, 4096), EVERYTHING | {"ring": True, "stream_k": 2, "cluster": 2}),
     (4, "bf16", (1000, 4096, 4104), EVERYTHING | {"ring": True, "cluster": 2, "cluster_along": "n", "layout": "nt"}),
     (2, "bf16", (16, 8192, 8192), FEW | {"tile_n": 256, "stream_k": 4}),
-    (4, "bf16", (16, 4096, 4096), FEW | {"tile_n": 128, "stages": 8, "stream_k": 4, "cluster": 2, "cluster_along": "n"}),
+    (4, "bf16", (16, 4096, 4096), FEW | {"tile_n": 128, "stages": 8, "stream_k": 4, "cluster": 2,
+                                         "cluster_along": "n"}),
     (8, "f16", (32, 1024, 4096), FEW | {"tile_m": 128, "tile_n": 128, "stages": 5, "stream_k": 8, "cluster": 2}),
     (4, "bf16", (64, 4096, 4104), FEW | {"tile_m": 256, "tile_n": 128, "stages": 3}),
     (4, "f16", (16, 1024, 4096), FEW_SIDES | {"tile_n": 256, "stream_k": 8, "layout": "nt"}),
@@ -75,7 +82,9 @@ def test_both_axes_in_reverse_of_permuted_devices(sizes, transport):
     devices = math.prod(sizes.values())
     along_one = Case("tests.ops.assembled_cases:assembled", devices=devices,
                      config={"call": GATHER, "ring": transport == "ring"})  # fmt: skip
-    along_both = Case("tests.ops.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes, config={"transport": transport})
+    along_both = Case(
+        "tests.ops.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes, config={"transport": transport}
+    )
     (one,), (both,) = assembly.assemble_case(along_one), assembly.assemble_case(along_both)
     assert both.spill_store_bytes == both.spill_load_bytes == 0 and both.architecture == "sm_90a"
     assert both.shared_memory_bytes == one.shared_memory_bytes and both.registers == one.registers

@@ -82,7 +82,9 @@ def test_gradients_taken_inside_shard_map(name):
     assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["scatter n", pytest.param("all, rows", marks=slow), pytest.param("matmul", marks=slow)])
+@pytest.mark.parametrize(
+    "name", ["scatter n", pytest.param("all, rows", marks=slow), pytest.param("matmul", marks=slow)]
+)
 def test_the_gradient_of_scalars_that_the_activation_captures(name):
     """Each device has a slope of its own, if the result differs from device to device; the other one is an integer."""
     call = small(name, activation=None)
@@ -115,8 +117,11 @@ def scanned(call):
 
 @pytest.mark.parametrize(
     ("around", "name"),
-    [(lambda f: scanned(jax.checkpoint(f)), "matmul"), (jax.checkpoint, "pull"),
-     pytest.param(scanned, "scatter n", marks=slow)],
+    [
+        (lambda f: scanned(jax.checkpoint(f)), "matmul"),
+        (jax.checkpoint, "pull"),
+        pytest.param(scanned, "scatter n", marks=slow),
+    ],
     ids=["both", "checkpoint", "scan"],
 )
 def test_second_derivatives_inside_other_transformations(around, name):
@@ -290,7 +295,8 @@ def test_what_a_batch_shares_has_the_sum_of_unrounded_cotangents(how, shared):
 def test_the_cotangents_of_all_that_a_batch_shares():
     given = {
         "lhs": normal(0, 3, 24, 64), "rhs": normal(1, 64, 128), "addend": normal(2, 24, 128),
-        "bias": normal(3, 128, dtype=F32), "lhs_scale": normal(4, 24, 1, dtype=F32), "rhs_scale": normal(5, 128, dtype=F32),
+        "bias": normal(3, 128, dtype=F32), "lhs_scale": normal(4, 24, 1, dtype=F32),
+        "rhs_scale": normal(5, 128, dtype=F32),
     }  # fmt: skip
     weights = normal(6, 3, 24, 128, dtype=F32)
 

@@ -22,7 +22,7 @@ from overlap.collectives.collective import peer_group_of
 from overlap.emulation import EmulationError
 from overlap.primitives import PeerGroup, host_mesh
 from tests import oracle
-from tests.ops.contract import EVERY, FORMS, H200, assert_exact, running, struct
+from tests.ops.contract import EVERY, FORMS, H200, running, struct
 from tests.ops.mesh_cases import check_on, layout
 
 PERMUTED, TRANSPOSED = (2, 0, 3, 1), (0, 3, 1, 4, 2, 5)
@@ -82,7 +82,7 @@ def test_two_groups_of_one_mesh_in_one_program(name):
         assert np.asarray(jax.jit(mapped)(arrays)).max() < 5e-3
 
 
-# --- The peer group --------------------------------------------------------------------------------------------------------
+# --- The peer group ---------------------------------------------------------------------------------------------------
 
 MESH_SHAPE = (("a", 2), ("b", 3), ("c", 1))
 TUPLES = [axes for count in (1, 2, 3) for axes in itertools.permutations("abc", count)]
@@ -273,5 +273,3 @@ def test_a_kernel_without_peers_takes_any_devices(hopper):
     shapes = (512, 512), (512, 1024)
     text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in text.as_text()
-
-

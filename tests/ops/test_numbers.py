@@ -1,4 +1,4 @@
-"""Numbers of every operation in every form of its kernel: each bit against NumPy; real numbers within twice the rounding.
+"""Numbers of every operation in every form: each bit against NumPy, and real numbers within twice the rounding.
 
 Operands are small integers, whose sums are exact, and NumPy rounds what the kernel rounds. So one k step too many, a
 row from another device or a missing rounding shows.

@@ -58,7 +58,9 @@ def test_vmap_over_the_left_operand_is_a_leading_dimension(name):
     call = FORMS[name].but(lead=(3,))
     arrays = call.arrays(2)
     with running(cores=3) as run:
-        result = call.program(oracle.make_mesh(x=2), arrays, call.stacked(mapped(call, ["lhs"])), call.out_specs)(arrays)
+        result = call.program(oracle.make_mesh(x=2), arrays, call.stacked(mapped(call, ["lhs"])), call.out_specs)(
+            arrays
+        )
     assert run.counts["launches"] > 0
     assert_exact(result, call.expected(arrays, 2))
 
@@ -140,7 +142,7 @@ def test_vmap_of_matmul_over_anything_is_what_xla_has(over, shapes):
 
     def of(implementation, config=None):
         call = lambda given: overlap.matmul(**given, implementation=implementation, config=config)  # noqa: E731
-        axes = {name: 0 if name == over or name == "lhs_scale" and over == "rhs" else None for name in given}
+        axes = {name: 0 if name == over or (name == "lhs_scale" and over == "rhs") else None for name in given}
         return np.asarray(jax.vmap(call, (axes,))(given), np.float32)
 
     with running():

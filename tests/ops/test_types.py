@@ -19,7 +19,19 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from tests import oracle
-from tests.ops.contract import EVERY, F32, FORMS, H200, JOINED, SMALL, Call, assert_close, assert_exact, mesh_of, running
+from tests.ops.contract import (
+    EVERY,
+    F32,
+    FORMS,
+    H200,
+    JOINED,
+    SMALL,
+    Call,
+    assert_close,
+    assert_exact,
+    mesh_of,
+    running,
+)
 from tests.ops.derivative_cases import TRANSFORMED, given, small, squares
 from tests.ops.product_cases import normal
 
@@ -334,9 +346,7 @@ def test_scalars_in_both_modes_and_twice(how, name):
 @pytest.mark.parametrize(("around", "dtype"), [(jax.jit, F32), (lambda f: f, jnp.int32)], ids=["jit", "eager"])
 def test_scalars_on_an_explicit_mesh(around, dtype):
     mesh = mesh_of({"data": 2, "x": 2}, kind=AxisType.Explicit)
-    lhs, rhs = (
-        jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in ((LHS, P("data")), (RHS, P(None, "x")))
-    )
+    lhs, rhs = (jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in ((LHS, P("data")), (RHS, P(None, "x"))))
 
     def results(**keywords):
         def loss(lhs, rhs, slope):
