@@ -84,12 +84,6 @@ def on_two_devices(function):
         return np.asarray(jax.jit(call)()).reshape(2, 2, 2, 2)
 
 
-def test_names_of_their_own_count_ctas_and_threads():
-    out = on_two_devices(lambda: numbers("cta", "thread"))
-    expected = np.stack(np.meshgrid([0, 1], [0, 1], indexing="ij"), axis=-1)
-    np.testing.assert_array_equal(out, [expected, expected])
-
-
 @pytest.mark.parametrize("clash", ["grid", "threads"])
 def test_the_emulator_takes_the_users_axis_as_the_compiler_does(clash):
     """Each device writes only at its own position, where CTAs or threads should have been counted."""

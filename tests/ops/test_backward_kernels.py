@@ -158,63 +158,42 @@ def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementati
     assert len(backward) == (2 if forward.implementation == "fused" else 0)
 
 
-# --- Injected defects: the tests above would notice them (tests/protocol/defects has more, generated) -----------------
+# --- Negative controls (tests/protocol/defects has generated ones) ----------------------------------------------------
 
 
-def of_pair(change):
-    """Changes what a k step of a pair loads: `change(refs, which, k)` returns these three."""
+def k_counted_from_the_first_pair(patch):
+    def where(refs, steps):
+        found = blocks_operands.of_pairs(refs, steps)
 
-    def defect(patch):
-        def where(refs, steps):
-            found = blocks_operands.of_pairs(refs, steps)
+        def changed(k_step):
+            one, k = found.where(k_step)
+            return OneOf(one.refs, one.which), k + one.which * 64
 
-            def changed(k_step):
-                one, k = found.where(k_step)
-                refs, which, k = change(one.refs, one.which, k)
-                return OneOf(refs, which), k
+        return ByKStep(changed) if len(refs) > 1 else found
 
-            return ByKStep(changed) if len(refs) > 1 else found
-
-        patch.setattr(blocks_kernel, "of_pairs", where)
-
-    return defect
+    patch.setattr(blocks_kernel, "of_pairs", where)
 
 
-def of_steps(change):
-    return lambda patch: patch.setattr(blocks_kernel, "k_steps", lambda *args: change(blocks_operands.k_steps(*args)))
-
-
-def of_passenger(**changes):
-    """Changes fields of the passenger's `Chunks`: `change(field)`."""
+def rows_in_the_place_of_another_device(patch):
     chunks = Passenger.chunks
 
     def changed(*args):
         made = chunks(*args)
-        return dataclasses.replace(made, **{name: change(getattr(made, name)) for name, change in changes.items()})
+        elsewhere = lambda shard, *where: made.destination(((shard[0] + 1) % 3, shard[1]), *where)  # noqa: E731
+        return dataclasses.replace(made, destination=elsewhere)
 
-    return lambda patch: patch.setattr(Passenger, "chunks", changed)
-
-
-COPY_OTHERS = Communicator._copy_others
-in_shard = lambda f: lambda place: lambda shard, *where: place(f(*shard), *where)  # noqa: E731
-DEFECTS = {
-    "the first pair again": of_pair(lambda refs, which, k: (refs, which * 0, k)),
-    "k not counted from the pair's first step": of_pair(lambda refs, which, k: (refs, which, k + which * 64)),
-    "no last step": of_steps(lambda steps: [*steps[:-1], steps[-1] - 1]),
-    "own rows left out": of_passenger(count=lambda count: count // 3 * 2),
-    "rows of another device's place": of_passenger(destination=in_shard(lambda owner, batch: ((owner + 1) % 3, batch))),
-    "every row of the first batch element": of_passenger(source=in_shard(lambda owner, batch: (owner, 0))),
-    "too few announced": lambda patch: patch.setattr(Communicator, "_copy_others", lambda self: COPY_OTHERS(self) - 1),
-    "never copied": lambda patch: patch.setattr(Communicator, "_copy_others", lambda self: 0),
-}
+    patch.setattr(Passenger, "chunks", changed)
 
 
-FAST = ("k not counted from the pair's first step", "rows of another device's place", "too few announced")
+def too_few_announced(patch, copy_others=Communicator._copy_others):
+    patch.setattr(Communicator, "_copy_others", lambda self: copy_others(self) - 1)
 
 
-@pytest.mark.parametrize("defect", [pytest.param(d, marks=[] if d in FAST else pytest.mark.slow) for d in DEFECTS])
+@pytest.mark.parametrize(
+    "defect", [k_counted_from_the_first_pair, rows_in_the_place_of_another_device, too_few_announced]
+)
 def test_each_defect_shows(defect, monkeypatch):
-    DEFECTS[defect](monkeypatch)
+    defect(monkeypatch)
     run = runner(Gradient(8, 128, (136, 72), lead=(2,)), 3)
     with pytest.raises((EmulationError, AssertionError)):
         for seed, completion in enumerate(("late", "random")):

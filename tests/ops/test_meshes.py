@@ -167,11 +167,6 @@ def test_ids_of_devices_are_no_logical_ids(monkeypatch):
     assert fails(layout("x", PERMUTED, x=4))
 
 
-def test_ids_of_devices_serve_where_they_are_positions(monkeypatch):
-    take_ids_of_devices(monkeypatch, (0, 1, 2, 3))
-    check_on(layout("x", x=4), FORMS["pull"])
-
-
 @pytest.mark.filterwarnings("ignore:device_id_type is deprecated")
 def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
     take_the_position_for_a_logical_id(monkeypatch)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import _compat
@@ -22,7 +21,7 @@ from overlap.primitives import host_mesh
 from overlap.primitives.host_mesh import HostMesh
 from tests import oracle
 from tests.assembly import assembly
-from tests.ops.contract import FORMS, H200
+from tests.ops.contract import H200
 from tests.ops.explained import answer
 from tests.ops.mesh_cases import layout
 from tests.ops.test_meshes import ids_for_xla, lowered
@@ -68,17 +67,13 @@ def test_a_host_has_a_mesh_of_its_own(host, two_hosts):
     two_hosts(host)
     case, *_ = TWO_HOSTS[-1]
     own = HostMesh.of(case.mesh(), frozenset("x"))
+    rings = HostMesh.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
+    assert dict(rings.mesh.shape) == {"data": 2, "x": 2} and rings.positions == ((7, 6, 5, 4) if host else (3, 2, 1, 0))
     assert dict(own.mesh.shape) == {"x": 4} and own.is_mirrored
     # Ranks follow positions, whatever the devices' ids; the last position has rank 0.
     assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
     assert own.positions == ((7, 5, 3, 1) if host else (6, 4, 2, 0))
     assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
-
-
-def test_two_rings_of_a_host_are_in_one_mesh(two_hosts):
-    two_hosts(1)
-    own = HostMesh.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
-    assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
 
 
 def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
@@ -95,24 +90,6 @@ def test_one_host_is_as_it_was():
     assert HostMesh.of(mesh, frozenset()) is None
     # jax keeps what it has made for a mesh: these two have the same ids, of other devices.
     assert own.mesh != HostMesh.of(layout("x", x=4).mesh(), frozenset("x")).mesh
-
-
-def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
-    """The list is changed at each call, wherever the call is."""
-    two_hosts(1)
-    case, _, expected = TWO_HOSTS[0]
-
-    def op(lhs, rhs):
-        def step(_, total):
-            out = FORMS["pull"].but(axis=case.over, config=None)({"lhs": lhs + total.astype(lhs.dtype), "rhs": rhs})
-            return total + jax.lax.psum(jax.lax.psum(out.astype(jnp.float32).sum(), "x"), "data")
-
-        return jax.lax.fori_loop(0, 3, step, jnp.float32(0))
-
-    shapes = (4 * 256, 512), (512, 4 * 512)
-    call = oracle.on_mesh(case.mesh(), op, in_specs=(P("x"), P(None, "x")), out_specs=P())
-    text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
-    assert ids_for_xla(text.as_text()) == expected
 
 
 @pytest.mark.parametrize(
@@ -214,16 +191,6 @@ def test_ranks_are_turned_into_positions_and_back(name, two_hosts, monkeypatch):
         for answers in turned.values():
             assert set(answers) == {expected}
             answers.clear()
-
-
-@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-def test_turning_them_costs_no_registers():
-    (alone,) = assembly.assemble_case(assembly.Case("all_gather_lhs_matmul", devices=4))
-    (of_two,) = assembly.assemble_case(
-        assembly.Case("all_gather_lhs_matmul", devices=8, mesh={"data": 2, "x": 4}, hosts=2)
-    )
-    assert of_two.spills == 0 and of_two.registers == alone.registers
-    assert of_two.shared_memory_bytes == alone.shared_memory_bytes
 
 
 def test_every_process_lowers_for_its_own_host(repository):
