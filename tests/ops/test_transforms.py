@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
@@ -295,21 +294,3 @@ def test_strict_rank_promotion(name):
     call = FORMS[name].but(lead=(2,), extras=EVERY, config=None, out=F32, activation=jnp.abs)
     with jax.numpy_rank_promotion("raise"):
         check(call, implementation="xla")
-
-
-def test_a_loop_is_traced_once():
-    """A kernel inside a scan inside `shard_map` outside `jax.jit`: nothing leaks out of the trace."""
-    call = FORMS["pull"].but(m=16, n=64, k=128)
-    arrays = call.arrays(2)
-
-    def body(arrays):
-        def step(x, _):
-            return -x, call(arrays | {"lhs": x})
-
-        return lax.scan(step, arrays["lhs"], length=2)[1].sum(0)
-
-    with running(), jax.checking_leaks():
-        result = jax.shard_map(
-            body, mesh=oracle.make_mesh(x=2), in_specs=(call.specs(arrays),), out_specs=P(None, "x"), check_vma=False
-        )(arrays)
-    assert not np.asarray(result).any()  # A product and its opposite.
