@@ -327,6 +327,8 @@ FORMS = {
     "all, columns": Call("matmul_all_reduce", m=25, n=192),
     "one shot": Call("matmul_all_reduce", config=ONE_SHOT),
 }
+# One form of each kernel body: what does not depend on how data travels is tested with these by `make test`.
+FEW_FORMS = ("matmul", "joined", "ring", "weights k", "scatter n", "one shot")
 
 
 @contextlib.contextmanager

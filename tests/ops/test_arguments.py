@@ -180,7 +180,8 @@ def test_each_wrong_value_by_itself(op):
     needed, possible = OPERATIONS[op]
     right = {name: values[0] for name, (values, _) in needed.items()}
     for name, (_, wrong) in (needed | possible).items():
-        for value in wrong:
+        # What all operations check alike is tested in full with one of them.
+        for value in wrong if op is overlap.matmul or name not in COMMON else wrong[::3]:
             judge(op, right | {name: value}, {name}, traces=False)
 
 

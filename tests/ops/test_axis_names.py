@@ -44,7 +44,11 @@ def modules(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in list(LESSONS)[:-1] else []) for n in [*CALLS, *LESSONS]]
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("joined", "scatter m", list(LESSONS)[-1]) else pytest.mark.slow)
+        for n in [*CALLS, *LESSONS]
+    ],
 )
 def test_the_compiler_makes_the_same_kernel_whatever_the_axes_are_called(name, modules):
     """test_numbers.py runs every form emulated on axes with such names."""

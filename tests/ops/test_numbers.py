@@ -86,7 +86,9 @@ def test_real_numbers_and_the_same_bits_in_every_schedule(name):
     assert 0 < distance(results[0]) <= oracle.ALLOWED * distance(rounded)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=slow if n in ("weights n", "all, columns", "scatter m") else []) for n in FORMS]
+)
 def test_in_a_loop_on_one_axis_of_permuted_devices_beside_another_collective(name):
     """Operands change right after each launch, and devices along the other axis have others."""
     call, axes = FORMS[name].but(axis="warpgroup"), {"cluster": 2, "warpgroup": 2}

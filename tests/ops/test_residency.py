@@ -16,6 +16,7 @@ from overlap.primitives import atomics, copies
 from tests.ops.contract import FORMS, JOINED, RING, SMALL, Call, assert_exact, running
 from tests.oracle import make_mesh
 
+slow = pytest.mark.slow
 CORES, COMPLETIONS = 4, ("late", "eager", "random")
 
 
@@ -39,7 +40,10 @@ class Kernel:
         return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "ring"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=slow if n in ("matmul", "weights n", "all, columns") else []) for n in FORMS if n != "ring"],
+)
 def test_any_number_of_ctas_suffices(name):
     kernel = Kernel(FORMS[name], 3 if name in ("pull", "scatter m") else 2)
     for resident in (1, 3):
@@ -85,7 +89,7 @@ IN_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if n.startswith("weights") else []) for n in IN_PAIRS])
 def test_any_number_of_clusters_suffices(name):
     kernel = Kernel(IN_PAIRS[name])
     for resident in (2, 4):

@@ -17,6 +17,7 @@ from tests.ops.contract import (
     EVERY,
     F16,
     F32,
+    FEW_FORMS,
     FORMS,
     H200,
     SCALES,
@@ -52,7 +53,7 @@ def mapped(call, names, depth=1):
     return body
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW_FORMS else slow) for n in FORMS])
 def test_vmap_over_the_left_operand_is_a_leading_dimension(name):
     call = FORMS[name].but(lead=(3,))
     arrays = call.arrays(2)
@@ -245,7 +246,10 @@ WIDER = {name: call.but(extras=tuple(n for n in EVERY if n in call.spec.epilogue
 }
 
 
-@pytest.mark.parametrize("name", WIDER)
+WITH_X64 = (*FEW_FORMS[1:], "all, rows", "split k", "stream k")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in WITH_X64 else slow) for n in WIDER])
 def test_the_same_bits_with_x64(name, monkeypatch):
     """Scales and biases are then of 64 bits, as NumPy makes them."""
     arrays = Call.arrays
