@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from overlap import Config
 from tests import oracle
@@ -21,7 +22,6 @@ from tests.ops.contract import (
     assert_close,
     assert_exact,
     check,
-    errors,
     put,
 )
 from tests.ops.derivative_cases import TRANSFORMED, given, of_both, small
@@ -72,6 +72,18 @@ LARGE = {  # Sizes as real layers have them, and ragged ones.
     "scatter n": (4096, 520, 1032), "scatter by ring": (1000, 2048, 1032), "all, rows": (4096, 4096, 1024),
     "one shot": (64, 8192, 2048),
 }  # fmt: skip
+
+
+def errors(call, devices, arrays):
+    """Errors of the call and of the unfused product, relative to f32: the largest over the devices."""
+    mesh = oracle.make_mesh(x=devices)
+
+    def measure(arrays):
+        exact = call.plain(arrays, F32)
+        return tuple(oracle.worst(oracle.distance(f(arrays), exact), mesh) for f in (call, call.unfused))
+
+    program = call.program(mesh, arrays, measure, (P(), P()), compiler_options=oracle.NO_SEARCH)
+    return program(put(arrays, call.specs(arrays), mesh))
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -393,20 +393,5 @@ def check(call: Call, devices: int = 2, *, mesh: Mesh | None = None, implementat
     return results[-1]
 
 
-def errors(call: Call, devices: int, arrays: Arrays) -> tuple[float, float]:
-    """Errors of the call and of the unfused product, relative to f32: the largest over the devices."""
-    mesh = oracle.make_mesh(x=devices)
-
-    def measure(arrays: Arrays) -> Any:
-        exact = call.plain(arrays, F32)
-        return tuple(oracle.worst(oracle.distance(f(arrays), exact), mesh) for f in (call, call.unfused))
-
-    given = put(arrays, call.specs(arrays), mesh)
-    options = {"compiler_options": oracle.NO_SEARCH} if jax.default_backend() == "gpu" else {}
-    with running():
-        ours, theirs = map(float, call.program(mesh, arrays, measure, (P(), P()), **options)(given))
-    return ours, theirs
-
-
 def struct(*shape: int, dtype: Any = BF16, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
