@@ -131,6 +131,7 @@ MAPPED = [  # The arrays that `vmap` maps, and shapes beside [24, 64] and [64, 1
     ("lhs", {"lhs": (3, 2, 24, 64), "lhs_scale": (2, 24, 1)}),
     ("lhs_scale", {"lhs": (2, 24, 64), "lhs_scale": (3, 2, 24, 1), "addend": (2, 24, 128)}),
     ("rhs", {"rhs": (3, 64, 128), "lhs_scale": (3, 24, 1)}),
+    ("addend", {"lhs": (2, 24, 64), "addend": (3, 24, 128)}),
 ]
 
 
