@@ -97,11 +97,12 @@ def test_any_number_of_clusters_suffices(name):
 
 
 PARTS = 3
+WEIGHTS_CUT = Config(tile_n=128, stages=2, chunk_bytes=1024, stream_k=PARTS)
 CUT = {
     "pull": FORMS["pull"].but(m=64, n=256, k=192, config=SMALL.replace(tile_n=256, stream_k=PARTS)),
     "joined": FORMS["joined"].but(m=16, n=264, k=192, config=JOINED.replace(tile_n=256, stream_k=PARTS)),
-    "weights n": FORMS["weights n"].but(m=64, n=64, k=192, config=SMALL.replace(tile_n=64, stream_k=PARTS)),
-    "weights k": FORMS["weights k"].but(m=64, n=136, k=96, config=SMALL.replace(stream_k=PARTS)),
+    "weights n": FORMS["weights n"].but(m=64, n=64, k=192, config=WEIGHTS_CUT),
+    "weights k": FORMS["weights k"].but(m=64, n=136, k=96, config=WEIGHTS_CUT),
 }  # (Two tiles each.)
 
 
