@@ -35,12 +35,17 @@ def fitting(call):
     return call.but(config=oracle.fitting(call.config))
 
 
-@pytest.mark.every_count
 @pytest.mark.parametrize("name", FORMS)
 def test_every_bit_of_launches_in_a_row(devices, name):
     """All launches are queued before a result is read: what one leaves in memory is wrong for the next one."""
     call = FORMS[name] if FORMS[name].spec.replicates or name == "joined" else FORMS[name].but(m=200, n=264, k=136)
     check(fitting(call), devices, launches=3)
+
+
+@pytest.mark.every_count
+@pytest.mark.parametrize("name", ["pull", "scatter by ring"])
+def test_every_number_of_devices(devices, name):
+    check(fitting(FORMS[name]), devices, launches=2)
 
 
 MORE = [  # With integers up to 3 in magnitude and k ≤ 200, every sum is exact in f16 and f32.

@@ -121,10 +121,9 @@ ALONG_K = [
 
 @pytest.mark.parametrize(
     ("config", "dtype", "rows"),
-    [pytest.param(*case, rows, marks=[] if i % 3 == j else pytest.mark.slow)
-     for i, case in enumerate(SWAPPED + ALONG_K) for j, rows in enumerate((1, 72, 1000))],
+    [(*case, (1, 72, 1000)[i % 3]) for i, case in enumerate(SWAPPED + ALONG_K)],
     ids=str,
-)  # fmt: skip
+)
 def test_transposed_tiles_and_clusters_along_k(config, dtype, rows):
     """Runs products of integers (all sums are exact) with all epilogue operands and cut tiles of rows.
 
