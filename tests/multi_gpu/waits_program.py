@@ -1,6 +1,6 @@
 """A program in which some devices or processes are late or missing: tests on GPUs run it as its own process or job.
 
-    python -m tests.ops.waits_program late | never | stall | kill | raise | exit | order
+    python -m tests.multi_gpu.waits_program late | never | stall | kill | raise | exit | order
 
 `late`: the last device begins some seconds after the others. `never`: the last device is busy for much longer than the
 limit. The other modes concern the last process of a job: it sleeps, is killed, raises, exits with status 0 while the

@@ -3,7 +3,7 @@
 The command runs them once, prints how many results were wrong, and exits. A test uses it as a negative control, so it
 may also end with an error:
 
-    python -m tests.ops.axes_cases [--one-key] [--seed S] [--programs apart]
+    python -m tests.multi_gpu.axes_program [--one-key] [--seed S] [--programs apart]
 """
 
 from __future__ import annotations
