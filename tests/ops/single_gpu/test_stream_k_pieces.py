@@ -126,7 +126,8 @@ def test_traced_indices_agree_with_python_ones(work):
     (check_walk_of_clusters if work.ctas_per_tile > 1 else check_walk)(work)
     most = max(work.pieces(cta) for cta in range(work.num_ctas))
     ctas, ordinals, ranks = (
-        x.ravel() for x in np.indices((work.num_ctas, most, work.ctas_per_tile if work.ctas_per_tile > 1 else 1), np.int32)
+        x.ravel()
+        for x in np.indices((work.num_ctas, most, work.ctas_per_tile if work.ctas_per_tile > 1 else 1), np.int32)
     )
     names = [field.name for field in dataclasses.fields(Piece)]
 
