@@ -1,4 +1,4 @@
-"""What `overlap.matmul` and its configurations refuse: an error that names the argument, what it got, and the way out."""
+"""What `matmul` and its configurations refuse: an error that names the argument, what it got, and the way out."""
 
 from __future__ import annotations
 
