@@ -224,13 +224,9 @@ DEFECTS = [  # The defect, the size of a cluster, whether the emulator reports i
 
 @pytest.mark.parametrize(("defect", "cluster", "reported"), DEFECTS)
 def test_a_defect_is_reported(defect, cluster, reported, monkeypatch):
-    jax.clear_caches()
     defect(monkeypatch)
-    try:
-        with pytest.raises(EmulationError if reported else AssertionError):
-            Product(4, 384, 128, 320).check(2, config=config(cluster=cluster, stages=2))
-    finally:
-        jax.clear_caches()
+    with pytest.raises(EmulationError if reported else AssertionError):
+        Product(4, 384, 128, 320).check(2, config=config(cluster=cluster, stages=2))
 
 
 # --- The frame --------------------------------------------------------------------------------------------------------

@@ -63,14 +63,14 @@ class Gathered:
 
 
 CASES = {
-    "two devices": (dict(devices=2), ONE),
-    "three devices, several sides": (dict(devices=3, widths=(128, 72)), ONE),
+    "several sides": (dict(devices=2, widths=(128, 72)), ONE),
+    "three devices": (dict(devices=3), ONE),
     "pairs, the second tile empty": (dict(devices=2, m=264), PAIR),
     "batch": (dict(devices=2, m=40, batch=(2,)), ONE),
     "rhs as [k, n]": (dict(devices=2, transpose_rhs=False), ONE),
     "joined means nothing": (dict(devices=2, m=16), ONE.replace(joined=True)),
 }
-SLOW = {"two devices", "batch"}
+SLOW = {"three devices", "batch"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in CASES])
@@ -78,9 +78,8 @@ def test_exact_under_many_schedules(name):
     sizes, chosen = CASES[name]
     case = Gathered(**sizes)
     function = case.function(chosen)
-    for seed, completion in enumerate(("late", "random", "eager")):
-        # The last time, launches in a row.
-        case.run(function, completion=completion, seed=seed, laps=1 + seed // 2)
+    for seed, completion in enumerate(("late", "eager")):
+        case.run(function, completion=completion, seed=seed, laps=2)
 
 
 def signal_before_the_scales_have_landed(patch):

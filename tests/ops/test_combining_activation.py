@@ -102,7 +102,7 @@ GATHERS = [  # devices, config, further arguments
     pytest.param(1, SMALL, {}, marks=pytest.mark.slow),
     (2, Config(tile_n=256, stages=2, cluster=2), {"transpose_rhs": True, "return_gathered": True}),
     pytest.param(4, SMALL, {"transport": "ring"}, marks=pytest.mark.slow),
-    (2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}),
+    pytest.param(2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}, marks=pytest.mark.slow),
     (2, None, XLA),
 ]
 
@@ -185,20 +185,21 @@ def test_second_derivatives_a_captured_scalar_and_vmap():
         gate, up = (x.astype(jnp.float32) @ side.astype(jnp.float32) for side in sides)
         return swiglu(gate, factor * up)
 
-    def gradients(f):
+    def all_of(f):
         slope = lambda *given: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x, *given[1:]))))(given[0]) ** 2)  # noqa: E731
-        return jax.tree.leaves(jax.jit(jax.grad(slope, argnums=(1, 2)))(x, sides, factor))
+        mapped = jax.vmap(f, (0, None, None))(jnp.stack([x, -x]), sides, factor)
+        return mapped, *jax.tree.leaves(jax.grad(slope, argnums=(1, 2))(x, sides, factor))
 
     with emulate(cores=2):
-        found, mapped = gradients(ours), jax.vmap(ours, (0, None, None))(jnp.stack([x, -x]), sides, factor)
-    for a, b in zip(found, gradients(plain), strict=True):
-        assert distance(a, b.astype(jnp.float32)) < 3e-2
-    assert distance(mapped, jnp.stack([plain(x, sides, factor), plain(-x, sides, factor)])) < 6e-3
+        found = jax.jit(lambda: all_of(ours))()
+    for a, b, limit in zip(found, jax.jit(lambda: all_of(plain))(), (6e-3, *[3e-2] * 3), strict=True):
+        assert distance(a, b) < limit
 
 
 # --- Layers, the choice, errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_layer_runs_it():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

@@ -26,25 +26,25 @@ TWO = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, cluster_along="
 FOUR = TWO.replace(cluster=4)
 SWAPPED_FOUR = FOUR.replace(tile_m=104, swap_operands=True)
 TURNS = overlap.Config(tile_m=64, tile_n=128, stages=2, schedule="pingpong")
-SCHEDULES = (("late", "pct"), ("eager", "random"), ("random", "round_robin"), ("late", "round_robin"))
+SCHEDULES = (("late", "pct"), ("eager", "random"), ("random", "round_robin"))
 
 
 @pytest.mark.parametrize(
     ("cores", "config", "ends"),
     [  # ends: where the pieces of k end, in k steps.
-        (5, CUT, None),
-        (13, CUT.replace(stream_k=8), None),
+        (9, CUT, None),
+        pytest.param(13, CUT.replace(stream_k=8), None, marks=pytest.mark.slow),
         (8, WIDE.replace(cluster=2), [9]),
-        (13, CUT.replace(cluster=2), None),
-        pytest.param(16, CUT.replace(cluster=2, cluster_along="n"), None, marks=pytest.mark.slow),
+        (7, CUT.replace(cluster=2), None),
+        pytest.param(11, CUT.replace(cluster=2, cluster_along="n"), None, marks=pytest.mark.slow),
         (8, TWO, [5, 9]),
-        (8, FOUR, [3, 5, 7, 9]),
+        pytest.param(8, FOUR, [3, 5, 7, 9], marks=pytest.mark.slow),
         (8, SWAPPED_FOUR, None),
     ],
     ids=str,
 )
 def test_the_same_bits_under_every_schedule(cores, config, ends):
-    shape, out = (200, 264, 9 * 64), BF16 if config.swap_operands else F32
+    shape, out = (200, 136, 9 * 64), BF16 if config.swap_operands else F32
     one = Product(cores, shape, config, out=out)
     assert one.work.cuts == (config.stream_k > 1)
     given = one.operands(normal)
