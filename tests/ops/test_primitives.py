@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 
-import all_gather
-import halo_exchange
 import jax
 import numpy as np
-import on_devices
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from overlap import primitives as prim
 from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from tests import oracle
-from tests.ops.primitive_cases import KERNELS, program
+from tests.ops.primitive_cases import KERNELS, gathering, program, stencils
 
 # The gather's chunks are two rows of 8 KB. With three tiles, one has no edge.
 SHARDS = {"all_gather": (4, 2048), "all_gather, handshake": (4, 2048), "halo_exchange": (24, 128)}
@@ -86,10 +83,10 @@ def test_the_handshake_leaves_when_all_may(monkeypatch):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("example", [all_gather, halo_exchange], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("example", [gathering, stencils], ids=lambda x: x.__name__)
 def test_the_examples_run_as_programs(example, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{example.__name__}.py", "--devices", "2"])
-    monkeypatch.setattr(on_devices.jax.config, "update", lambda *_: None)  # These tests have more devices already.
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # These tests have more devices already.
     assert example.main() == 0
     line = capsys.readouterr().out
     assert line.startswith(f"{example.__name__}: 2 devices (emulated on the CPU)")

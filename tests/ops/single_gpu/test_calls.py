@@ -63,11 +63,9 @@ def test_by_xla(product):
 
 
 # Layout, configuration, whether the call has all of the epilogue.
-DIFFERENTIATED = [
-    ("nn", None, False), ("nt", SMALL, True), ("tt", FOUR, False), pytest.param("tn", SMALL.replace(stream_k=4), True, marks=pytest.mark.slow),
-    pytest.param("tt", SMALL, True, marks=pytest.mark.slow), pytest.param("nn", SMALL, True, marks=pytest.mark.slow),
-    pytest.param("nn", ON_BLACKWELL, False, marks=pytest.mark.slow),
-]  # fmt: skip
+FAST = [("nn", None, False), ("nt", SMALL, True), ("tt", FOUR, False)]
+MORE = [("tn", SMALL.replace(stream_k=4), True), ("tt", SMALL, True), ("nn", SMALL, True), ("nn", ON_BLACKWELL, False)]
+DIFFERENTIATED = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 
 
 @pytest.mark.parametrize(("layout", "config", "whole"), DIFFERENTIATED, ids=str)
