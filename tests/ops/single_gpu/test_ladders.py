@@ -260,7 +260,7 @@ MISTAKES = {  # The rung; the module and the name that are patched, and how; the
 
 def run_broken(name, completion="late", seed=0):
     """Runs a lesson for Blackwell in which a test has replaced a part."""
-    lhs, rhs, _ = operands(512, 512, 256)
+    lhs, rhs, _ = operands(512, 512, 512)
     with emulate(cores=2, completion=completion, seed=seed):
         jax.jit(functools.partial(RUNGS["blackwell", name].matmul, tile_n=128, stages=2))(lhs, rhs).block_until_ready()
 
