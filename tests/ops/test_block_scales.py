@@ -367,56 +367,35 @@ def test_tables_and_the_tuner_know_such_problems():
     np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(unscaled, np.float32))
 
 
-# --- Wrong calls --------------------------------------------------------------------------------------
-
-
-def wrong(**changes):
-    """Returns a call of a product of 24 x 40 x 96 with some arguments changed."""
-    product = Product(13, 24, 40, changes.pop("k", 96) // 32 * 32)
-    arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes
-    return lambda: overlap.matmul(**arrays, transpose_rhs=True)
+# --- Wrong calls ------------------------------------------------------------------------------------------------------
 
 
 def ones(*shape, dtype=E8M0):
     return jnp.ones(shape, dtype)
 
 
-WRONG = [
-    (wrong(lhs_scale=ones(24, 2)), r"`lhs_scale` of .* must have shape \(24, 3\), .* got \(24, 2\): reshape it"),
-    (wrong(rhs_scale=ones(3, 40)), r"`rhs_scale` of .* must have shape \(40, 3\), .* got \(3, 40\)"),
-    (wrong(lhs_scale=ones()), r"must have shape \(24, 3\), .* got \(\): .* cast it to float32 if it scales rows"),
-    (
-        wrong(lhs_scale=ones(24, 3, dtype=jnp.float32)),
-        r"`lhs_scale` of shape \(24, 3\) .* must have dtype float8_e8m0fnu",
-    ),
-    (wrong(rhs_scale=ones(40, 3, dtype=jnp.float32)), r"`rhs_scale` of shape \(40, 3\) .* got float32: cast it"),
-    (wrong(rhs_scale=None), r"must both be of blocks or neither, got nothing as `rhs_scale`: .* shape \(40, 3\), ones"),
-    (wrong(lhs_scale=2.0), r"must both be of blocks or neither, got 2.0 as `lhs_scale`"),
-    (
-        wrong(lhs_scale=ones(24, 1, dtype=jnp.float32)),
-        r"got ArrayImpl of shape \(24, 1\) and dtype float32 as `lhs_scale`",
-    ),
-    (
-        wrong(lhs=ones(24, 100, dtype=E4M3), rhs=ones(40, 100, dtype=E4M3)),
-        r"k must be a multiple of 32, got k=100 in `lhs` \(24, 100\): pad both operands with zeros to k=128",
-    ),
-    (
-        wrong(lhs=ones(24, 96, dtype=jnp.bfloat16), rhs=ones(40, 96, dtype=jnp.bfloat16)),
-        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them",
-    ),
-    (wrong(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
-    (
-        wrong(lhs_scale=ones(24, 6, dtype=E4M3)),
-        r"\(24, 6\) scales blocks of 16 .* \(nvfp4\), and only blocks of 32 with",
-    ),
-    (
-        wrong(lhs=ones(24, 96, dtype=jnp.float4_e2m1fn), rhs=ones(40, 96, dtype=jnp.float4_e2m1fn)),
-        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype float4_e2m1fn: cast one of them",
-    ),
-]
+BF16, F4, F32_ = jnp.bfloat16, jnp.float4_e2m1fn, jnp.float32
+WRONG = [  # What differs from a right product of 24 × 40 × 96, and the message.
+    (dict(lhs_scale=ones(24, 2)), r"`lhs_scale` of .* must have shape \(24, 3\), .* got \(24, 2\): reshape it"),
+    (dict(rhs_scale=ones(3, 40)), r"`rhs_scale` of .* must have shape \(40, 3\), .* got \(3, 40\)"),
+    (dict(lhs_scale=ones()), r"must have shape \(24, 3\), .* got \(\): .* cast it to float32 if it scales rows"),
+    (dict(lhs_scale=ones(24, 3, dtype=F32_)), r"`lhs_scale` of shape \(24, 3\) .* must have dtype float8_e8m0fnu"),
+    (dict(rhs_scale=ones(40, 3, dtype=F32_)), r"`rhs_scale` of shape \(40, 3\) .* got float32: cast it"),
+    (dict(rhs_scale=None), r"both be of blocks or neither, got nothing as `rhs_scale`: .* shape \(40, 3\), ones"),
+    (dict(lhs_scale=2.0), r"must both be of blocks or neither, got 2.0 as `lhs_scale`"),
+    (dict(lhs_scale=ones(24, 1, dtype=F32_)), r"got ArrayImpl of shape \(24, 1\) and dtype float32 as `lhs_scale`"),
+    (dict(lhs=ones(24, 100, dtype=E4M3), rhs=ones(40, 100, dtype=E4M3)),
+     r"k must be a multiple of 32, got k=100 in `lhs` \(24, 100\): pad both operands with zeros to k=128"),
+    (dict(lhs=ones(24, 96, dtype=BF16), rhs=ones(40, 96, dtype=BF16)),
+     "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them"),
+    (dict(lhs=ones(24, 96, dtype=F4), rhs=ones(40, 96, dtype=F4)), "got `lhs` of dtype float4_e2m1fn: cast one"),
+    (dict(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
+    (dict(lhs_scale=ones(24, 6, dtype=E4M3)), r"\(24, 6\) scales blocks of 16 .* \(nvfp4\), and only blocks of 32"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_wrong_calls(call, message):
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_calls(changes, message):
+    product = Product(13, 24, 40, 96)
     with pytest.raises(ValueError, match=message):
-        call()
+        overlap.matmul(**dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes, transpose_rhs=True)

@@ -199,22 +199,13 @@ def test_second_derivatives_a_captured_scalar_and_vmap():
 # --- Layers, the choice, errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_layer_runs_it():
+def test_a_layer_is_two_kernels_without_an_activation_by_xla():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
         options: Any = dict(axis="tensor", rngs=nnx.Rngs(0), dtype=jnp.bfloat16, implementation="fused")
-        mlp = layers.GatedMLP(64, 128, **options)
         x = jax.device_put(normal(0, 2, 32, 64), NamedSharding(mesh, P(None, "tensor", None)))
-        traced = jax.jit(lambda mlp, x: mlp(x)).trace(mlp, x)
-        with emulate(cores=2):
-            ours = traced.lower().compile()(mlp, x)
-    # Two kernels, and no activation by XLA.
-    assert str(traced.jaxpr).count("overlap_operation[") == 2 and "overlap_entries" not in str(traced.jaxpr)
-    kernels = [layer.kernel[...].astype(jnp.bfloat16) for layer in (mlp.gate, mlp.up, mlp.down)]
-    gate, up, down = (kernel.astype(jnp.float32) for kernel in kernels)
-    wide = x.astype(jnp.float32)
-    assert distance(ours, swiglu(wide @ gate, wide @ up) @ down) < 1e-2
+        text = str(jax.make_jaxpr(layers.GatedMLP(64, 128, **options))(x))
+    assert text.count("overlap_operation[") == 2 and "overlap_entries" not in text
 
 
 @pytest.mark.parametrize("op", ["matmul", "all_gather_lhs_matmul"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -178,20 +177,6 @@ def test_an_empty_batch_is_left_to_xla():
     with pytest.raises(NotImplementedError, match="batch of at least 1"):
         overlap.matmul(lhs, rhs, implementation="fused")
     assert overlap.matmul(lhs, rhs).shape == (0, 128, 128)
-
-
-def test_float8_wants_k_along_its_rows():
-    lhs, rhs = (jnp.zeros((128, 128), jnp.float8_e4m3fn) for _ in range(2))
-    with pytest.raises(NotImplementedError, match="transpose_rhs=True"):
-        overlap.matmul(lhs, rhs, implementation="fused")
-
-
-def test_a_gather_refuses_a_cluster_of_its_call():
-    mesh = jax.sharding.AbstractMesh((2,), ("x",))
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 64), (64, 256)))
-    with emulate(cores=6), pytest.raises(ValueError, match="`cluster` must be 1 or 2, and at most the 6 cores, got 3"):
-        overlap.explain(overlap.all_gather_lhs_matmul, lhs, rhs, "x", mesh=mesh, config=SMALL.replace(cluster=3),
-                        implementation="fused")  # fmt: skip
 
 
 def test_a_cpu_stands_for_either():

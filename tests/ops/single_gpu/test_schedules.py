@@ -1,4 +1,4 @@
-"""What `matmul` relies on between CTAs and launches: orders of sums, CTAs at a time, work done once; emulated."""
+"""What `matmul` relies on between CTAs: orders of sums, CTAs at a time, loads; emulated."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import functools
 import itertools
 import operator
 
-import jax
 import numpy as np
 import pytest
 
 import overlap
 from overlap.choice import model
 from overlap.choice.problem import Problem
-from overlap.emulation import DeadlockError, emulate
+from overlap.emulation import DeadlockError
 from overlap.kernels.placement import beside_neighbours
 from overlap.kernels.target import Target
 from overlap.single_gpu import product as single_gpu
-from tests.ops.product_cases import in_f32, integers, normal, oracle_of
+from tests.ops.product_cases import normal
 from tests.ops.single_gpu.products import BF16, F32, Product
 
 WIDE = overlap.Config(tile_m=128, tile_n=128, stages=3)
@@ -88,36 +87,17 @@ def test_as_many_ctas_at_a_time_as_share_a_tile_are_enough(cores, shape, config,
             one.check({"resident": most - 1})
 
 
-@pytest.mark.parametrize("config", [CUT, TWO, SWAPPED_FOUR, TURNS], ids=str)
-def test_launches_in_a_row(config):
-    """At each start, flags are zero and barriers are new: a launch must not use data of the one before."""
-    xs, w, out = integers(15, 3, 7 * 64, 328), integers(16, 328, 136), BF16 if config.swap_operands else F32
+@pytest.mark.parametrize(("along", "boxes"), [("m", 2), ("n", 1), ("k", 0)])
+def test_the_common_operand_is_loaded_once_for_all(along, boxes):
+    """Each CTA loads half of a box, and both CTAs receive it: the same number of bytes, in twice as many copies.
 
-    def step(w, x):
-        return -w, overlap.matmul(x, w, config=config, implementation="fused", preferred_element_type=out)
-
-    with emulate(cores=5) as run:
-        _, ys = jax.jit(lambda w, xs: jax.lax.scan(step, w, xs))(w, xs)
-        run.check()
-    assert run.counts["launches"] == 3
-    expected = np.array([1, -1, 1])[:, None, None] * oracle_of(xs, w)
-    np.testing.assert_array_equal(in_f32(ys), in_f32(expected.astype(out)))
-
-
-@pytest.mark.parametrize(("along", "boxes"), [("m", 2), ("n", 1)])
-def test_the_common_operand_is_loaded_once_for_both(along, boxes):
-    """Each CTA loads half of a box, and both CTAs receive it: the same number of bytes, in twice as many copies."""
+    With `cluster_along` "k" each CTA loads operands of its own.
+    """
     shape, tiles, k_steps = (512, 256, 320), 8, 5
     alone = Product(4, shape, WIDE).check({}).counts
     shared = Product(4, shape, WIDE.replace(cluster=2, cluster_along=along)).check({}).counts
     assert shared["bytes"] == alone["bytes"]
     assert shared["copies"] == alone["copies"] + tiles * k_steps * boxes
-
-
-@pytest.mark.parametrize("config", [TWO, FOUR], ids=str)
-def test_a_tile_of_a_cluster_is_loaded_and_multiplied_once(config):
-    of = lambda config: Product(4, (256, 256, 584), config).check({}).counts  # noqa: E731
-    assert of(config) == of(config.replace(cluster=1))
 
 
 @pytest.mark.parametrize("tiles", [1, 5])
