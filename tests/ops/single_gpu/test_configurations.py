@@ -63,8 +63,8 @@ CASES = {
     "few rows, halves loaded by two": (5, (40, 264, 328), BESIDE.replace(tile_n=64), {}),
     "few rows, float8": (3, (16, 136, 272), NARROW, dict(dtype=E4M3) | NT),
     # Tiles cut along k.
-    "split k": (5, (72, 136, 512), NARROW.replace(split_k=4), FULL | NARROW_OUT),
-    "split k, batch": (5, (136, 136, 328), PAIRS.replace(split_k=2), dict(rhs_batch=(2,), batch=(2,))),
+    "split k": (5, (72, 136, 264), NARROW.replace(split_k=5), dict(batch=(2,), rhs_batch=(2,)) | FULL | NARROW_OUT),
+    "split k, pairs": (5, (136, 136, 200), PAIRS.replace(split_k=2), {}),
     "cut, one tile": (4, (64, 128, 640), WIDE.replace(stream_k=4), {}),
     "cut, more pieces than k steps": (9, (128, 128, 328), WIDE.replace(stream_k=9), {}),
     "cut, after full waves": (2, (384, 384, 200), WIDE.replace(stream_k=2, stages=3), {}),
@@ -153,7 +153,7 @@ ON_BLACKWELL = {
 # Each of these has a case beside it that differs in one thing only.
 SLOW = {
     "256 x 128", "128 x 192", "columns first", "idle cores", "float8, f32", "batch of rhs", "batch, [k, m]",
-    "epilogue, [n, k]", "few rows, [k, m]", "few rows, [k, m] and [n, k]", "few rows, float8", "split k, batch",
+    "epilogue, [n, k]", "few rows, [k, m]", "few rows, [k, m] and [n, k]", "few rows, float8", "split k, pairs",
     "cut, columns first", "cut, one tile", "cluster, few rows", "cluster, float8",
     "cluster along n, half of the columns", "cluster along n", "turns, one tile", "turns, one k step", "turns, cluster",
     "turns, 64 x 64", "turns, split k", "turns, float8", "turns, cut after three tiles", "swapped, cluster",
