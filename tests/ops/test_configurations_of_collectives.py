@@ -93,7 +93,7 @@ SLOW = {
     "pull, few rows, cluster", "ring, few rows, cluster",
 }  # fmt: skip
 # How many cores leave tiles that are cut, if not 10.
-CORES = {"turns, pull, cut": 7, "turns, ring, cut": 7}
+CORES = {name: 7 for name in ("turns, pull, cut", "turns, ring, cut", "pull, cut", "ring, cut")}
 assert CASES.keys() >= SLOW
 
 
