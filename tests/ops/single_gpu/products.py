@@ -112,7 +112,7 @@ class Product:
         given = self.operands(normal)
         exact, (result, _) = self.exact(given), self.emulated(given)
         ours, rounded = (np.linalg.norm(in_f32(x) - exact) for x in (result, exact.astype(self.out)))
-        assert ours <= 2 * rounded + 1e-6 * np.linalg.norm(exact), (ours, rounded)
+        assert ours <= 1.02 * rounded + 1e-6 * np.linalg.norm(exact), (ours, rounded)
 
     # --- What the kernel should do, on Hopper ---
 

@@ -168,8 +168,10 @@ def test_what_is_left_to_xla_is_applied_to_the_whole_result(name):
     def plain(lhs):
         return activation(lhs.astype(jnp.float32) @ RHS.astype(jnp.float32))
 
+    # Without optimizations, XLA's CPU compiler refuses a product of bfloat16 whose result is rearranged in a jit.
+    run = jax.jit if name in TELLING else lambda f: f
     for given in (LHS, jnp.stack([LHS, 2 * LHS])[None]):
-        ours, exact = jax.jit(lambda x: (product(activation, None, x), plain(x)))(given)
+        ours, exact = run(lambda x: (product(activation, None, x), plain(x)))(given)
         close(ours, exact, 1e-3)
     if name in ("softmax", "a loop"):
         ours, exact = (

@@ -40,7 +40,7 @@ CASES = {
     "256 x 128": (2, (300, 136, 136), WIDE.replace(tile_m=256), {}),
     "128 x 192": (3, (256, 264, 200), WIDE.replace(tile_n=192, stages=5), NARROW_OUT),
     "one element": (2, (1, 8, 8), WIDE.replace(stages=4), {}),
-    "columns first": (4, (264, 264, 72), WIDE.replace(order_minor="n", order_width=2), {}),
+    "columns first": (4, (264, 392, 72), WIDE.replace(order_minor="n", order_width=3), {}),
     "idle cores": (9, (256, 256, 64), WIDE, {}),
     # Layouts, dtypes, leading dimensions, the epilogue.
     "epilogue": (2, RAGGED, WIDE.replace(stages=3), FULL | NARROW_OUT),
