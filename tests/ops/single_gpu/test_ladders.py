@@ -34,6 +34,8 @@ RUNGS = {(which, rung.name): rung for which, rungs in LADDERS.items() for rung i
 COLLECTIVE = ("collective_mma", "persistent", "dedicated_epilogue", "grid_tiling")
 every_rung = pytest.mark.parametrize(("which", "name"), RUNGS)
 F16, BF16 = jnp.float16, jnp.bfloat16
+# The rungs whose every case runs in `make test`.
+OFTEN = {"pipelined", "persistent", "grid_tiling", "cluster_multicast", "collective_mma", "basic"}
 
 
 @functools.cache
@@ -71,7 +73,10 @@ def test_exact_and_without_races(which, name):
     assert_exact(which, name, (512, 512, 192 if knobs else 320), *schedules, **knobs)
 
 
-@every_rung
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [pytest.param(*rung, marks=[] if rung[1] in OFTEN else pytest.mark.slow) for rung in RUNGS],
+)
 def test_one_tile_of_one_k_step(which, name):
     knobs = {"tile_n": 128, "stages": 2} if which == "blackwell" else {}
     assert_exact(which, name, (256, 128 if knobs else 256, 64), cores=2, dtype=BF16, **knobs)
@@ -119,7 +124,6 @@ KNOBS = [
     ("blackwell", "dedicated_epilogue", {"tile_n": 128, "stages": 5}),
     ("blackwell", "grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
 ]
-OFTEN = {"pipelined", "persistent", "grid_tiling", "cluster_multicast", "collective_mma", "basic"}
 
 
 FAST_OR_SLOW = [pytest.param(*case, marks=[] if case[1] in OFTEN else pytest.mark.slow) for case in KNOBS]
