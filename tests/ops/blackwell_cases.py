@@ -41,32 +41,6 @@ def on_blackwell(kernel: Kernel) -> Kernel:
     return dataclasses.replace(kernel, call=call)
 
 
-def product(
-    config: overlap.Config = ONE,
-    shape: tuple[int, int, int] = (272, 136, 200),
-    layout: str = "nn",
-    dtype: Any = jnp.bfloat16,
-    out_dtype: Any = jnp.bfloat16,
-    **keywords: Any,
-) -> Kernel:
-    """Returns a kernel of `overlap.matmul` of small integers. The result is exact in `out_dtype` if k is small."""
-    (m, n, k), (left, right) = shape, (letter == "t" for letter in layout)
-    lhs, rhs = integers(0, m, k).astype(dtype), integers(1, k, n).astype(dtype)
-    given = lhs.T if left else lhs, rhs.T if right else rhs
-
-    @jax.jit
-    def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.matmul(
-            lhs, rhs, transpose_lhs=left, transpose_rhs=right, preferred_element_type=out_dtype, config=config,
-            implementation="fused", **keywords,
-        )  # fmt: skip
-
-    exact = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
-    expected = exact.astype(jnp.dtype(out_dtype)).astype(np.float32)
-    check = lambda result: np.testing.assert_array_equal(np.asarray(result, np.float32), expected)  # noqa: E731
-    return on_blackwell(Kernel(lambda: call(*given), check))
-
-
 def launched(config: overlap.Config, shape: tuple[int, int, int], cores: int) -> Kernel:
     """Traces the kernel of a plain product anew; `overlap.matmul` would reuse an earlier trace."""
     (m, n, k), target = shape, Target("cpu", "cpu as NVIDIA B200", cores)
