@@ -34,8 +34,6 @@ WRONG = [  # k, cores, config, the exception and its message
     (320, 16, TWO.replace(cluster=8), ValueError, "`cluster` must be 1, 2 or 4 with cluster_along='k'.*got 8"),
     (320, 3, FOUR, ValueError, "`cluster` must be 1, 2 or 4.*at most the 3 cores.*got 4"),
     (320, 1, TWO, ValueError, "`cluster` must be 1, 2 or 4.*at most the 1 cores.*got 2"),
-    (320, 8, FOUR.replace(cluster_along="m"), ValueError, "`cluster` must be 1 or 2.*got 4"),
-    (320, 8, FOUR.replace(cluster_along="n"), ValueError, "`cluster` must be 1 or 2.*got 4"),
     (320, 8, TWO.replace(schedule="pingpong"), ValueError, f"`schedule` must be 'coop.*got 'pingpong': {LEAVE_OUT}"),
     (320, 8, TWO.replace(stream_k=2), ValueError, f"`stream_k` must be 1 with cluster_along='k', got 2: {LEAVE_OUT}"),
     (320, 8, FOUR.replace(split_k=3), ValueError, f"`split_k` must be 1 with cluster_along='k', got 3: {LEAVE_OUT}"),
@@ -118,10 +116,6 @@ def test_the_heuristic_knows_the_usual_cases():
     assert chosen("4096x4096x4096").stream_k == 1
     # Small k: one warpgroup stores while the other multiplies.
     assert chosen("4096x32768x512").schedule == "pingpong"
-    # Rows are not aligned to the cache's lines: choose the tile that loads less.
-    assert chosen("4097x4104x4104").cluster == 2
-    # One tile along m: the CTAs of a cluster have no loads to share.
-    assert not chosen("16x8192x8192").shares_loads
     # Three tiles and much depth: the CTAs of a cluster compute a tile together.
     assert chosen("64x384x9152").ctas_per_tile == 4
     # 32 tiles on 132 cores: the contraction is split, but not in a collective.
@@ -218,7 +212,6 @@ def test_the_model_counts_waves_and_partial_tiles():
     assert waves(1, 1, split_k=133) == 2
     assert waves(128 * 198, 128) == 2
     assert waves(128 * 198, 128, stream_k=2) == 1.5
-    assert waves(128 * 132 + 1, 128, cluster=2) == 2
     one, two = (us(f"{m}x4096x4096", Config()) for m in (1024, 1152))
     # In the second wave few cores draw little power, and run at higher clocks.
     assert one * 1.5 < two < one * 2
@@ -231,7 +224,7 @@ def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     # Half a tile is not padded: only half of it is loaded.
     assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
     # A tile for each shard loads the weights from memory for each shard, unless they stay in the L2.
-    apart = Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="n")
+    apart = Config(tile_m=64, tile_n=128, stages=8)
     together = Config(tile_m=64, tile_n=128, stages=8, joined=True, stream_k=2)
     gathered = {"op": "all_gather_lhs_matmul", "devices": 2}
     assert us("16x8192x8192", apart, **gathered) > 1.5 * us("16x8192x8192", together, **gathered)

@@ -50,13 +50,13 @@ def test_every_number_of_devices(devices, name):
 
 MORE = [  # With integers up to 3 in magnitude and k ≤ 200, every sum is exact in f16 and f32.
     gather(264, 0, 200, lead=(2, 3), widths=(136, 264), extras=SCALES, keywords=GATHERED, dtype=F16,
-           config=Config(cluster=2, tile_n=128)),
+           config=Config(tile_n=128)),
     gather(200, 0, 136, widths=(264, 8, 72), container=tuple, keywords=GATHERED + RING, config=CUT),
     gather(520, 0, 208, layout="nt", widths=(264, 136), dtype=E4M3, extras=SCALES, keywords=GATHERED, config=None),
     gather(3, 264, 1032, lead=(5,), extras=("bias",), config=Config(chunk_bytes=1024)),
     gather(16, 0, 200, widths=(520, 136, 8), extras=SCALES, keywords=GATHERED, config=JOINED.replace(stream_k=8)),
     gather(40, 264, 136, config=JOINED.replace(tile_m=72, swap_operands=True)),
-    Call("all_gather_rhs_matmul_n", 1000, 520, 1032, layout="tn", config=Config(cluster=2, stream_k=2)),
+    Call("all_gather_rhs_matmul_n", 1000, 520, 1032, layout="tn", config=Config(stream_k=2)),
     Call("all_gather_rhs_matmul_k", 1000, 2056, 520, config=Config(tile_n=192, stages=3, chunk_bytes=1024)),
     Call("matmul_reduce_scatter", 200, 264, 144, pairs=(72, 64, 8), extras=EVERY, out=F32, keywords=RING),
     Call("matmul_reduce_scatter_n", 712, 584, 200, layout="tt", extras=EVERY, activation=jax.nn.relu, out=F32,

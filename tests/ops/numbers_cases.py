@@ -15,8 +15,8 @@ from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, RING, 
 
 WIDE = Config(tile_n=128, stages=2)
 CUT = Config(tile_n=64, stages=2, stream_k=3)
-ALONG_M = Config(tile_m=64, tile_n=128, stages=2, cluster=2, order_minor="n", order_width=2)
-ALONG_N = Config(tile_n=64, stages=2, cluster=2, cluster_along="n", stream_k=2)
+ALONG_M = Config(tile_m=64, tile_n=128, stages=2, order_minor="n", order_width=2)
+ALONG_N = Config(tile_n=64, stages=2, stream_k=2)
 FINE = Config(tile_n=128, chunk_bytes=512, chunk_buffers=3)
 GATHERED = (("return_gathered", True),)
 slow = pytest.mark.slow
@@ -58,13 +58,13 @@ GATHERS = [  # devices, cores, call; by either transport
     (3, 7, gather(72, 0, 144, layout="nt", lead=(2,), widths=(136, 72), dtype=E4M3, rhs_dtype=E5M2, out=F16,
                   extras=SCALES, config=Config(tile_n=64, stages=2, stream_k=2))),
     (2, 4, gather(136, 136, 272, layout="nt", dtype=E5M2, extras=("lhs_scale",), keywords=(("rhs_scale", 0.5),),
-                  config=Config(tile_n=64, stages=2, cluster=2, cluster_along="n"))),
+                  config=Config(tile_n=64, stages=2))),
 ]  # fmt: skip
 
 FEW_CUT = JOINED.replace(stages=3, stream_k=3)
 FEW_MANY = JOINED.replace(tile_m=128, tile_n=64, order_minor="n", order_width=2)
 FEW_FINE = JOINED.replace(chunk_bytes=512, chunk_buffers=3)
-FEW_M, FEW_N = JOINED.replace(cluster=2), FEW_CUT.replace(cluster=2, cluster_along="n")
+FEW_M, FEW_N = JOINED, FEW_CUT
 FEW: list[Any] = [  # devices, cores, call
     (4, 3, gather(16, 200, 264, config=FEW_CUT)),
     (8, 3, gather(16, 136, 520, config=FEW_CUT)),  # Two rows of tiles.
@@ -95,9 +95,6 @@ WEIGHTS_CONFIGS = [  # cores, config
     (2, Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),  # Chunks are parts of rows.
     (2, Config(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
     (5, WIDE.replace(stream_k=4)),
-    (5, WIDE.replace(cluster=2)),
-    (4, WIDE.replace(tile_n=64, cluster=2, cluster_along="n")),
-    (7, WIDE.replace(cluster=2, stream_k=3)),
 ]
 WEIGHTS_SIZES = [  # m of a device, and the shape of its shard of the weights
     (200, (136, 264)),
@@ -122,9 +119,9 @@ WEIGHTS = [  # Every configuration with every size and dimension; some of them i
     (3, 3, Call("all_gather_rhs_matmul_k", 200, 264, 136, layout="tn",
                 config=Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3))),
     (2, 3, Call("all_gather_rhs_matmul_k", 8, 8, 12, layout="tn")),  # Less than 16 bytes of each row in a shard.
-    (2, 3, Call("all_gather_rhs_matmul_k", 136, 136, 72, layout="tn", config=WIDE.replace(cluster=2, stream_k=3))),
+    (2, 3, Call("all_gather_rhs_matmul_k", 136, 136, 72, layout="tn", config=WIDE.replace(stream_k=3))),
     (3, 3, Call("all_gather_rhs_matmul_n", 200, 72, 136, layout="tn", config=WIDE)),
-    (2, 3, Call("all_gather_rhs_matmul_n", 72, 136, 40, layout="tn", config=SMALL.replace(stages=3, cluster=2))),
+    (2, 3, Call("all_gather_rhs_matmul_n", 72, 136, 40, layout="tn", config=SMALL.replace(stages=3))),
 ]  # fmt: skip
 
 BLOCKS = {  # A result of which each of D devices sums rows × columns.

@@ -27,29 +27,28 @@ EVERYTHING = {
 FEW = {"call": GATHER, "joined": True, "tile_m": 64}
 FEW_SIDES = FEW | {"widths": "1024+256+256", "extras": "lhs_scale+rhs_scale", "gathered": True}
 CASES = [  # devices, dtype, shape, what is given
-    (4, "bf16", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2, "cluster": 2}),
+    (4, "bf16", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2}),
     (4, "float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | {"ring": True, "stream_k": 2, "layout": "nt"}),
     (4, "bf16", (3, 1024, 4096), FEW_SIDES | {"tile_n": 256, "stream_k": 6, "lead": "2x2"}),
     (8, "bf16", (512, 4096, 4096), {"call": N, "tile_n": 192, "stages": 4, "order_minor": "n"}),
-    (2, "bf16", (1024, 4096, 2048), {"call": K, "cluster": 2, "stream_k": 2}),
+    (2, "bf16", (1024, 4096, 2048), {"call": K, "stream_k": 2}),
 ]
 MORE = [
     (4, "f16", (1024, 4096, 4096), {"call": GATHER, "widths": "4096+1024+1024"}),
-    (4, "bf16", (1000, 4096, 4104), EVERYTHING | {"cluster": 2, "cluster_along": "n", "layout": "nt"}),
+    (4, "bf16", (1000, 4096, 4104), EVERYTHING | {"layout": "nt"}),
     (4, "float8_e4m3fn", (1024, 4096, 4096), EVERYTHING | {"stream_k": 2, "layout": "nt"}),
     (4, "f16", (1024, 4096, 4096), {"call": GATHER, "gathered": True, "ring": True}),
-    (4, "bf16", (1024, 4096, 4096), EVERYTHING | {"ring": True, "stream_k": 2, "cluster": 2}),
-    (4, "bf16", (1000, 4096, 4104), EVERYTHING | {"ring": True, "cluster": 2, "cluster_along": "n", "layout": "nt"}),
+    (4, "bf16", (1024, 4096, 4096), EVERYTHING | {"ring": True, "stream_k": 2}),
+    (4, "bf16", (1000, 4096, 4104), EVERYTHING | {"ring": True, "layout": "nt"}),
     (2, "bf16", (16, 8192, 8192), FEW | {"tile_n": 256, "stream_k": 4}),
-    (4, "bf16", (16, 4096, 4096), FEW | {"tile_n": 128, "stages": 8, "stream_k": 4, "cluster": 2,
-                                         "cluster_along": "n"}),
-    (8, "f16", (32, 1024, 4096), FEW | {"tile_m": 128, "tile_n": 128, "stages": 5, "stream_k": 8, "cluster": 2}),
+    (4, "bf16", (16, 4096, 4096), FEW | {"tile_n": 128, "stages": 8, "stream_k": 4}),
+    (8, "f16", (32, 1024, 4096), FEW | {"tile_m": 128, "tile_n": 128, "stages": 5, "stream_k": 8}),
     (4, "bf16", (64, 4096, 4104), FEW | {"tile_m": 256, "tile_n": 128, "stages": 3}),
     (4, "f16", (16, 1024, 4096), FEW_SIDES | {"tile_n": 256, "stream_k": 8, "layout": "nt"}),
     (8, "float8_e4m3fn", (16, 1024, 4096), FEW_SIDES | {"stream_k": 8, "layout": "nt"}),
     (8, "bf16", (512, 4096, 512), {"call": K}), (8, "bf16", (4096, 512, 4096), {"call": N}),
     (4, "bf16", (1000, 4128, 1032), {"call": K, "tile_n": 192, "stages": 4, "order_minor": "n"}),
-    (2, "bf16", (2048, 2048, 4096), {"call": N, "cluster": 2, "stream_k": 2}),
+    (2, "bf16", (2048, 2048, 4096), {"call": N, "stream_k": 2}),
 ]  # fmt: skip
 
 

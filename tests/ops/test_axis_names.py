@@ -20,9 +20,9 @@ from tests.oracle import make_mesh
 # Names that our kernels, the ladder's lessons or their readers would give to a kernel's own axes.
 NAMES, LESSONS_NAMES = ("cluster", "warpgroup", "rank"), ("cta", "m", "n")
 CALLS = {
-    "ring": FORMS["ring"].but(config=SMALL.replace(cluster=2)),
-    "joined": FORMS["joined"].but(config=JOINED.replace(cluster=2, stream_k=2)),
-    "weights n": FORMS["weights n"].but(config=SMALL.replace(cluster=2)),
+    "ring": FORMS["ring"].but(config=SMALL),
+    "joined": FORMS["joined"].but(config=JOINED.replace(stream_k=2)),
+    "weights n": FORMS["weights n"].but(config=SMALL),
     "scatter m": FORMS["scatter m"],
 }
 LESSONS = {rung.name: rung for rung in RUNGS}

@@ -60,12 +60,12 @@ def test_joined_rows(devices, shape):
     ("devices", "batch", "cluster", "widths"), [*itertools.product((1, 3), (1, 3), (1, 2), ((200, 8), (264, 136, 72)))]
 )
 def test_every_tile_of_every_side_and_batch_element(devices, batch, cluster, widths):
-    for m_shard, along, order in itertools.product((200, 1, 256), "mn", "mn"):
-        config = Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, order_width=2)
+    for m_shard, order in itertools.product((200, 1, 256), "mn"):
+        config = Config(tile_n=64, cluster=cluster, order_minor=order, order_width=2)
         schedule = dataclasses.replace(
             AllGatherSchedule.of(devices, (batch, m_shard, 64), widths, 2, config), keeps_own=True
         )
-        rows, columns = config.cluster_tile
+        rows, columns = config.cluster_tile_m, config.tile_n
         found, raised = [], {}
         for index in range(schedule.pulled_chunks):
             step, row, _ = schedule.chunk(index)

@@ -128,14 +128,9 @@ class Product:
     @property
     def work(self) -> StreamK:
         """The work list that the kernel walks."""
-        (_, n, k), (tile_m, tile_n), config, (count, m) = (
-            self.shape,
-            self.config.cluster_tile,
-            self.config,
-            self.matrices,
-        )
+        (_, n, k), config, (count, m) = self.shape, self.config, self.matrices
         steps = ceil_div(ceil_div(k, tile_k(self.dtype)), config.split_k)
-        tiles = count * ceil_div(m, tile_m) * ceil_div(n, tile_n)
+        tiles = count * ceil_div(m, config.cluster_tile_m) * ceil_div(n, config.tile_n)
         return StreamK.on(Target("cpu", "cpu", self.cores), config, tiles, steps, may_spread=True)
 
     @property
@@ -156,6 +151,4 @@ class Product:
     @property
     def wgmmas(self) -> int:
         """How many products of warpgroups are issued, if each tile of each CTA is multiplied once."""
-        work, config = self.work, self.config
-        ranks = config.cluster if config.shares_loads else 1
-        return ranks * self.computing * work.tiles * work.k_steps
+        return self.config.tiles_per_cluster * self.computing * self.work.tiles * self.work.k_steps

@@ -17,8 +17,6 @@ from tests.ops.single_gpu.products import BF16, E4M3, E5M2, F16, F32, SCHEDULES,
 Config = overlap.Config
 WIDE = Config(tile_m=128, tile_n=128, stages=2)
 NARROW = Config(tile_m=64, tile_n=128, stages=2)  # Each warpgroup has half of the columns.
-PAIRS = WIDE.replace(cluster=2)
-BESIDE = PAIRS.replace(cluster_along="n")
 TURNS = NARROW.replace(schedule="pingpong")
 SWAPPED = NARROW.replace(tile_m=72, swap_operands=True)
 IN_TURN = SWAPPED.replace(schedule="pingpong")
@@ -58,13 +56,11 @@ CASES = {
     # Few rows: no more rows are loaded or multiplied than there are.
     "few rows": (2, (16, 264, 200), NARROW, {}),
     "rows for one warpgroup": (3, (33, 264, 200), WIDE.replace(tile_n=64), NT),
-    "few rows, [k, m]": (5, (72, 136, 200), BESIDE.replace(tile_m=256), TN),
+    "few rows, [k, m]": (5, (72, 136, 200), WIDE.replace(tile_m=256), TN),
     "few rows, [k, m] and [n, k]": (3, (136, 136, 200), WIDE.replace(tile_m=256), TT),
-    "few rows, halves loaded by two": (5, (40, 264, 328), BESIDE.replace(tile_n=64), {}),
     "few rows, float8": (3, (16, 136, 272), NARROW, dict(dtype=E4M3) | NT),
     # Tiles cut along k.
     "split k": (5, (72, 136, 264), NARROW.replace(split_k=5), dict(batch=(2,), rhs_batch=(2,)) | FULL | NARROW_OUT),
-    "split k, pairs": (5, (136, 136, 256), PAIRS.replace(split_k=4), NARROW_OUT),
     "cut, one tile": (4, (64, 128, 640), WIDE.replace(stream_k=4), {}),
     "cut, more pieces than k steps": (9, (128, 128, 328), WIDE.replace(stream_k=9), {}),
     "cut, after full waves": (2, (384, 384, 200), WIDE.replace(stream_k=2, stages=3), {}),
@@ -75,15 +71,6 @@ CASES = {
     "cut, float8": (9, (130, 136, 656), WIDE.replace(stream_k=4), dict(dtype=E5M2, out=F16) | NT),
     "cut, few rows": (7, (24, 264, 520), WIDE.replace(stream_k=3), {}),
     "not cut": (2, (256, 128, 448), WIDE.replace(stream_k=4), {}),
-    # Clusters that share loads.
-    "cluster, idle CTA": (3, (256, 256, 192), PAIRS.replace(stages=3), {}),
-    "cluster, phantom tile": (5, (264, *PHANTOM[1:]), PAIRS, FULL | TN),
-    "cluster, few rows": (4, (56, 264, 328), PAIRS.replace(tile_m=64), NARROW_OUT),
-    "cluster, cut": (5, PHANTOM, PAIRS.replace(stream_k=3, tile_m=256, tile_n=64), FULL),
-    "cluster along n": (5, PHANTOM, BESIDE.replace(order_minor="n", order_width=1), FULL | NT),
-    "cluster along n, cut": (9, (264, *PHANTOM[1:]), BESIDE.replace(stream_k=3), FULL | TT),
-    "cluster along n, half of the columns": (2, (130, 264, 136), BESIDE.replace(tile_m=64, tile_n=256), NARROW_OUT),
-    "cluster, float8": (4, (260, 136, 400), PAIRS.replace(stream_k=2), dict(dtype=E4M3, out=BF16) | NT),
     # Warpgroups that take turns.
     "turns": (2, RAGGED, TURNS, FULL),
     "turns, 128 x 128": (1, RAGGED, TURNS.replace(tile_m=128), TT | NARROW_OUT),
@@ -91,11 +78,8 @@ CASES = {
     "turns, one tile": (2, (64, 128, 200), TURNS, {}),
     "turns, one k step": (2, (200, 264, 40), TURNS.replace(stages=4), {}),
     "turns, few rows": (2, (16, 520, 200), TURNS.replace(tile_m=128), NARROW_OUT),
-    "turns, cluster": (4, RAGGED, TURNS.replace(cluster=2), {}),
-    "turns, cluster along n": (2, RAGGED, TURNS.replace(cluster=2, cluster_along="n"), {}),
     "turns, cut": (5, RAGGED, TURNS.replace(stream_k=3), FULL),
     "turns, cut after three tiles": (4, (13 * 64, 128, 328), TURNS.replace(stream_k=3), {}),
-    "turns, cluster, cut": (8, (320, 264, 584), TURNS.replace(stream_k=3, cluster=2), {}),
     "turns, split k": (2, (72, 136, 360), TURNS.replace(split_k=3), {}),
     "turns, float8": (2, (200, 264, 400), TURNS, dict(dtype=E4M3) | NT),
     # Transposed tiles.
@@ -106,12 +90,9 @@ CASES = {
     "swapped, few rows": (2, (16, 520, 200), SWAPPED, {}),
     "swapped, turns": (2, RAGGED, IN_TURN.replace(tile_m=136, stages=3), FULL | NT),
     "swapped, turns, 40 x 64": (2, RAGGED, IN_TURN.replace(tile_m=40, tile_n=64, stages=5), {}),
-    "swapped, cluster": (4, RAGGED, SWAPPED.replace(cluster=2), {}),
-    "swapped, cluster along n": (2, RAGGED, SWAPPED.replace(tile_m=80, cluster=2, cluster_along="n"), NT),
     "swapped, cut": (5, (200, 264, 520), SWAPPED.replace(tile_m=136, stream_k=2), FULL | NT),
     "swapped, cut, 160 x 256": (3, (200, 264, 520), SWAPPED.replace(tile_m=160, tile_n=256, stream_k=3), {}),
     "swapped, cut, few rows": (7, (20, 264, 520), SWAPPED.replace(stream_k=3), NT),
-    "swapped, cut, cluster": (10, (200, 264, 520), SWAPPED.replace(stream_k=3, cluster=2), FULL),
     "swapped, cut, turns": (4, (200, 264, 520), IN_TURN.replace(stream_k=3), FULL | NT),
     "swapped, float8": (2, (200, 264, 400), SWAPPED, dict(dtype=E4M3) | NT),
     # CTAs of a cluster that compute one tile together.

@@ -9,7 +9,6 @@ from jax.experimental import pallas as pl
 
 import overlap
 from overlap.emulation import emulate
-from overlap.kernels.grid import own_tile
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.hopper import mainloop
 from overlap.kernels.hopper.limits import rows_loaded
@@ -25,16 +24,13 @@ from tests.ops.single_gpu.products import Product
 WIDE = overlap.Config(tile_n=128)
 NARROW = overlap.Config(tile_m=64, tile_n=128, stages=3)
 TALL = overlap.Config(tile_m=128, tile_n=64, stages=2)
-BESIDE = TALL.replace(cluster=2, cluster_along="n")
 
 
 @pytest.mark.parametrize(
     ("config", "groups"),
     [
         (WIDE, 4),
-        pytest.param(WIDE.replace(stream_k=3), 4, marks=pytest.mark.slow),
-        pytest.param(WIDE.replace(cluster=2), 4, marks=pytest.mark.slow),
-        (WIDE.replace(cluster=2, cluster_along="n", stream_k=3), 6),
+        (WIDE.replace(stream_k=3), 4),
     ],
     ids=str,
 )
@@ -51,7 +47,7 @@ def test_hooks_see_each_operand_tile_and_the_accumulator(config, groups):
             self.refs = refs
 
         def tile_at(self, index):
-            return Tile(0, *own_tile(config, *order(index)))
+            return Tile(0, *order(index))
 
         def hooks(self):
             (lhs_gmem, rhs_gmem), (out_gmem, _) = self.refs.inputs, self.refs.outputs
@@ -99,8 +95,6 @@ def test_calls_outside_jit_trace_their_kernel_once(monkeypatch):
         (57, NARROW, False, 64),
         (65, NARROW, False, 64),
         (65, TALL, False, 72),
-        (65, BESIDE, False, 80),
-        (65, NARROW.replace(cluster=2), False, 64),
         (65, NARROW.replace(tile_m=256), True, 128),
         (32, TALL, True, 64),
         (32, NARROW, True, 64),

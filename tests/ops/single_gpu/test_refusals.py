@@ -49,7 +49,6 @@ REFUSED = [  # target, configuration, what else differs from a product of 4096 Ã
     (H200, TURNS.replace(tile_n=256, stages=6), {}, ["bytes of shared memory"]),
     (H200, SWAPPED.replace(tile_m=76), {}, ["`tile_m` must be a multiple of 8 and at most 256", "got 76"]),
     (H200, SWAPPED.replace(tile_m=264), {}, ["at most 256 with `swap_operands`", "got 264"]),
-    (H200, SWAPPED.replace(cluster=2, cluster_along="n"), {}, ["`tile_m` must be a multiple of 16", "got 72"]),
     (H200, SWAPPED.replace(tile_n=64), {}, ["`tile_n` must be a multiple of 128"]),
     (H200, SWAPPED.replace(tile_n=192), {}, ["`tile_n` must be a multiple of 128"]),
     (H200, SWAPPED.replace(tile_m=168, tile_n=256), {}, ["168 Ã— 256", "needs 168 registers", "160 is the most"]),

@@ -33,9 +33,6 @@ SCHEDULES = (("late", "pct"), ("eager", "random"), ("random", "round_robin"))
     [  # ends: where the pieces of k end, in k steps.
         (9, CUT, None),
         pytest.param(13, CUT.replace(stream_k=8), None, marks=pytest.mark.slow),
-        (8, WIDE.replace(cluster=2), [9]),
-        (9, CUT.replace(cluster=2), None),
-        pytest.param(9, CUT.replace(cluster=2, cluster_along="n"), None, marks=pytest.mark.slow),
         pytest.param(8, TWO, [5, 9], marks=pytest.mark.slow),
         (8, FOUR, [3, 5, 7, 9]),
         (8, SWAPPED_FOUR, None),
@@ -70,7 +67,6 @@ def test_the_same_bits_under_every_schedule(cores, config, ends):
     ("cores", "shape", "config", "most", "pieces"),
     [
         (9, (256, 128, 1024), CUT, 4, 4),
-        (13, (256, 128, 1024), CUT.replace(stream_k=3, cluster=2), 6, 3),
         (22, (200, 264, 328), FOUR, 4, None),
         (6, (200, 264, 328), TWO, 2, None),
     ],
@@ -84,19 +80,6 @@ def test_as_many_ctas_at_a_time_as_share_a_tile_are_enough(cores, shape, config,
     if pieces:
         with pytest.raises(DeadlockError, match="CTAs were never launched"):
             one.check({"resident": most - 1})
-
-
-@pytest.mark.parametrize(("along", "boxes"), [("m", 2), ("n", 1), ("k", 0)])
-def test_the_common_operand_is_loaded_once_for_all(along, boxes):
-    """Each CTA loads half of a box, and both CTAs receive it: the same number of bytes, in twice as many copies.
-
-    With `cluster_along` "k" each CTA loads operands of its own.
-    """
-    shape, tiles, k_steps = (512, 256, 320), 8, 5
-    alone = Product(4, shape, WIDE).check({}).counts
-    shared = Product(4, shape, WIDE.replace(cluster=2, cluster_along=along)).check({}).counts
-    assert shared["bytes"] == alone["bytes"]
-    assert shared["copies"] == alone["copies"] + tiles * k_steps * boxes
 
 
 @pytest.mark.parametrize("tiles", [1, 5])

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-import overlap
-from tests import blackwell_cases, protocol_cases, test_summed_pairs
 from tests.product_cases import in_f32, integers, oracle_of
 from tests.protocol_cases import ONE, ONE_SHOT, PULL, SUMS, SUMS_BY_RING, Kernel, of_rows, of_sums
 from tests.several_sides_cases import Form
+
+import overlap
+from tests import blackwell_cases, protocol_cases, test_summed_pairs
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _TILE = overlap.Config(tile_m=64, tile_n=128, stages=2)
@@ -84,7 +84,11 @@ ONE_AT_A_TIME = frozenset(protocol_cases.KERNELS) - {"ring"}
 def chosen(names: list[str]) -> list[str]:
     """Returns a few of the kernels that run a function: some of each kind, since most are alike for it."""
     kinds = {"blackwell": 2, "matmul": 3, "gather": 3, "sum": 2}
-    return [name for name in names if (kind := _kind(name)) in kinds and (kinds := kinds | {kind: kinds[kind] - 1})[kind] >= 0]
+    return [
+        name
+        for name in names
+        if (kind := _kind(name)) in kinds and (kinds := kinds | {kind: kinds[kind] - 1})[kind] >= 0
+    ]
 
 
 def _kind(name: str) -> str:

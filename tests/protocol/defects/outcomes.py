@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Literal
 
 import jax
+from tests.protocol_cases import Kernel
 
 from overlap.emulation import EmulationError, emulate
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
 from tests.protocol.defects.source import Defect, injected
-from tests.protocol_cases import Kernel
 
 Outcome = Literal["reported", "wrong numbers", "refused", "unnoticed"]
 # How a kernel is run until its defect shows: the first schedules find most.
@@ -46,7 +46,9 @@ def run(name: str, kernel: Kernel, schedule: int) -> Outcome:
     return "unnoticed"
 
 
-def outcome(defect: Defect, names: Iterable[str], schedules: Iterable[int] = range(len(SCHEDULES))) -> tuple[Outcome, str, int]:
+def outcome(
+    defect: Defect, names: Iterable[str], schedules: Iterable[int] = range(len(SCHEDULES))
+) -> tuple[Outcome, str, int]:
     """Runs the kernels with the defect until it shows. Returns how, in which kernel, and under which schedule."""
     with injected(defect):
         kernels = {name: KERNELS[name][0]() for name in names}
