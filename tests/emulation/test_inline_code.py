@@ -85,20 +85,30 @@ def test_atomic_operations_and_wide_accesses():
         one = "@$1 {}.relaxed.gpu.global.{}.{} [$0], {};".format
         for operation, kind, value in (("add", "u32", 5), ("max", "s32", -1), ("max", "u32", 9), ("or", "b32", 6)):
             inline(one("red", operation, kind, value), words.at[0], elect=True)  # The word becomes 5, 5, 9, 15.
-        for index, (operation, values) in enumerate((("cas.b32", "15, 4"), ("inc.u32", "4"), ("exch.b32", "77"))):
+        for index, (operation, values) in enumerate(
+            (
+                ("cas.b32", "15, 4"),
+                ("inc.u32", "4"),
+                ("exch.b32", "77"),
+                ("inc.u32", "78"),
+                ("inc.u32", "60"),
+                ("inc.u32", "60"),
+            )
+        ):
             text = f"@$2 atom.acq_rel.sys.global.{operation} $0, [$1], {values};"
             out[index] = inline(text, words.at[0], elect=True, dtype=jnp.int32)
         inline("st.release.sys.global.b64 [$0+8], 0x500000006;", words)
         inline("red.relaxed.gpu.global.add.u32 [$0], 2;", words.at[2])  # by all 128 threads
-        out[3] = inline("ld.acquire.gpu.global.u32 $0, [$1+-4];", words.at[3], dtype=jnp.int32)
-        out[4] = inline(
+        out[6] = inline("ld.acquire.gpu.global.u32 $0, [$1+-4];", words.at[3], dtype=jnp.int32)
+        out[7] = inline(
             "{.reg .b64 both; ld.relaxed.sys.global.u64 both, [$1]; shr.u64 both, both, 32; cvt.u32.u64 $0, both;}",
             words.at[2], dtype=jnp.int32,
         )  # fmt: skip
-        plgpu.semaphore_wait(words.at[0], 70)
-        out[5] = pl.semaphore_read(words.at[0])
+        plgpu.semaphore_wait(words.at[0], 1)
+        out[8] = pl.semaphore_read(words.at[0])
 
-    assert on_words(act, results=6) == [15, 4, 0, 262, 5, 7]
+    # `inc` wraps to zero at its limit, and beyond.
+    assert on_words(act, results=9) == [15, 4, 0, 77, 78, 0, 262, 5, 0]
 
 
 def test_a_lock_of_compare_and_swap():
@@ -133,7 +143,7 @@ def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
         inline(f"@$1 st.relaxed.gpu.global.b32 [$0], 1; fence.{fence}.gpu;", words.at[cta], elect=True)
         out[cta] = inline("ld.relaxed.gpu.global.b32 $0, [$1];", words.at[1 - cta], dtype=jnp.int32)
 
-    found = {tuple(on_words(act, ctas=2, results=2, seed=seed, scheduler="random")) for seed in range(24)}
+    found = {tuple(on_words(act, ctas=2, results=2, seed=seed, scheduler="random")) for seed in range(16)}
     assert found >= {(0, 1), (1, 0)} and ((0, 0) in found) == (fence == "acq_rel")
 
 

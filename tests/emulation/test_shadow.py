@@ -153,3 +153,15 @@ def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
     for clock, releases in ((early, False), (late, True)):
         carried = orders.released(Knowledge(late), scope, releases=releases)
         assert carried["local"] is clock and (carried["system"] is clock) == (scope == "sys")
+
+
+def test_a_release_fence_or_store_within_a_cta_tells_other_threads_nothing():
+    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    orders.release(Knowledge(early), "gpu")
+    orders.release(Knowledge(late), "cta")
+    assert orders.released(Knowledge(late), "sys", releases=False) == {"local": early, "system": EMPTY}
+    assert orders.released(Knowledge(late), "cta", releases=True) == {"local": EMPTY, "system": EMPTY}
+    known = Knowledge()
+    orders.gather(Write(1, 1, late, {0: early}, None), 0, "cta")
+    orders.acquire(known, "sys")
+    assert not covers(known.seen, 0, 1)

@@ -1,4 +1,4 @@
-"""Tests consecutive launches that use the same memory, with and without Pallas's barrier between them."""
+"""Consecutive launches of one kernel that use the same memory, with and without Pallas's barrier between them."""
 
 import jax
 import jax.numpy as jnp

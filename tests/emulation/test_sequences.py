@@ -1,4 +1,4 @@
-"""Tests launches of several kernels on shared memory: which faults a sequence must report, and when it must not."""
+"""Launches of several kernels on shared memory: which faults a sequence must report, and when it must not."""
 
 import collections
 import functools
