@@ -1,4 +1,4 @@
-"""A table of kernels with one mistake each, and the check of their reports: right type, where, what, and the way out."""
+"""A table of kernels with one mistake each, and the check of their reports: right type, where, what, the way out."""
 
 from __future__ import annotations
 

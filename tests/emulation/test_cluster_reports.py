@@ -188,8 +188,7 @@ def leaves_a_scope_before_its_load_ends(x, o):
 @reports(ProtocolError, "tensor memory freed too early:\n  tensor memory store", out=(128, 64))
 def leaves_a_scope_before_its_store_ends(x, o):
     pl.run_scoped(
-        lambda tmem: plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32)),
-        plgpu.TMEM((128, 64), jnp.float32),
+        lambda tmem: plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32)), plgpu.TMEM((128, 64), jnp.float32)
     )
 
 
