@@ -74,14 +74,12 @@ def run(function, *args, expected=None, atol=6e-2, reports=(), **settings):
 
 @pytest.mark.parametrize(
     ("split", "cluster", "adds", "completion"),
-    [("N", None, True, "late"), ("M", "N", False, "eager"), slow("M", None, False, "random"), slow("N", "M", False, "late")],
-)  # fmt: skip
+    [("N", None, 1, "late"), ("M", "N", 0, "eager"), slow("M", None, 0, "random"), slow("N", "M", 0, "late")],
+)
 def test_hopper_matmul(ops, split, cluster, adds, completion):
     module = ops("hopper_matmul_mgpu")
-    dimension = module.MatmulDimension
-    config = module.TuningConfig(
-        **TILES, wg_dimension=dimension[split], cluster_dimension=cluster and dimension[cluster]
-    )
+    along = module.MatmulDimension
+    config = module.TuningConfig(**TILES, wg_dimension=along[split], cluster_dimension=cluster and along[cluster])
     x, y, c = half(256, 192), half(192, 256, seed=1), half(256, 256, seed=2) if adds else None
     expected = wide(x) @ wide(y) + (wide(c) if adds else 0)
     run(lambda *xs: module.matmul(*xs, config), x, y, c, cores=2, completion=completion, expected=expected)
@@ -103,8 +101,12 @@ def attention_operands(kv_length):
 
 @pytest.mark.parametrize(
     ("function", "causal", "completion"),
-    [("attention", True, "random"), ("attention_with_pipeline_emitter", False, "eager"), slow("attention", False, "late")],
-)  # fmt: skip
+    [
+        ("attention", True, "random"),
+        ("attention_with_pipeline_emitter", False, "eager"),
+        slow("attention", False, "late"),
+    ],
+)
 def test_attention(ops, function, causal, completion):
     module = ops("attention_mgpu")
     config = module.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, causal=causal)
@@ -236,5 +238,6 @@ def test_blackwell_ragged_dot(ops, completion, cores):
     # CTA, not the CTA that issues the products.
     run(
         lambda *xs: module.ragged_dot_kernel(*xs, config), x, y, sizes, cores=cores, completion=completion,
-        reports=[] if cores == 4 else [ACCUMULATOR], expected=lax.ragged_dot(wide(x), wide(y), sizes) if cores == 4 else None,
+        reports=[] if cores == 4 else [ACCUMULATOR],
+        expected=lax.ragged_dot(wide(x), wide(y), sizes) if cores == 4 else None,
     )  # fmt: skip
