@@ -99,7 +99,7 @@ def row(label: str, case: Case, *, slow: bool = False, **expected: Any) -> None:
     """Adds a row: what is assembled, and what is expected of the last kernel.
 
     name: of the kernel. words, not_words: in the PTX. smem: the bytes, or the least and the most. full: whether each
-    core has a CTA. spills: whether the kernel may spill.
+    core has one CTA. spills: whether the kernel may spill.
     """
     ROWS.append(pytest.param(case, expected, id=label, marks=[pytest.mark.slow] if slow else []))
 
@@ -237,15 +237,17 @@ for shape in ((1001, 4096, 512), (1001, 4096, 8 * 1009), (1000, 3000, 4104)):
 @pytest.mark.parametrize(("case", "expected"), ROWS)
 def test_other_kernels(case, expected):
     (*_, report), code = ptx_of(case)
-    if not expected.get("spills"):
-        assert [fault for fault, good in members.checks_of(report, TARGETS[case.target]).items() if not good] == []
+    faults = [fault for fault, good in members.checks_of(report, TARGETS[case.target]).items() if not good]
+    if "full" in expected:  # Some lessons of the ladder have a CTA for each tile.
+        faults = [fault for fault in faults if not fault.startswith("a grid of")]
+        assert not expected["full"] or math.prod(report.grid) == TARGETS[case.target].core_count
+    assert expected.get("spills") or faults == []
     assert report.architecture == TARGETS[case.target].architecture
     assert report.name == expected.get("name", report.name)
     least, most = (smem, smem) if isinstance(smem := expected.get("smem", (0, 2**20)), int) else smem
     assert least <= report.shared_memory_bytes <= most
     assert [word for word in expected.get("words", ()) if word not in code] == []
     assert [word for word in expected.get("not_words", ()) if word in code] == []
-    assert not expected.get("full") or math.prod(report.grid) == TARGETS[case.target].core_count
 
 
 # --- That the checks can fail -----------------------------------------------------------------------------------------

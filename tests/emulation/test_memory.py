@@ -131,39 +131,6 @@ def test_collective_scopes_in_a_loop():
     np.testing.assert_allclose(y, np.stack([x.sum(1), 2 * x.sum(1)]), rtol=1e-5)
 
 
-def test_warps_have_loops_and_barriers_of_their_own():
-    def body(x, o, smem, full, done):
-        wg = lax.axis_index("wg")
-
-        @pl.when(wg == 1)
-        def _():
-            @plgpu.warp_map
-            def _(warp):
-                @pl.when(warp < 2)
-                def _():
-                    @pl.loop(0, 4)
-                    def _(i):
-                        @pl.when(i > 0)
-                        def _():
-                            plgpu.barrier_wait(done.at[warp])
-
-                        plgpu.copy_gmem_to_smem(x.at[warp, i], smem.at[warp], full.at[warp])
-
-        @pl.when(wg == 0)
-        def _():
-            @pl.loop(0, 4)
-            def _(i):
-                for warp in range(2):
-                    plgpu.barrier_wait(full.at[warp])
-                    o[warp, i] = smem[warp]
-                    plgpu.barrier_arrive(done.at[warp])
-
-    x = normal(2, 4, 64)
-    scratch = [plgpu.SMEM((2, 64), jnp.float32), plgpu.Barrier(num_barriers=2), plgpu.Barrier(num_barriers=2)]
-    y = run(body, x, out_type=out(x.shape), num_threads=2, thread_name="wg", scratch_types=scratch)
-    np.testing.assert_array_equal(y, x)
-
-
 @pytest.mark.parametrize("committed", [True, False])
 def test_a_fence_carries_over_a_barrier(committed):
     # One warpgroup writes and commits; a warp of the other issues the store.
@@ -233,24 +200,17 @@ def test_warps_keep_their_phases_between_maps():
                 call()
 
 
-def test_swap():
+def test_swap_and_atomic_operations():
+    names = {"add": 11, "and": 0b0100, "or": 0b0111, "xor": 0b0011, "min": 5, "max": 6}
+
     def body(x, o, smem):
+        for i, name in enumerate(names):
+            o[i] = jnp.full((128,), 0b0110, jnp.int32)
+            getattr(plgpu, f"atomic_{name}")(o.at[i], x[...])
         smem[...] = x[...]
-        o[0] = ref_swap(smem, (), x[...] * 3)
-        o[1] = smem[...]
+        o[6] = jax.ref.swap(smem, (), x[...] * 3)
+        o[7] = smem[...]
 
-    ref_swap = jax.ref.swap
-    x = normal(64)
-    y = run(body, x, out_type=out((2, 64)), scratch_types=[plgpu.SMEM((64,), jnp.float32)])
-    np.testing.assert_allclose(y, [x, x * 3], rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["add", "and", "or", "xor", "min", "max"])
-def test_atomic_operations(name):
-    def body(x, o):
-        o[...] = jnp.full((128,), 0b0110, jnp.int32)
-        getattr(plgpu, f"atomic_{name}")(o, x[...])
-
-    x = np.full(128, 0b0101, np.int32)
-    expected = {"add": 11, "and": 0b0100, "or": 0b0111, "xor": 0b0011, "min": 5, "max": 6}[name]
-    np.testing.assert_array_equal(run(body, x, out_type=out((128,), jnp.int32)), expected)
+    y = run(body, np.full(128, 0b0101, np.int32), out_type=out((8, 128), jnp.int32),
+            scratch_types=[plgpu.SMEM((128,), jnp.int32)])  # fmt: skip
+    np.testing.assert_array_equal(y, np.repeat([[*names.values(), 5, 15]], 128, axis=0).T)
