@@ -302,6 +302,7 @@ def dies(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 PROBE = Case("tests.assembly.test_assembled:wgmma_probe", 1, (128, 128, 64))
 
 
+@pytest.mark.one_jax
 @pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_figures_of_a_known_kernel(devices):
     (report,) = assemble_case(dataclasses.replace(PROBE, devices=devices))
@@ -312,6 +313,7 @@ def test_the_figures_of_a_known_kernel(devices):
     assert (report.grid, report.threads) == ((1, 1, 1), (128, 1, 1))
 
 
+@pytest.mark.one_jax
 def test_spills_are_seen():
     # 192 x 256 f32 accumulators in one warpgroup need 384 registers per thread; the maximum is 255.
     (report,) = assemble_case(dataclasses.replace(PROBE, shape=(192, 256, 64)))
@@ -330,11 +332,13 @@ def test_a_child_that_dies_is_replaced(tmp_path):
     assert "wgmma_probe" in (tmp_path / "ptx").read_text()
 
 
+@pytest.mark.one_jax
 def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled():
     with pytest.raises(RuntimeError, match="shared memory"):
         assemble_case(Case(GATHER, 4, SHAPE, config={"stages": 5}))
 
 
+@pytest.mark.one_jax
 def test_too_few_registers_are_noticed():
     kernel = next(kernel for kernel in CORE if kernel.tile[:2] == (128, 256))
     _, ptx = ptx_of(next(members.members(kernel)).case)

@@ -3,8 +3,11 @@
 import ast
 import pathlib
 
+import pytest
+
 from overlap import emulation
 
+pytestmark = pytest.mark.one_jax
 PACKAGE = pathlib.Path(emulation.__file__).parent
 # The folders, from the lowest to the highest; `cores` is a module that needs nothing.
 LAYERS = ("cores", "foundations", "state", "execution", "instructions", "entry")

@@ -12,6 +12,7 @@ from overlap.emulation.state.orders import Orders
 from overlap.emulation.state.races import Access, RaceDetector
 from overlap.emulation.state.sync import Semaphore, Write
 
+pytestmark = pytest.mark.one_jax
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 
 
@@ -165,3 +166,13 @@ def test_a_release_fence_or_store_within_a_cta_tells_other_threads_nothing():
     orders.gather(Write(1, 1, late, {0: early}, None), 0, "cta")
     orders.acquire(known, "sys")
     assert not covers(known.seen, 0, 1)
+
+
+def test_a_wait_that_decrements_takes_what_earlier_ones_have_left():
+    word, first, second = Semaphore("flag", 0), Knowledge(), Knowledge()
+    for time in (1, 2):
+        word.signal(1, with_time(EMPTY, 0, time), 0)
+    for known, time in ((first, 1), (second, 2)):
+        assert word.acquire(1, known, decrement=True, scope="sys") is not None
+        assert covers(known.seen, 0, time) and not covers(known.seen, 0, time + 1)
+    assert word.acquire(1, Knowledge(), decrement=True, scope="sys") is None and word.value == 0
