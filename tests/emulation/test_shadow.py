@@ -5,6 +5,8 @@ import types
 import numpy as np
 import pytest
 
+from overlap.emulation import ProtocolError
+from overlap.emulation.execution.tensor_queue import TensorQueue
 from overlap.emulation.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
 from overlap.emulation.foundations.shadow import region_of
 from overlap.emulation.state.memory import Buffer, View
@@ -176,3 +178,15 @@ def test_a_wait_that_decrements_takes_what_earlier_ones_have_left():
         assert word.acquire(1, known, decrement=True, scope="sys") is not None
         assert covers(known.seen, 0, time) and not covers(known.seen, 0, time + 1)
     assert word.acquire(1, Knowledge(), decrement=True, scope="sys") is None and word.value == 0
+
+
+def test_a_commit_completes_the_operations_before_it_and_no_others():
+    thread, done = types.SimpleNamespace(knowledge=Knowledge(), instruction=INSTRUCTION), []
+    queue = TensorQueue(Components())
+    for number in range(3):
+        queue.issue(thread, "mma", collective=False)
+        queue.append(lambda number=number: done.append(number), at_once=False)
+    queue.run_until(2)
+    assert done == [0, 1]
+    with pytest.raises(ProtocolError, match="mma with collective_axis, after operations without it"):
+        queue.issue(thread, "mma", collective=True)
