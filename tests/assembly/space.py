@@ -292,17 +292,10 @@ def value_pairs(kernel: Any) -> set[Any]:
 
 
 def values_and_features(kernel: Any) -> set[Any]:
-    """Returns the value of each field, and for each operation what its kernel does beyond the plain one."""
+    """Returns the value of each field, and for each operation whether tiles are cut, have an epilogue, take turns."""
     fields = dataclasses.asdict(kernel)
-    plain = {
-        "cuts": False,
-        "epilogue": False,
-        "swapped": False,
-        "along_k": False,
-        "cluster": 1,
-        "schedule": "cooperative",
-    }
-    return {*fields.items(), *((kernel.op, name) for name, value in fields.items() if plain.get(name, value) != value)}
+    plain = {"cuts": False, "epilogue": False, "schedule": "cooperative"}
+    return {*fields.items(), *((kernel.op, name) for name, value in plain.items() if fields.get(name, value) != value)}
 
 
 def _largest(wanted: Sequence[Any], kernels: Sequence[KernelClass]) -> set[KernelClass]:
