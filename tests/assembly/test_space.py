@@ -55,7 +55,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("layout", ["nn", *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[1:])])
 def test_the_choices_for_common_products_are_enumerated(layout):
-    for shape in SHAPES:
+    for shape in SHAPES[:: -3 if layout == "nn" else -1]:
         problem = Problem(MATMUL, *shape, "bfloat16", "bfloat16", layout=layout)
         configs = space.candidates(problem, TARGET)
         assert bool(configs) == (shape[0] > 1 or layout[0] == "n")  # TMA cannot load a single transposed row.
