@@ -72,11 +72,7 @@ def assert_near(given, *results, right=False):
 FORMS = [  # shape, config, further arguments
     ((200, 264, 136), Config(tile_n=256, stages=2), {}),
     ((130, 136, 72), Config(tile_m=64, tile_n=128, stages=3, schedule="pingpong"), {"right": True}),
-    pytest.param(
-        (200, 264, 136), Config(tile_m=64, tile_n=256, stages=2, cluster=2, cluster_along="n"), {},
-        marks=pytest.mark.slow,
-    ),
-    ((257, 72, 72), Config(tile_n=128, stages=2, cluster=2, order_minor="n"), {"right": True, "batch": (2,)}),
+    ((257, 72, 72), Config(tile_n=128, stages=2, order_minor="n"), {"right": True, "batch": (2,)}),
     ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
     ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8}),
 ]  # fmt: skip
@@ -100,7 +96,7 @@ def test_matmul(shape, config, more):
 SMALL, XLA = Config(tile_n=128, stages=2), {"implementation": "xla"}
 GATHERS = [  # devices, config, further arguments
     pytest.param(1, SMALL, {}, marks=pytest.mark.slow),
-    (2, Config(tile_n=256, stages=2, cluster=2), {"transpose_rhs": True, "return_gathered": True}),
+    (2, Config(tile_n=256, stages=2), {"transpose_rhs": True, "return_gathered": True}),
     pytest.param(4, SMALL, {"transport": "ring"}, marks=pytest.mark.slow),
     pytest.param(2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}, marks=pytest.mark.slow),
     (2, None, XLA),

@@ -21,8 +21,6 @@ SEVERAL = dataclasses.replace(ROWS, scales=("rows", "columns"), gathered=True, w
 GATHERED = dataclasses.replace(ROWS, gathered=True)
 FEWER = Form(20, (136,), 136, gathered=True)  # Fewer rows than a tile.
 WIDE = overlap.Config(tile_n=128, stages=3)
-PAIRS = WIDE.replace(cluster=2)
-BESIDE = PAIRS.replace(cluster_along="n")
 TALL = overlap.Config(tile_m=128, tile_n=64, stages=2)
 TURNS = PULL.replace(tile_m=64, schedule="pingpong")
 J_TURNS, W_TURNS, S_TURNS = (config.replace(schedule="pingpong") for config in (JOINED, WEIGHTS, SUMS))
@@ -37,11 +35,9 @@ def gather(m, n, k, config, devices=2, transport="pull"):
 
 CASES = {
     # Warpgroups that take turns.
-    "turns, pull, cluster": lambda: of_rows(ROWS, TURNS.replace(cluster=2), 2),
     "turns, pull, cut": lambda: of_rows(LONG, TURNS.replace(stream_k=3), 2),
     "turns, joined": lambda: of_rows(FEW, J_TURNS, 2),
     "turns, ring": lambda: of_rows(ROWS, TURNS, 3, "ring"),
-    "turns, ring, cluster": lambda: of_rows(GATHERED, TURNS.replace(cluster=2), 2, "ring"),
     "turns, ring, cut": lambda: of_rows(LONG, TURNS.replace(stream_k=3), 2, "ring"),
     "turns, weights n": lambda: of_weights("n", W_TURNS, 2, m=200),
     "turns, weights k": lambda: of_weights("k", W_TURNS, 2, m=200),
@@ -61,36 +57,25 @@ CASES = {
     # Transposed tiles.
     "swapped, pull": lambda: of_rows(SEVERAL, SWAPPED.replace(tile_m=40), 2),
     "swapped, pull, turns": lambda: of_rows(ROWS, SWAPPED.replace(schedule="pingpong"), 2),
-    "swapped, pull, cluster, cut": lambda: of_rows(LONG, SWAPPED.replace(cluster=2, stream_k=3), 2),
     "swapped, joined": lambda: of_rows(
         dataclasses.replace(FEW, scales=("rows", "columns"), widths=(64, 136), container=list), J_SWAPPED, 2),
     "swapped, joined, cut": lambda: of_rows(
         dataclasses.replace(FEW, m=40, k=264, scales=("rows",)), J_SWAPPED.replace(tile_m=72, stream_k=3), 2),
     "swapped, weights n": lambda: of_weights("n", W_SWAPPED, 2, m=200),
     "swapped, weights k, cut": lambda: of_weights("k", W_SWAPPED.replace(stream_k=3), 2, m=200, shard=(192, 64)),
-    # Clusters: the second tile of the last one lies beyond the shard's rows, or the device's columns.
-    "pull, cluster, one block": lambda: gather(128, 128, 128, PAIRS),
-    "ring, cluster": lambda: gather(257, 136, 72, PAIRS, transport="ring"),
-    "pull, cluster, cut": lambda: gather(1, 24, 200, PAIRS.replace(stream_k=4)),
-    "ring, cluster, cut": lambda: gather(300, 264, 328, PAIRS.replace(stream_k=3), transport="ring"),
-    "pull, cluster along n": lambda: gather(136, 264, 136, BESIDE),
-    "ring, cluster along n, cut": lambda: gather(131, 264, 200, BESIDE.replace(stream_k=3), 3, "ring"),
     # Cut tiles, after full waves and alone.
     "pull, cut": lambda: gather(200, 136, 200, WIDE.replace(stream_k=2)),
     "ring, cut": lambda: gather(131, 136, 328, WIDE.replace(stream_k=3), transport="ring"),
     "ring, cut, alone": lambda: gather(128, 128, 320, WIDE.replace(stream_k=8), transport="ring"),
     # Fewer rows than a tile.
     "pull, few rows": lambda: of_rows(FEWER, TALL),
-    "pull, few rows, cluster": lambda: of_rows(FEWER, TALL.replace(cluster=2, cluster_along="n"), 2),
     "ring, few rows": lambda: of_rows(FEWER, TALL, 2, "ring"),
-    "ring, few rows, cluster": lambda: of_rows(FEWER, TALL.replace(cluster=2, cluster_along="n"), 2, "ring"),
 }  # fmt: skip
 # Each of these has a case beside it with the same field or the same operation.
 SLOW = {
-    "turns, ring", "turns, ring, cluster", "turns, weights n", "turns, scatter m, batch", "turns, scatter n",
+    "turns, ring", "turns, weights n", "turns, scatter m, batch", "turns, scatter n",
     "turns, ring n", "turns, spread m", "turns, one shot", "one shot, few rows", "swapped, pull, turns",
     "swapped, joined", "pull, cluster, one block", "ring, cluster, cut", "ring, cut, alone", "pull, few rows",
-    "pull, few rows, cluster", "ring, few rows, cluster",
 }  # fmt: skip
 # How many cores leave tiles that are cut, if not 10.
 CORES = {name: 7 for name in ("turns, pull, cut", "turns, ring, cut", "pull, cut", "ring, cut")}

@@ -79,23 +79,6 @@ def test_the_ring_needs_them_all():
         assert "were never launched" in kernel.hangs(resident)
 
 
-ALONG_N = dict(cluster=2, cluster_along="n")
-IN_PAIRS = {
-    "pull, along m": FORMS["pull"].but(m=136, config=SMALL.replace(cluster=2)),
-    "pull, along n": FORMS["pull"].but(n=264, config=SMALL.replace(**ALONG_N)),
-    "joined, along n": FORMS["joined"].but(n=264, config=JOINED.replace(**ALONG_N)),
-    "weights n": FORMS["weights n"].but(m=136, config=SMALL.replace(cluster=2)),
-    "weights k": FORMS["weights k"].but(m=136, config=SMALL.replace(cluster=2)),
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=slow if n.startswith("weights") else []) for n in IN_PAIRS])
-def test_any_number_of_clusters_suffices(name):
-    kernel = Kernel(IN_PAIRS[name])
-    for resident in (2, 4):
-        kernel.run(resident, cores=6)
-
-
 PARTS = 3
 WEIGHTS_CUT = Config(tile_n=128, stages=2, chunk_bytes=1024, stream_k=PARTS)
 CUT = {

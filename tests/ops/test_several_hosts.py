@@ -125,7 +125,7 @@ def test_a_topology_of_several_hosts_is_refused():
     """A program compiled ahead of time is one program, but each host needs its own."""
     program = """
 import jax, numpy as np, overlap
-from tests.assembly.assembly_targets import topology
+from tests.assembly.targets import topology
 from tests.ops.explained import answer
 operands = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
 for hosts, devices in ((1, 8), (2, 4)):

@@ -176,7 +176,7 @@ def _check_swapped(types: OperandTypes, config: Config) -> None:
 
 def spills(shape: Config) -> bool:
     """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
-    # Cases: `tests/assembly/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
+    # Cases: `tests/assembly/space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
     # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
     # ones if warpgroups take turns (152 leave no register).

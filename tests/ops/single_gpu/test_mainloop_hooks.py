@@ -11,7 +11,7 @@ import overlap
 from overlap.emulation import emulate
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.hopper import mainloop
-from overlap.kernels.hopper.limits import rows_loaded
+from overlap.kernels.limits import rows_loaded
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK

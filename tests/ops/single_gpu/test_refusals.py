@@ -66,7 +66,6 @@ REFUSED = [  # target, configuration, what else differs from a product of 4096 Ã
     (B200, SMALL.replace(tile_n=96), {}, ["`tile_n` must be a multiple of 64", "got 96"]),
     (B200, SMALL.replace(tile_n=64, cluster=2), {}, ["`tile_n` must be a multiple of 128", "cluster=2", "got 64"]),
     (B200, SMALL.replace(tile_n=320), {}, ["at most 256", "got 320"]),
-    (B200, SMALL.replace(cluster=2, cluster_along="n"), {}, ["`cluster_along` must be 'm' on Blackwell", "got 'n'"]),
     (B200, SMALL.replace(cluster=2), RING, ["`cluster` must be 1 by the transport 'ring'", "got 2", LEAVE_OUT]),
     (B200, TWO.replace(tile_m=128), {}, ["cluster_along='k' can be used only on Hopper", "NVIDIA B200"]),
     (B200, SMALL.replace(stages=1), {}, ["`stages` must be at least 2", "got 1"]),

@@ -21,11 +21,12 @@ from overlap.kernels.limits import (
     stages_bytes,
 )
 from overlap.primitives.integers import ceil_div
-from tests.assembly import assembly_registers
-from tests.assembly.assembly import TARGETS, Case
-from tests.assembly.assembly_registers import Registers
-from tests.assembly.assembly_report import KernelReport
-from tests.assembly.assembly_space import (
+from tests.assembly import registers, targets
+from tests.assembly.assembly import Case
+from tests.assembly.programs import of_operation
+from tests.assembly.registers import Registers
+from tests.assembly.report import KernelReport
+from tests.assembly.space import (
     DTYPES,
     GATHER_LHS,
     GATHER_RHS,
@@ -102,11 +103,10 @@ class Member:
         config |= {"layout": problem.layout, "out": problem.out_dtype, "rhs_dtype": self.rhs_dtype}
         config |= {"batch": [problem.batch]} if problem.batch > 1 else {}
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
-        function = "scattered" if problem.scattered else "gathered" if problem.communicates else "product"
         config |= {"op": problem.op} if problem.communicates else {}
-        config |= {"return_gathered": self.keeps} if function == "gathered" else {}
-        function = f"tests.assembly.assembly_products:{function}"
-        return Case(function, problem.devices, (problem.m, problem.n, problem.k), problem.dtype, config=config)
+        config |= {"return_gathered": self.keeps} if problem.op == GATHER_LHS else {}
+        shape = problem.m, problem.n, problem.k
+        return Case(of_operation(problem.op), problem.devices, shape, problem.dtype, config=config)
 
     @property
     def smem_bytes(self) -> int:
@@ -185,37 +185,45 @@ def _converges_at_the_end(ptx: str) -> bool:
     return [line for line in before if line and not line.startswith(("//", ".loc"))][-1] == "bar.warp.sync 0xffffffff;"
 
 
+def checks_of(report: KernelReport, target: targets.Target) -> dict[str, bool]:
+    """Returns what must hold for every kernel of the library: a description of the fault, and whether all is well."""
+    smem, most = report.shared_memory_bytes, target.shared_memory_per_block_optin
+    spills = SPILLS_OF_JAX_0_12 if report.ignores_setmaxnreg else 0
+    return {
+        f"assembled for {report.architecture}": report.architecture == target.architecture,
+        f"{report.spills} bytes of spills": report.spills <= spills,
+        f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes <= report.spills,
+        # Any remark of ptxas costs time: serialized wgmma, for example, or an ignored setmaxnreg.
+        f"remarks: {report.remarks}": not report.remarks,
+        f"{report.registers} registers of {report.threads}": report.registers * math.prod(report.threads) <= 65536,
+        f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
+            smem is not None and smem + report.static_shared_memory_bytes <= most,
+        # All CTAs must be resident. A CTA that waits for an SM would block the CTAs that wait for its flags.
+        f"a grid of {report.grid}": math.prod(report.grid) <= target.core_count,
+    }  # fmt: skip
+
+
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     """Returns descriptions of what is wrong with an assembled kernel; the list is empty if nothing is wrong."""
-    limits, threads = assembly_registers.stated(ptx), math.prod(report.threads)
-    taken = 128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer)
-    kernel, smem, most = member.kernel, report.shared_memory_bytes, TARGETS["h200"].shared_memory_per_block_optin
-    kernel = member.kernel
+    limits, kernel, smem = registers.stated(ptx), member.kernel, report.shared_memory_bytes
+    taken, launched = (
+        128 * (COMPUTE_WARPGROUPS * limits.compute + limits.transfer),
+        report.registers * math.prod(report.threads),
+    )
     crowded = kernel.swapped or kernel.schedule == "pingpong" or (kernel.op in GATHER_RHS and kernel.cuts)
     reserve = RESERVE_OF_GATHERS if kernel.pulls and crowded else RESERVE
     if kernel.layout == "tt" and kernel.epilogue and kernel.tile_m * kernel.tile_n >= 128 * 256:
         reserve = RESERVE_OF_TRANSPOSED
     # A division by a variable is a function call. With such a call jax 0.12 has ptxas serialize wgmma.
     divisions = sorted(set(re.findall(r"\b(?:div|rem)\.[su]\d+", ptx)))
-    checks = {
+    checks = checks_of(report, targets.TARGETS["h200"]) | {
         f"divides: {divisions}": not divisions,
-        f"assembled for {report.architecture}": report.architecture == "sm_90a",
-        f"{report.spills} bytes of spills": report.spills <= (SPILLS_OF_JAX_0_12 if report.ignores_setmaxnreg else 0),
-        f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes <= report.spills,
-        # Any remark of ptxas costs time: serialized wgmma, for example, or an ignored setmaxnreg.
-        f"remarks: {report.remarks}": not report.remarks,
         # See `overlap.primitives.converge_warp`.
         "warps meet the others before all of their lanes are there": _converges_at_the_end(ptx),
         # The roles together must take at most the registers of the launch, or setmaxnreg waits forever.
-        f"{taken} registers taken of {report.registers * threads}":
-            report.ignores_setmaxnreg or taken <= report.registers * threads <= 65536,
+        f"{taken} registers taken of {launched}": report.ignores_setmaxnreg or taken <= launched,
         f"{smem} bytes of shared memory, announced {member.smem_bytes}": smem == member.smem_bytes,
-        f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
-            smem is not None and smem + report.static_shared_memory_bytes <= most,
-        # All CTAs must be resident. A CTA that waits for an SM would block the CTAs that wait for its flags.
-        f"a grid of {report.grid}": math.prod(report.grid) <= TARGET.num_cores,
         # Where setmaxnreg is ignored, no role is limited by its number; then spills tell what is missing.
-        f"fewer than {reserve} of {limits} are left":
-            report.ignores_setmaxnreg or assembly_registers.leaves(ptx, reserve),
-    }  # fmt: skip
+        f"fewer than {reserve} of {limits} are left": report.ignores_setmaxnreg or registers.leaves(ptx, reserve),
+    }
     return [fault for fault, good in checks.items() if not good]

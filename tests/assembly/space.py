@@ -8,17 +8,17 @@ class need the same number of registers to within `RESERVE`; `python -m tests.as
 A class is a *loop* (operation, layout, bytes of an operand), a *tile* (sizes, bytes of a result) and an *ending* (cut
 tiles, cluster, epilogue). It is enough to assemble every loop with every tile, and every tile with every ending: from
 the loop to the ending a warpgroup holds only the accumulator, which the tile determines. So an untested pair of loop
-and ending needs no more registers than the two tested classes. `cover` returns these classes; `make test-all` assembles
-them. `core` returns the classes that need the most registers, and every pair of values of any two fields; every run of
-the tests assembles them.
+and ending needs no more registers than the two tested classes. `cover` returns these classes, `pairwise` those with
+every pair of values: `make test-all` assembles both. `core` returns a few of them, for every run of the tests.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +30,7 @@ from overlap.kernels.config import FLOAT8, FLOAT16, Config
 from overlap.kernels.hopper import limits
 from overlap.kernels.operations import BY_NAME
 from overlap.kernels.target import Target
-from tests.assembly.assembly import TARGETS
-from tests.assembly.assembly_largest import MOST_REGISTERS
+from tests.assembly.targets import TARGETS
 
 TARGET = Target("gpu", TARGETS["h200"].name, TARGETS["h200"].core_count)
 MATMUL, GATHER_LHS = "matmul", "all_gather_lhs_matmul"
@@ -166,9 +165,10 @@ def _cuts(config: Config, problem: Problem) -> bool:
     return work_of(config, problem, TARGET).cuts
 
 
-def every() -> list[KernelClass]:
+@functools.cache
+def every() -> tuple[KernelClass, ...]:
     """Returns all classes: every combination of values that `Config.check` accepts and the search tries."""
-    return sorted(kernel for kernel in (*_apart(), *_along_k()) if _exists(kernel))
+    return tuple(sorted(kernel for kernel in (*_apart(), *_along_k()) if _exists(kernel)))
 
 
 def _apart() -> Iterator[KernelClass]:
@@ -227,7 +227,7 @@ def cover() -> list[KernelClass]:
     def pairs(kernel: KernelClass) -> set[Any]:
         return {(kernel.loop, kernel.tile), (kernel.pulls, kernel.tile, kernel.ending)}
 
-    kernels, chosen = every(), []
+    kernels, chosen = list(every()), []
     random.Random(0).shuffle(kernels)
     missing = set().union(*map(pairs, kernels))
     for new in (2, 1):  # Take classes that add two missing pairs first.
@@ -238,29 +238,79 @@ def cover() -> list[KernelClass]:
     return sorted(chosen)
 
 
-# These classes need the most registers beside `MOST_REGISTERS`: their communicator sends strips to all devices.
-MOST_OF_SPREAD = [KernelClass(SPREAD, layout, 2, 2, 256, 128, 1, False, True) for layout in ("nn", "tt")]
+# Pairs (tile, ending) for which a compute thread needs more than 160 registers. They come from the table of registers
+# that `python -m tests.assembly.sweep` writes. The list also has three small tiles that need far more registers than
+# tiles of similar sizes.
+MOST_REGISTERS: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = (
+    ((256, 128, 2, "cooperative", False), (True, 1, True, True, False)),
+    ((256, 128, 2, "cooperative", False), (False, 2, True, True, False)),
+    ((256, 128, 2, "cooperative", False), (False, 2, True, False, False)),
+    ((256, 128, 2, "cooperative", False), (False, 1, False, True, False)),
+    ((256, 128, 2, "cooperative", False), (False, 2, False, True, False)),
+    ((256, 128, 4, "cooperative", False), (False, 2, False, True, False)),
+    ((128, 256, 2, "cooperative", False), (False, 2, True, True, False)),
+    ((128, 256, 2, "cooperative", False), (False, 1, True, True, False)),
+    ((128, 256, 2, "cooperative", False), (False, 1, False, True, False)),
+    ((128, 256, 2, "cooperative", False), (False, 2, False, True, False)),
+    ((128, 256, 2, "cooperative", False), (True, 1, True, True, False)),
+    ((128, 256, 4, "cooperative", False), (False, 2, True, True, False)),
+    ((128, 256, 4, "cooperative", False), (False, 2, False, True, False)),
+    ((128, 192, 4, "cooperative", False), (False, 2, True, True, False)),
+    ((64, 128, 2, "cooperative", False), (True, 2, True, False, False)),
+    ((128, 64, 2, "cooperative", False), (True, 1, True, False, False)),
+    ((256, 64, 2, "cooperative", False), (True, 1, True, False, False)),
+    ((64, 256, 2, "pingpong", False), (False, 2, True, True, False)),
+    ((64, 256, 4, "pingpong", False), (False, 1, False, True, False)),
+    ((128, 128, 2, "pingpong", False), (True, 1, True, True, False)),
+    ((128, 128, 4, "pingpong", False), (False, 2, True, True, False)),
+    ((limits.MOST_ACCUMULATED_IN_CLUSTERS, 256, 2, "cooperative", True), (True, 2, False, True, False)),
+    ((limits.MOST_ACCUMULATED, 256, 2, "cooperative", True), (True, 1, False, True, False)),
+    ((limits.MOST_ACCUMULATED_IN_CLUSTERS, 256, 2, "cooperative", True), (False, 2, False, True, False)),
+    ((limits.MOST_ACCUMULATED, 128, 2, "pingpong", True), (True, 1, False, True, False)),
+    ((limits.MOST_ACCUMULATED_IN_CLUSTERS, 128, 2, "pingpong", True), (False, 2, False, True, False)),
+    ((limits.MOST_ACCUMULATED // 2, 256, 2, "pingpong", True), (False, 1, False, True, False)),
+    ((limits.MOST_ACCUMULATED, 256, 2, "cooperative", True), (False, 1, True, True, False)),
+    ((limits.MOST_ACCUMULATED // 2, 128, 2, "pingpong", True), (False, 2, True, True, False)),
+)
 
 
-def value_pairs(kernel: KernelClass) -> set[Any]:
+def fewest(kernels: Sequence[Any], properties: Callable[[Any], set[Any]], chosen: Iterable[Any] = ()) -> list[Any]:
+    """Returns `chosen` and as few further classes as have every property together (one after the other, greedily)."""
+    of_each = {kernel: properties(kernel) for kernel in kernels}
+    found = set(chosen)
+    missing = set().union(*of_each.values()).difference(*(of_each[kernel] for kernel in found))
+    while missing:
+        best = max(kernels, key=lambda kernel: len(of_each[kernel] & missing))
+        found.add(best)
+        missing -= of_each[best]
+    return sorted(found)
+
+
+def value_pairs(kernel: Any) -> set[Any]:
     """Returns, for any two fields, the pair of values that the class has."""
     return set(itertools.combinations(dataclasses.asdict(kernel).items(), 2))
 
 
-def core() -> list[KernelClass]:
-    """The classes that every run of the tests assembles: one for each entry of `MOST_REGISTERS`, and a few more.
+def values_and_features(kernel: Any) -> set[Any]:
+    """Returns the value of each field, and for each operation whether tiles are cut, have an epilogue, take turns."""
+    fields = dataclasses.asdict(kernel)
+    plain = {"cuts": False, "epilogue": False, "schedule": "cooperative"}
+    return {*fields.items(), *((kernel.op, name) for name, value in plain.items() if fields.get(name, value) != value)}
 
-    Together they contain every pair of values of any two fields that occurs in some class.
-    """
-    kernels = cover()
-    chosen = {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == wanted) for wanted in MOST_REGISTERS}
-    kernels = every()
-    chosen |= {kernel for kernel in MOST_OF_SPREAD if kernel in kernels}
+
+def _largest(wanted: Sequence[Any], kernels: Sequence[KernelClass]) -> set[KernelClass]:
+    return {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == each) for each in wanted}
+
+
+def pairwise() -> list[KernelClass]:
+    """Returns a class for each entry of `MOST_REGISTERS`, and others with every pair of values of any two fields."""
+    kernels = list(every())
     random.Random(10).shuffle(kernels)
-    pairs = {kernel: value_pairs(kernel) for kernel in kernels}
-    missing = set().union(*pairs.values()).difference(*(pairs[kernel] for kernel in chosen))
-    while missing:
-        best = max(kernels, key=lambda kernel: len(pairs[kernel] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
-    return sorted(chosen)
+    return fewest(kernels, value_pairs, _largest(MOST_REGISTERS, kernels))
+
+
+def core() -> list[KernelClass]:
+    """Returns the classes that every run of the tests assembles: some of the largest, each value, each feature."""
+    kernels = list(every())
+    random.Random(10).shuffle(kernels)
+    return fewest(kernels, values_and_features, _largest(MOST_REGISTERS[::5], kernels))

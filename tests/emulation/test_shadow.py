@@ -5,6 +5,8 @@ import types
 import numpy as np
 import pytest
 
+from overlap.emulation import ProtocolError
+from overlap.emulation.execution.tensor_queue import TensorQueue
 from overlap.emulation.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
 from overlap.emulation.foundations.shadow import region_of
 from overlap.emulation.state.memory import Buffer, View
@@ -12,6 +14,7 @@ from overlap.emulation.state.orders import Orders
 from overlap.emulation.state.races import Access, RaceDetector
 from overlap.emulation.state.sync import Semaphore, Write
 
+pytestmark = pytest.mark.one_jax
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
 
 
@@ -153,3 +156,37 @@ def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
     for clock, releases in ((early, False), (late, True)):
         carried = orders.released(Knowledge(late), scope, releases=releases)
         assert carried.local is clock and (carried.system is clock) == (scope == "sys")
+
+
+def test_a_release_fence_or_store_within_a_cta_tells_other_threads_nothing():
+    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    orders.release(Knowledge(early), "gpu")
+    orders.release(Knowledge(late), "cta")
+    assert orders.released(Knowledge(late), "sys", releases=False)[:2] == (EMPTY, early)
+    assert orders.released(Knowledge(late), "cta", releases=True)[:2] == (EMPTY, EMPTY)
+    known = Knowledge()
+    orders.gather(Write(1, 1, late, {0: early}, None), 0, "cta")
+    orders.acquire(known, "sys")
+    assert not covers(known.seen, 0, 1)
+
+
+def test_a_wait_that_decrements_takes_what_earlier_ones_have_left():
+    word, first, second = Semaphore("flag", 0), Knowledge(), Knowledge()
+    for time in (1, 2):
+        word.signal(1, with_time(EMPTY, 0, time), 0)
+    for known, time in ((first, 1), (second, 2)):
+        assert word.acquire(1, known, decrement=True, scope="sys") is not None
+        assert covers(known.seen, 0, time) and not covers(known.seen, 0, time + 1)
+    assert word.acquire(1, Knowledge(), decrement=True, scope="sys") is None and word.value == 0
+
+
+def test_a_commit_completes_the_operations_before_it_and_no_others():
+    thread, done = types.SimpleNamespace(knowledge=Knowledge(), instruction=INSTRUCTION), []
+    queue = TensorQueue(Components())
+    for number in range(3):
+        queue.issue(thread, "mma", collective=False)
+        queue.append(lambda number=number: done.append(number), at_once=False)
+    queue.run_until(2)
+    assert done == [0, 1]
+    with pytest.raises(ProtocolError, match="mma with collective_axis, after operations without it"):
+        queue.issue(thread, "mma", collective=True)

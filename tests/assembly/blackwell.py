@@ -7,26 +7,27 @@ the shared memory and tensor memory that `limits` announces.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
 import random
 import re
 from collections.abc import Iterator
 from typing import Any
-
-import jax.numpy as jnp
 
 from overlap.choice.model import work_of
 from overlap.choice.problem import Problem
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TENSOR_MEMORY_COLUMNS, smem_bytes
 from overlap.kernels.config import SWIZZLE_BYTES, Config
 from overlap.kernels.limits import BARRIER_BYTES, EPILOGUE_COLUMNS
+from overlap.kernels.target import Target
 from tests.assembly.assembly import Case
-from tests.assembly.assembly_members import PULL_SHAPES, SCATTER_SHAPES, SHAPES
-from tests.assembly.assembly_report import KernelReport
-from tests.assembly.assembly_targets import TARGETS
-from tests.ops.blackwell_cases import B200
+from tests.assembly.members import PULL_SHAPES, SCATTER_SHAPES, SHAPES, checks_of
+from tests.assembly.programs import of_operation
+from tests.assembly.report import KernelReport
+from tests.assembly.space import fewest, value_pairs, values_and_features
+from tests.assembly.targets import TARGETS
 
+B200 = Target("gpu", TARGETS["b200"].name, TARGETS["b200"].core_count)
 # For each operation: its name in `Problem`, its layouts, whether it has 32-bit results, whether it has an epilogue.
 # Gathered right operands have no 8-bit elements (`WIDE_OPERANDS`).
 OPERATIONS: dict[str, tuple[str, tuple[str, ...], bool, bool]] = {
@@ -88,11 +89,8 @@ class Member:
         config |= {"epilogue": "all"} if self.kernel.epilogue else {}
         config |= {"op": problem.op} if name != "matmul" else {}
         config |= {"transport": TRANSPORTS[name]} if name in TRANSPORTS else {}
-        function = "scattered" if problem.scattered else "gathered" if problem.communicates else "product"
         shape = problem.m, problem.n, problem.k
-        return Case(
-            f"tests.assembly.assembly_products:{function}", problem.devices, shape, problem.dtype, "b200", config
-        )
+        return Case(of_operation(problem.op), problem.devices, shape, problem.dtype, "b200", config)
 
     @property
     def smem_bytes(self) -> int:
@@ -104,7 +102,8 @@ class Member:
         return announced + EPILOGUE_COLUMNS * self.kernel.out_bytes // SWIZZLE_BYTES * BARRIER_BYTES
 
 
-def every() -> list[KernelClass]:
+@functools.cache
+def every() -> tuple[KernelClass, ...]:
     """Returns all classes: every combination of values that some configuration can have."""
     endings = list(itertools.product((64, 128, 192, 256), (1, 2), (False, True), (False, True)))
     classes = []
@@ -115,7 +114,7 @@ def every() -> list[KernelClass]:
                 kernel = KernelClass(op, layout, operand_bytes, out_bytes, tile_n, cluster, cuts, epilogue)
                 if epilogue <= has_epilogue and _exists(kernel):
                     classes.append(kernel)
-    return sorted(classes)
+    return tuple(sorted(classes))
 
 
 def _exists(kernel: KernelClass) -> bool:
@@ -154,17 +153,20 @@ def members(kernel: KernelClass) -> Iterator[Member]:
             yield Member(kernel, config, problem)
 
 
+def pairwise() -> list[KernelClass]:
+    """Returns classes with every pair of values of any two fields that occurs in some class."""
+    return fewest(_shuffled(), value_pairs)
+
+
 def core() -> list[KernelClass]:
-    """Returns a few classes with every pair of values of any two fields that occurs in some class."""
-    kernels, chosen = every(), []
+    """Returns classes with every operation, each value of each field, and each feature of each operation."""
+    return fewest(_shuffled(), values_and_features)
+
+
+def _shuffled() -> list[KernelClass]:
+    kernels = list(every())
     random.Random(3).shuffle(kernels)
-    pairs = {kernel: set(itertools.combinations(dataclasses.asdict(kernel).items(), 2)) for kernel in kernels}
-    missing = set().union(*pairs.values())
-    while missing:
-        best = max(kernels, key=lambda kernel: len(pairs[kernel] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
-    return sorted(chosen)
+    return kernels
 
 
 def tensor_memory_columns(ptx: str) -> int:
@@ -176,27 +178,15 @@ def tensor_memory_columns(ptx: str) -> int:
 
 def faults(member: Member, report: KernelReport, ptx: str) -> list[str]:
     """Returns descriptions of what is wrong with an assembled kernel; the list is empty if nothing is wrong."""
-    smem, most = report.shared_memory_bytes, TARGETS["b200"].shared_memory_per_block_optin
+    smem = report.shared_memory_bytes
     groups = set(re.findall(r"tcgen05\.mma\.cta_group::(\d)", ptx))
     columns, announced = tensor_memory_columns(ptx), member.smem_bytes
     # The ring has one chunk buffer for what it passes on, whatever `chunk_buffers` says.
     as_announced = smem == announced or (member.kernel.op == "ring m" and smem is not None and smem < announced)
-    checks = {
-        f"assembled for {report.architecture}": report.architecture == "sm_100a",
-        f"{report.spills} bytes of spills": report.spills == 0,
-        f"{report.stack_frame_bytes} bytes of local memory": report.stack_frame_bytes == 0,
-        f"remarks: {report.remarks}": not report.remarks,
-        f"{report.registers} registers of {report.threads}": report.registers * math.prod(report.threads) <= 65536,
+    checks = checks_of(report, TARGETS["b200"]) | {
         f"products by groups of {groups}": groups == {str(member.kernel.cluster)},
         f"{columns} columns of tensor memory":
             ACCUMULATORS * member.config.tile_n <= columns <= TENSOR_MEMORY_COLUMNS,
         f"{smem} bytes of shared memory, announced {announced}": as_announced,
-        f"{smem} + {report.static_shared_memory_bytes} bytes of shared memory of {most}":
-            smem is not None and smem + report.static_shared_memory_bytes <= most,
-        # All CTAs must be resident. A CTA that waits for an SM would block the CTAs that wait for its flags.
-        f"a grid of {report.grid}": math.prod(report.grid) <= B200.num_cores,
     }  # fmt: skip
     return [fault for fault, good in checks.items() if not good]
-
-
-assert all(jnp.dtype(name).itemsize == size for size, names in DTYPES.items() for name in names)

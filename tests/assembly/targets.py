@@ -20,6 +20,11 @@ class Target:
     clock_ghz: float
     shared_memory_per_block_optin: int = 232448
 
+    @property
+    def architecture(self) -> str:
+        """Returns the architecture for which ptxas assembles."""
+        return "sm_{}{}a".format(*self.compute_capability)
+
     def text(self) -> str:
         """Returns the figures in the text form of XLA's GpuTargetConfigProto."""
         major, minor = self.compute_capability

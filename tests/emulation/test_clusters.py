@@ -1,6 +1,4 @@
-"""Tests clusters: multicast loads, cluster barriers, a peer's shared memory, and the reports if a rule is broken."""
-
-import functools
+"""Clusters: when they start, the arrivals that their barriers expect, and multicast loads that are cut in parts."""
 
 import jax
 import jax.numpy as jnp
@@ -10,58 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from tests.emulation import cluster_kernels, kernels
+from overlap.emulation import DeadlockError, ProtocolError, RaceError, emulate
+from tests.emulation import cluster_kernels
 from tests.emulation.cases import TILED, normal, out_type, run_kernel
 
-COMPLETIONS = ("late", "random", "eager")
 STEPS, ROWS, COLUMNS = 5, 8, 64
 X = normal(STEPS * ROWS, COLUMNS)
 TOTAL = X.reshape(STEPS, ROWS, COLUMNS).sum(0)
-
-
-@functools.cache
-def kernel_of(name, defects=kernels.NO_DEFECTS):
-    make, arguments, expected = {
-        "shared tiles": (cluster_kernels.shared_tiles, (STEPS, ROWS, COLUMNS), [[TOTAL, 2 * TOTAL]] * 2),
-        "swap": (cluster_kernels.swap_halves, (STEPS * ROWS // 2, COLUMNS), np.roll(X, STEPS * ROWS // 2, axis=0)),
-        "scopes": (cluster_kernels.scope_in_a_loop, (STEPS, ROWS, COLUMNS), [TOTAL, TOTAL]),
-    }[name]
-    kernel = jax.jit(make(*arguments, defects=defects))
-    return lambda: np.testing.assert_allclose(np.asarray(kernel(X)), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("completion", COMPLETIONS)
-@pytest.mark.parametrize("name", ["shared tiles", "swap", "scopes"])
-def test_clean_under_every_schedule_tried(name, completion):
-    for scheduler, seeds in (("pct", 15), ("random", 3), ("round_robin", 1)):
-        for seed in range(seeds):
-            with emulate(completion=completion, scheduler=scheduler, seed=seed):
-                kernel_of(name)()
-
-
-DEFECTS = [
-    ("shared tiles", "refill by own barrier", RaceError, "multicast TMA load, write"),
-    ("shared tiles", "arrival before the read", RaceError, "not ordered with the earlier read"),
-    ("shared tiles", "missing arrival", DeadlockError, "cluster barrier consumed[0], got 1 of 2 arrivals"),
-    ("shared tiles", "one CTA does not load", DeadlockError, "bytes outstanding"),
-    ("shared tiles", "missing last wait", ProtocolError, "left the cluster too early"),
-    ("swap", "no wait before the read", RaceError, "TMA load, write"),
-    ("swap", "no wait after the read", ProtocolError, "left the cluster too early"),
-    ("scopes", "no wait between scopes", RaceError, "multicast TMA load, write"),
-]
-
-
-@pytest.mark.parametrize("completion", COMPLETIONS)
-@pytest.mark.parametrize(("name", "defect", "error", "words"), DEFECTS)
-def test_defects_are_reported_under_every_seed(name, defect, error, words, completion):
-    for seed in range(5):
-        with pytest.raises(EmulationError), emulate(completion=completion, seed=seed) as run:
-            kernel_of(name, frozenset({defect}))()
-        matching = [e for e in run.errors if type(e) is error and words in str(e)]
-        assert matching, [str(e) for e in run.errors]
-        assert "CTA" in str(matching[0])
-        assert "cluster_kernels.py" in str(matching[0])
 
 
 def test_a_cluster_is_launched_as_a_whole():
@@ -85,36 +38,6 @@ def test_a_cluster_does_not_start_where_a_part_of_it_fits():
     assert run_kernel(body, settings={"resident": 4}, **kwargs).tolist() == [[1, 1], [1, 1]]
     with pytest.raises(DeadlockError, match="2 CTAs were never launched"):
         run_kernel(body, settings={"resident": 3}, **kwargs)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_an_arrival_at_a_cta_that_may_have_ended(seed):
-    def body(o, barrier, *, slow):
-        # The peer ends without waiting. This arrival may come before or after the peer's end.
-        @pl.when(lax.axis_index("rank") == 0)
-        def _arrive():
-            for i in range(slow):
-                o[0] = jnp.float32(i)
-            plgpu.barrier_arrive(barrier)
-
-    scratch = [plgpu.ClusterBarrier(collective_axes=("rank",))]
-    kwargs = dict(out_type=out_type((1,)), cluster=(2,), cluster_names=("rank",), scratch_types=scratch)
-    for slow in (0, 20):
-        for scheduler in ("pct", "round_robin"):
-            with pytest.raises(ProtocolError, match="left the cluster too early"):
-                run_kernel(
-                    lambda *refs, slow=slow: body(*refs, slow=slow),
-                    settings={"seed": seed, "scheduler": scheduler},
-                    **kwargs,
-                )
-
-
-def test_copies_are_counted_where_they_land():
-    with emulate() as run:
-        kernel_of("shared tiles")()
-    # Each of 2 clusters × 2 CTAs issues one store, and loads its half of each tile; every load lands in both CTAs.
-    assert run.counts["copies"] == 4 * (2 * STEPS + 1)
-    assert run.counts["bytes"] == 4 * (STEPS + 1) * ROWS * COLUMNS * 4
 
 
 @pytest.mark.parametrize(
@@ -229,53 +152,3 @@ def test_a_multicast_copy_tells_the_peer_of_nothing_but_itself():
         lambda *refs: body(*refs[:-1], wait=refs[-1]), normal(8, 64), scratch_types=[*scratch, both], **kwargs
     )
     assert y.tolist() == [1, 2]
-
-
-def test_what_a_cluster_does_not_have():
-    with pytest.raises(ProtocolError, match="cannot be cut into 3 equal parts"):
-        multicast(normal(8, 64), plgpu.SMEM((8, 64), jnp.float32), (8, 64), cluster=(3,))
-
-    def outside(o, smem):
-        smem[...] = jnp.zeros((8, 64), jnp.float32)
-        o[...] = plgpu.cluster_ref(smem, {"rank": lax.axis_index("rank") + 2})[...]
-
-    scratch = [plgpu.SMEM((8, 64), jnp.float32)]
-    with pytest.raises(ProtocolError, match="no place in a cluster"):
-        run_kernel(outside, out_type=out_type((8, 64)), scratch_types=scratch, cluster=(2,), cluster_names=("rank",))
-
-    def private(x, o):
-        def scope(smem, full):
-            plgpu.copy_gmem_to_smem(x, smem, full, collective_axes="rank")
-            plgpu.barrier_wait(full)
-
-        pl.run_scoped(scope, plgpu.SMEM((8, 64), jnp.float32), plgpu.Barrier())
-
-    with pytest.raises(ProtocolError, match="no allocation that a cluster shares"):
-        run_kernel(private, normal(8, 64), out_type=out_type((1,)), cluster=(2,), cluster_names=("rank",),
-                   num_threads=2, thread_name="wg")  # fmt: skip
-
-
-@pytest.mark.parametrize("completion", COMPLETIONS)
-def test_the_frameworks_own_pipeline_over_a_cluster(completion):
-    steps, rows, columns = 4, 8, 64
-    spec = plgpu.BlockSpec((rows, columns), lambda i: (i, 0), collective_axes=("rank",))
-
-    def body(x, o):
-        def add(_, tile, total):
-            return total + tile[...]
-
-        def compute(pipeline):
-            o[lax.axis_index("rank")] = pipeline(jnp.zeros((rows, columns), jnp.float32))
-
-        plgpu.emit_pipeline_warp_specialized(
-            add, grid=(steps,), in_specs=[spec], max_concurrent_steps=2, num_compute_wgs=1, wg_axis="wg",
-            memory_registers=40, compute_context=compute,
-        )(x)  # fmt: skip
-
-    x = normal(steps * rows, columns)
-    for seed in range(5):
-        y = run_kernel(
-            body, x, out_type=out_type((2, rows, columns)), cluster=(2,), cluster_names=("rank",), num_threads=2,
-            thread_name="wg", settings={"seed": seed, "completion": completion},
-        )  # fmt: skip
-        np.testing.assert_allclose(y, [x.reshape(steps, rows, columns).sum(0)] * 2, rtol=1e-5, atol=1e-5)
