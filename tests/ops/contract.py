@@ -73,7 +73,9 @@ class Call:
 
     def __str__(self) -> str:
         changed = [f for f in dataclasses.fields(self) if f.name != "op" and getattr(self, f.name) != f.default]
-        return " ".join([self.op, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+        # A function is named, since its text has an address, and the workers of pytest-xdist compare the texts.
+        values = ((f.name, getattr(self, f.name)) for f in changed)
+        return " ".join([self.op, *(f"{name}={getattr(x, '__name__', x)}" for name, x in values)])
 
     def but(self, **changes: Any) -> Call:
         return dataclasses.replace(self, **changes)

@@ -73,9 +73,9 @@ CASES = {
 }  # fmt: skip
 # Each of these has a case beside it with the same field or the same operation.
 SLOW = {
-    "turns, ring", "turns, weights n", "turns, scatter m, batch", "turns, scatter n",
-    "turns, ring n", "turns, spread m", "turns, one shot", "one shot, few rows", "swapped, pull, turns",
-    "swapped, joined", "pull, cluster, one block", "ring, cluster, cut", "ring, cut, alone", "pull, few rows",
+    "turns, ring", "turns, weights n", "turns, scatter m, batch", "turns, scatter n", "turns, ring n",
+    "turns, spread m", "turns, one shot", "one shot, few rows", "swapped, pull, turns", "swapped, joined",
+    "ring, cut, alone", "pull, few rows",
 }  # fmt: skip
 # How many cores leave tiles that are cut, if not 10.
 CORES = {name: 7 for name in ("turns, pull, cut", "turns, ring, cut", "pull, cut", "ring, cut")}
