@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import overlap
-from tests import blackwell_cases, protocol_cases, test_summed_pairs
-from tests.product_cases import in_f32, integers, oracle_of
-from tests.protocol_cases import ONE, ONE_SHOT, PULL, SUMS, SUMS_BY_RING, Kernel, of_rows, of_sums
-from tests.several_sides_cases import Form
+from tests.ops import blackwell_cases, test_summed_pairs
+from tests.ops.product_cases import in_f32, integers, oracle_of
+from tests.ops.several_sides_cases import Form
+from tests.protocol import protocol_cases
+from tests.protocol.protocol_cases import ONE, ONE_SHOT, PULL, SUMS, SUMS_BY_RING, Kernel, of_rows, of_sums
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _TILE = overlap.Config(tile_m=64, tile_n=128, stages=2)

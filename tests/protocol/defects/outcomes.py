@@ -11,8 +11,9 @@ import jax
 
 from overlap.emulation import EmulationError, emulate
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
+from tests.protocol.defects import source
 from tests.protocol.defects.source import Defect, injected
-from tests.protocol_cases import Kernel
+from tests.protocol.protocol_cases import Kernel
 
 Outcome = Literal["reported", "wrong numbers", "refused", "unnoticed"]
 # How a kernel is run until its defect shows: the first schedules find most.
@@ -77,4 +78,19 @@ def lines_of(name: str) -> set[tuple[str, int]]:
         monitoring.register_callback(tool, monitoring.events.LINE, None)
         monitoring.free_tool_id(tool)
         monitoring.restart_events()
+    return found
+
+
+def reached() -> dict[Defect, list[str]]:
+    """Returns the defects that some kernel runs, each with the names of those kernels."""
+    at_line: dict[tuple[str, int], set[str]] = {}
+    for name in KERNELS:
+        for place in lines_of(name):
+            at_line.setdefault(place, set()).add(name)
+    found = {}
+    for module in source.modules():
+        for defect, lines in source.of_module(module).items():
+            running = set().union(*(at_line.get((str(source.file_of(module)), line), ()) for line in lines))
+            if running:
+                found[defect] = [name for name in KERNELS if name in running]
     return found

@@ -29,6 +29,8 @@ _OF_SIZES = re.compile(r"(^|\.)(launch|of|scratch_\w+)$|_(shape|shapes|type|type
 # What a weaker fence, atomic or load says in PTX, and the scope within which it holds.
 _WEAKER = {".acq_rel": ".relaxed", ".release": ".relaxed", ".acquire": ".relaxed", ".sys": ".gpu"}
 _WEAKER_CALL = {"wait_stores_landed": "wait_stores_read"}
+# Conditions that hold or do not for all of a call: the other branch lacks what it needs.
+_ABSENT = re.compile(r"\bNone\b|\bisinstance\b|_KNOWN")
 _OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
 }  # fmt: skip
@@ -109,6 +111,38 @@ def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
                 yield _Change("drop", lambda _: ast.Constant(""))
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in _WEAKER_CALL:
             yield _Change("weaken", lambda _: ast.Name(_WEAKER_CALL[name], ast.Load()))
+        case ast.Subscript(value=ast.Attribute(attr="at"), slice=index):
+            for place, part in enumerate(index.elts if isinstance(index, ast.Tuple) else [index]):
+                if not isinstance(part, (ast.Slice, ast.Constant)) and not _begins_at_a_constant(part):
+                    yield _Change("first place in", functools.partial(_at_the_first, place))
+        case ast.IfExp(test=test) if not _ABSENT.search(ast.unparse(test)):
+            yield _Change("exchange in", lambda _: ast.IfExp(test, node.orelse, node.body))
+        case ast.BinOp(left, ast.BitAnd(), right):
+            yield _Change("left alone of", lambda _: left)
+            yield _Change("right alone of", lambda _: right)
+
+
+def _begins_at_a_constant(index: ast.AST) -> bool:
+    return isinstance(index, ast.Call) and _called(index) == "ds" and isinstance(index.args[0], ast.Constant)
+
+
+def _at_the_first(place: int, node: ast.AST) -> ast.AST:
+    """Returns the subscript with zero for one of its indices."""
+    assert isinstance(node, ast.Subscript)
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    match parts[place]:
+        case ast.Call(func, [start, *rest]) as call if _called(call) == "ds":
+            parts[place] = ast.Call(func, [_zero(start), *rest], [])
+        case ast.Starred(value):
+            parts[place] = ast.Starred(_zero(value), ast.Load())
+        case index:
+            parts[place] = _zero(index)
+    return ast.Subscript(node.value, ast.Tuple(parts, ast.Load()) if len(parts) > 1 else parts[0], node.ctx)
+
+
+def _zero(index: ast.expr) -> ast.expr:
+    zero = _parsed("lambda index: tuple(0 * i for i in index) if isinstance(index, tuple) else 0 * index")
+    return ast.Call(zero, [index], [])
 
 
 def _replaced(text: str, strong: str, weak: str) -> ast.Constant:

@@ -1,0 +1,50 @@
+"""The table `outcomes.csv`: what shows of each defect."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Mapping
+
+from tests.protocol.defects.source import Defect
+
+FILE = pathlib.Path(__file__).parent / "outcomes.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What shows of a defect.
+
+    Attributes:
+      outcome: "reported", "wrong numbers", "refused", or "unnoticed".
+      kernel: the kernel of `kernels.KERNELS` in which it shows.
+      schedule: the number of the schedule of `outcomes.SCHEDULES` under which it shows.
+    """
+
+    outcome: str
+    kernel: str
+    schedule: int
+
+
+def read() -> dict[Defect, Row]:
+    if not FILE.exists():
+        return {}
+    with FILE.open(newline="") as file:
+        rows = csv.reader(file)
+        next(rows)
+        return {Defect(*row[:4], int(row[4])): Row(row[5], row[6], int(row[7])) for row in rows}
+
+
+def write(rows: Mapping[Defect, Row]) -> None:
+    names = [field.name for kind in (Defect, Row) for field in dataclasses.fields(kind)]
+    with FILE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows([*dataclasses.astuple(defect), *dataclasses.astuple(rows[defect])] for defect in sorted(rows))
+
+
+def shuffled(defect: Defect) -> str:
+    """A key that sorts defects in an order which has nothing to do with where they lie, and always the same."""
+    return hashlib.sha1(str(defect).encode()).hexdigest()
