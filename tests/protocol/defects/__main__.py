@@ -28,13 +28,13 @@ def main() -> None:
 
     known, reached = table.read(), outcomes.reached()
     rows = {defect: known[defect] for defect in reached if defect in known}
-    missing = sorted((d for d in reached if d not in known), key=table.shuffled)
+    missing = [defect for defect in table.spread(reached) if defect not in known]
     try:
         for number, defect in enumerate(missing):
             if time.monotonic() > end:
                 break
-            rows[defect] = table.Row(*outcomes.outcome(defect, kernels.chosen(reached[defect]), range(4)))
-            print(f"{number}/{len(missing)} {defect}: {rows[defect]}", flush=True)
+            rows[defect] = table.Row(*outcomes.outcome(defect, kernels.chosen(reached[defect]), (0, 2)))
+            print(f"{time.process_time():.1f} {number}/{len(missing)} {defect}: {rows[defect]}", flush=True)
             if number % 50 == 49:
                 table.write(rows)
     finally:

@@ -25,7 +25,7 @@ SCHEDULES = (
     {"completion": "late", "scheduler": "random", "laps": 3},
     {"completion": "random", "scheduler": "pct", "laps": 1},
 )
-_STEPS = 60_000
+_STEPS = 30_000
 
 
 def run(name: str, kernel: Kernel, schedule: int) -> Outcome:

@@ -24,6 +24,10 @@ _NOT_OF_KERNELS = re.compile(
 _CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
 # To wait or to fence once more changes nothing.
 _IDEMPOTENT = re.compile(r"wait|fence|commit|look")
+# A lambda that does one of these is a whole step of the protocol.
+_SAYS_OR_WAITS = re.compile(r"signal|wait")
+# Arguments that say what is ordered or counted.
+_BOOLEANS = ("orders_tensor_core", "at_least", "decrement", "wait_read_only", "accumulate", "last", "of_part", "whole")
 # Functions that only say how much memory or how many flags a kernel has: more than needed does no harm.
 _OF_SIZES = re.compile(r"(^|\.)(launch|of|scratch_\w+)$|_(shape|shapes|type|types|bytes)$")
 # What a weaker fence, atomic or load says in PTX, and the scope within which it holds.
@@ -117,6 +121,10 @@ def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
                     yield _Change("first place in", functools.partial(_at_the_first, place))
         case ast.IfExp(test=test) if not _ABSENT.search(ast.unparse(test)):
             yield _Change("exchange in", lambda _: ast.IfExp(test, node.orelse, node.body))
+        case ast.Lambda(body=ast.Call() as call) if _SAYS_OR_WAITS.search(_called(call)):
+            yield _Change("drop in", lambda _: ast.Lambda(node.args, ast.Constant(None)))
+        case ast.keyword(arg=name, value=ast.Constant(value=bool(value))) if name in _BOOLEANS:
+            yield _Change("not in", lambda _: ast.keyword(name, ast.Constant(not value)))
         case ast.BinOp(left, ast.BitAnd(), right):
             yield _Change("left alone of", lambda _: left)
             yield _Change("right alone of", lambda _: right)

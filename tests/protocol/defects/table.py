@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import hashlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tests.protocol.defects.source import Defect
 
@@ -45,6 +46,18 @@ def write(rows: Mapping[Defect, Row]) -> None:
         writer.writerows([*dataclasses.astuple(defect), *dataclasses.astuple(rows[defect])] for defect in sorted(rows))
 
 
-def shuffled(defect: Defect) -> str:
-    """A key that sorts defects in an order which has nothing to do with where they lie, and always the same."""
+def spread(defects: Iterable[Defect]) -> list[Defect]:
+    """Orders defects so that any number of the first ones are of as many modules and kinds as possible.
+
+    Apart from that the order has nothing to do with where they lie, and is always the same.
+    """
+    seen: collections.Counter[tuple[str, str]] = collections.Counter()
+    turns = {}
+    for defect in sorted(defects, key=_shuffled):
+        turns[defect] = seen[defect.module, defect.kind]
+        seen[defect.module, defect.kind] += 1
+    return sorted(turns, key=lambda defect: (turns[defect], _shuffled(defect)))
+
+
+def _shuffled(defect: Defect) -> str:
     return hashlib.sha1(str(defect).encode()).hexdigest()
