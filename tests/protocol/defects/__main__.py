@@ -15,6 +15,8 @@ import jax
 
 from tests.protocol.defects import table
 
+_SCHEDULES = (0, 2)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -28,13 +30,14 @@ def main() -> None:
 
     known, reached = table.read(), outcomes.reached()
     rows = {defect: known[defect] for defect in reached if defect in known}
-    missing = [defect for defect in table.spread(reached) if defect not in known]
+    rows |= {defect: table.Row("not run", "", -1) for defect, names in reached.items() if not names}
+    missing = [defect for defect in table.spread(reached) if defect not in rows]
     try:
         for number, defect in enumerate(missing):
             if time.monotonic() > end:
                 break
-            rows[defect] = table.Row(*outcomes.outcome(defect, kernels.chosen(reached[defect]), (0, 2)))
-            print(f"{time.process_time():.1f} {number}/{len(missing)} {defect}: {rows[defect]}", flush=True)
+            rows[defect] = table.Row(*outcomes.outcome(defect, kernels.chosen(reached[defect]), _SCHEDULES))
+            print(f"{number}/{len(missing)} {defect}: {rows[defect]}", flush=True)
             if number % 50 == 49:
                 table.write(rows)
     finally:

@@ -59,7 +59,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     **{name: (lambda make=make: on_blackwell(make()), cores) for name, (make, cores) in _BLACKWELL.items()},
 }  # fmt: skip
 # The CTAs of these kernels do not wait for each other, so a device may run one at a time.
-ONE_AT_A_TIME = frozenset(protocol_cases.KERNELS) - {"ring"}
+ONE_AT_A_TIME = frozenset(protocol_cases.KERNELS) - {"ring"} | {"ring, sums", "scatter, 3 stages", "spread, tiles"}
 
 
 def chosen(names: list[str]) -> list[str]:

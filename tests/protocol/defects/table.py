@@ -19,7 +19,7 @@ class Row:
     """What shows of a defect.
 
     Attributes:
-      outcome: "reported", "wrong numbers", "refused", or "unnoticed".
+      outcome: "reported", "wrong numbers", "refused" (it cannot be traced), "unnoticed", or "not run" by any kernel.
       kernel: the kernel of `kernels.KERNELS` in which it shows.
       schedule: the number of the schedule of `outcomes.SCHEDULES` under which it shows.
     """
