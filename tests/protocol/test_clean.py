@@ -23,7 +23,21 @@ from tests.protocol import protocol_cases
 from tests.protocol.defects import source, steps
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
 from tests.protocol.protocol_cases import (
-    FEW, JOINED, ONE, ONE_SHOT, PULL, SPREAD, SUMS, SUMS_BY_RING, WEIGHTS, Form, Kernel, clean, of_rows, of_sums, of_weights,
+    FEW,
+    JOINED,
+    ONE,
+    ONE_SHOT,
+    PULL,
+    SPREAD,
+    SUMS,
+    SUMS_BY_RING,
+    WEIGHTS,
+    Form,
+    Kernel,
+    clean,
+    of_rows,
+    of_sums,
+    of_weights,
     on_blackwell,
 )  # fmt: skip
 
@@ -32,11 +46,11 @@ MORE = {
     "joined, cut": (lambda: of_rows(Form(24, (136, 128), 200, gathered=True, container=list),
                                     JOINED.replace(stages=3, stream_k=3)), 7),
     "joined, along n": (lambda: of_rows(Form(24, (136, 128), 200), JOINED.replace(cluster=2, cluster_along="n"), 2), 5),
-    "joined, 3 rows": (lambda: of_rows(Form(3, (136, 128), 200, scales=("rows", "columns"), container=list), JOINED), 9),
+    "joined, thin": (lambda: of_rows(Form(3, (136, 128), 200, scales=("rows", "columns"), container=list), JOINED), 9),
     "joined, no scales read": (lambda: of_rows(dataclasses.replace(FEW, scales=("columns",)), JOINED), 2),
     "pull, scales of a batch": (lambda: of_rows(Form(200, (64,), 72, (2,), scales=("rows",)), PULL), 3),
     "pull, 8 devices": (lambda: clean("pull", 8), 2),
-    "pull, swapped, no scales": (lambda: of_rows(Form(200, (64,), 136), PULL.replace(tile_m=72, swap_operands=True)), 2),
+    "pull, swapped, plain": (lambda: of_rows(Form(200, (64,), 136), PULL.replace(tile_m=72, swap_operands=True)), 2),
     "rhs k, swapped": (lambda: of_weights("k", WEIGHTS.replace(tile_m=104, swap_operands=True), m=200), 2),
     "rhs n, clusters": (lambda: of_weights("n", WEIGHTS.replace(cluster=2), 2, m=136), 6),
     "ring, gathered": (lambda: of_rows(Form(136, (72, 64), 136, gathered=True, container=list), PULL, 3, "ring"), 3),
@@ -116,7 +130,7 @@ def test_the_ring_needs_all_ctas():
 def test_as_many_ctas_suffice_as_a_tile_has_parts(name):
     """Fewer do not, which shows that tiles were cut."""
     cut = {
-        "pull": lambda: of_rows(dataclasses.replace(ONE, widths=(256,), k=192), PULL.replace(tile_n=256, stream_k=3), 2),
+        "pull": lambda: of_rows(Form(72, (256,), 192), PULL.replace(tile_n=256, stream_k=3), 2),
         "joined": lambda: of_rows(Form(16, (264,), 192), JOINED.replace(tile_n=256, stream_k=3), 2),
         "rhs k": lambda: of_weights("k", WEIGHTS.replace(stream_k=3), 2, shard=(96, 136)),
     }  # fmt: skip
@@ -154,7 +168,11 @@ def test_clean_if_a_device_is_late(how, name, victim):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("pull", "scatter m") else pytest.mark.slow) for n in (*steps.ALL, SPREAD)]
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("pull", "scatter m") else pytest.mark.slow)
+        for n in ("pull", "joined", "rhs n", "rhs k", "scatter m", "ring", SPREAD)
+    ],
 )
 def test_clean_if_a_cta_begins_when_all_is_over(name):
     with source.rewritten(steps.BEGIN_LATE):

@@ -13,10 +13,10 @@ import overlap
 from overlap.emulation import emulate
 from tests.oracle import make_mesh, on_mesh
 from tests.protocol.defects import source
-from tests.protocol.defects.steps import SHOT, SUM
 from tests.protocol.protocol_cases import ONE_SHOT, SUMS
 
 pytestmark = pytest.mark.one_jax
+SHOT, SUM = "collectives.reduce.one_shot_kernel._Body.", "collectives.reduce.blocks_kernel._Body."
 
 
 def sums_of(kernel, parts, dtype):
@@ -72,7 +72,7 @@ CHANGES = {
         (SHOT + "_term_at", 'part = OneOf', "position = (self.me + position) % self.group.size; part = OneOf"),
     ]),
     "the own part unrounded": (ONE_SHOT, "rounding", [
-        ("kernels.tma.finish._finish_exchanged", "store_all(dataclasses.replace(own, terms_replace_sums=True))", "store_all(own)"),
+        ("kernels.tma.finish._finish_exchanged", "dataclasses.replace(own, terms_replace_sums=True)", "own"),
         (SHOT + "hooks", "terms=self.group.size,", "terms=self.group.size - 1,"),
         (SHOT + "_term_at", "part = OneOf", "position = position + jnp.where(position < self.me, 0, 1); part = OneOf"),
     ]),

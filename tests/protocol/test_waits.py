@@ -175,7 +175,7 @@ def test_the_report_of_a_wait_shows_that_orders_differ(got, seen, monkeypatch):
     assert "order" not in stalls._elsewhere(waits[1], [waits[1], waits[1].replace("position 1 (", "position 5 (")])
 
 
-# --- Peers' addresses, with one process per GPU ------------------------------------------------------------------------
+# --- Peers' addresses, with one process per GPU -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gpus", "meshes"), [(2, 45), (4, 22), (8, 11)])

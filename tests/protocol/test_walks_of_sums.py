@@ -164,7 +164,9 @@ def test_who_waits_for_a_term_names_its_sender(by_ring, monkeypatch):
     for me, step in itertools.product(range(devices), filter(schedule.has_terms, range(devices))):
         waits = []
         handshake = types.SimpleNamespace(wait_for=lambda role, flag, times, sender: waits.append((flag, sender)))  # noqa: B023
-        body = types.SimpleNamespace(schedule=schedule, me=me, _handshake=handshake, _flag=lambda which, step, tile: step)
+        body = types.SimpleNamespace(
+            schedule=schedule, me=me, _handshake=handshake, _flag=lambda which, step, tile: step
+        )
         blocks_kernel._Body._await_terms(body, Tile(step, 0, 0))
         # The flag's step tells which device computed each term and sent it here.
         assert all(schedule.receiver(sender, step) == me for step, sender in waits)

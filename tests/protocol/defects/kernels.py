@@ -10,8 +10,20 @@ import jax.numpy as jnp
 import overlap
 from tests.protocol import protocol_cases
 from tests.protocol.protocol_cases import (
-    BF16, ONE, ONE_SHOT, PULL, SUMS, SUMS_BY_RING, Form, Kernel, of_gradient, of_product, of_rows, of_sums,
-    of_weights, on_blackwell,
+    BF16,
+    ONE,
+    ONE_SHOT,
+    PULL,
+    SUMS,
+    SUMS_BY_RING,
+    Form,
+    Kernel,
+    of_gradient,
+    of_product,
+    of_rows,
+    of_sums,
+    of_weights,
+    on_blackwell,
 )  # fmt: skip
 
 _TILE = overlap.Config(tile_m=64, tile_n=128, stages=2)

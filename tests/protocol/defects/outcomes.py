@@ -55,7 +55,7 @@ def first_that_shows(
     kernels: Iterable[tuple[str, Callable[[], Kernel], int]],
     schedules: Iterable[int] = range(len(SCHEDULES)),
 ) -> Iterator[tuple[Outcome, str, int, str]]:
-    """Runs changed kernels until the change shows. Yields how, in which kernel, under which schedule, and the report."""
+    """Runs changed kernels until the change shows. Yields how, in which kernel and schedule, and the report."""
     with changed:
         made = [(name, cores, make()) for name, make, cores in kernels]
         for schedule in schedules:
