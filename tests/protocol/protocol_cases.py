@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.sharding import PartitionSpec as P
 
 import overlap
@@ -116,6 +119,19 @@ def of_product(
     function = jax.jit(lambda a, b: overlap.matmul(a, b, implementation="fused", **given))
     operands = lhs, rhs.T if transpose_rhs else rhs
     return Kernel(lambda: function(*operands), _equals(exact, out))
+
+
+def change_texts(patch: pytest.MonkeyPatch, found: str, replacement: str) -> list[int]:
+    """Changes the PTX of kernels traced from now on. Returns a list that collects the numbers of replacements."""
+    emit, changes = mgpu_utils.inline_ptx, []
+
+    def changed(text: str, *operands: Any, **keywords: Any) -> Any:
+        text, count = re.subn(found, replacement, text)
+        changes.append(count)
+        return emit(text, *operands, **keywords)
+
+    patch.setattr(mgpu_utils, "inline_ptx", changed)
+    return changes
 
 
 @dataclasses.dataclass(frozen=True)

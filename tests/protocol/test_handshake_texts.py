@@ -5,7 +5,6 @@ than the handshakes: each device gathers all rows.
 """
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +27,7 @@ from overlap.primitives import (
     shared_semaphores,
 )
 from tests.oracle import make_mesh
+from tests.protocol.protocol_cases import change_texts
 
 pytestmark = pytest.mark.one_jax
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
@@ -162,19 +161,6 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def change(monkeypatch, found, replacement):
-    """Changes the texts of kernels traced from now on. Returns a list that collects the numbers of replacements."""
-    emit, changes = mgpu_utils.inline_ptx, []
-
-    def changed(text, *operands, **keywords):
-        text, count = re.subn(found, replacement, text)
-        changes.append(count)
-        return emit(text, *operands, **keywords)
-
-    monkeypatch.setattr(mgpu_utils, "inline_ptx", changed)
-    return changes
-
-
 def test_clean():
     run(8)
 
@@ -208,7 +194,7 @@ def test_a_wait_for_a_peer_ends_at_a_greater_value():
     "which", [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(REPORTED)]
 )
 def test_a_wrong_text_is_reported(which, monkeypatch):
-    changes = change(monkeypatch, *REPORTED[which])
+    changes = change_texts(monkeypatch, *REPORTED[which])
     with pytest.raises(EmulationError):
         run(8)
     assert any(changes), "the handshakes have no such text any more"
@@ -218,6 +204,6 @@ def test_a_wrong_text_is_reported(which, monkeypatch):
     "which", [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(HARMLESS)]
 )
 def test_a_harmless_text(which, monkeypatch):
-    changes = change(monkeypatch, *HARMLESS[which])
+    changes = change_texts(monkeypatch, *HARMLESS[which])
     run(2)
     assert any(changes), "the handshakes have no such text any more"

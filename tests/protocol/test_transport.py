@@ -71,15 +71,6 @@ def test_how_many_ctas_must_run_at_once(hopper):
     assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
 
 
-@pytest.mark.parametrize("transport", ["push", "", "Ring", 1])
-@pytest.mark.parametrize("implementation", [None, "xla", "fused"])
-def test_a_transport_that_there_is_not(transport, implementation):
-    with pytest.raises(ValueError) as caught:
-        explain(implementation=implementation, transport=transport)
-    for fragment in ("`transport`", "None", "pull", "ring", repr(transport), "leave it out"):
-        assert fragment in str(caught.value)
-
-
 def test_the_ring_needs_no_chunk_buffers(hopper):
     config = overlap.Config()
     pulled, plain = (smem_bytes(config, BF16, transport) for transport in ("pull", ""))

@@ -4,7 +4,6 @@ Also how many meshes can learn their peers' addresses, and whose memory peers ca
 """
 
 import itertools
-import re
 import types
 
 import jax
@@ -21,24 +20,12 @@ from overlap.emulation import EmulationError, ProtocolError, emulate
 from overlap.emulation.execution import registers
 from overlap.primitives import PeerGroup, semaphore_signal, stalls, windows
 from overlap.primitives.waits import wait_for_word
+from tests.protocol.protocol_cases import change_texts
 
 pytestmark = pytest.mark.one_jax
 
 LIMIT_S = 50
 FIELDS = [stalls.OPERATION, stalls.POSITION, stalls.PEER, stalls.ROLE, stalls.EXPECTED, stalls.GOT, stalls.WAITED]
-
-
-def _change(monkeypatch, found, replacement):
-    """Changes the texts of kernels traced from now on. Returns a list that collects the numbers of replacements."""
-    emit, changes = mgpu_utils.inline_ptx, []
-
-    def changed(text, *operands, **keywords):
-        text, count = re.subn(found, replacement, text)
-        changes.append(count)
-        return emit(text, *operands, **keywords)
-
-    monkeypatch.setattr(mgpu_utils, "inline_ptx", changed)
-    return changes
 
 
 def read_record(state, out, words):
@@ -130,7 +117,7 @@ LONG = {
 
 @pytest.mark.parametrize("which", LONG)
 def test_a_wrong_text_of_a_long_wait_shows(which, monkeypatch):
-    changes = _change(monkeypatch, *LONG[which])
+    changes = change_texts(monkeypatch, *LONG[which])
     with pytest.raises((EmulationError, AssertionError, pytest.fail.Exception)):
         check_long_waits(monkeypatch)
     assert any(changes), "the wait has no such text any more"
