@@ -50,7 +50,8 @@ MORE = {
     "joined, no scales read": (lambda: of_rows(dataclasses.replace(FEW, scales=("columns",)), JOINED), 2),
     "pull, scales of a batch": (lambda: of_rows(Form(200, (64,), 72, (2,), scales=("rows",)), PULL), 3),
     "pull, 8 devices": (lambda: clean("pull", 8), 2),
-    "pull, swapped, plain": (lambda: of_rows(Form(200, (64,), 136), PULL.replace(tile_m=72, tile_n=128, swap_operands=True)), 2),
+    "pull, swapped, plain": (
+        lambda: of_rows(Form(200, (64,), 136), PULL.replace(tile_m=72, tile_n=128, swap_operands=True)), 2),
     "rhs k, swapped": (lambda: of_weights("k", WEIGHTS.replace(tile_m=104, swap_operands=True), m=200), 2),
     "rhs n, clusters": (lambda: of_weights("n", WEIGHTS.replace(cluster=2), 2, m=136), 6),
     "ring, gathered": (lambda: of_rows(Form(136, (72, 64), 136, gathered=True, container=list), PULL, 3, "ring"), 3),
@@ -93,7 +94,7 @@ SCHEDULES = [
 
 def _cases():
     for number, name in enumerate(ALL):
-        fast = [number % len(SCHEDULES)] if name in KERNELS or number % 3 == 0 else []
+        fast = [number % len(SCHEDULES)] if name in KERNELS or "batch" in name or number % 4 == 0 else []
         for schedule in range(len(SCHEDULES)):
             yield pytest.param(name, schedule, marks=[] if schedule in fast else pytest.mark.slow)
 
