@@ -204,6 +204,7 @@ def of_sums(
     axis: str = "x",
     bias: bool = False,
     row_scale: bool = False,
+    transpose_lhs: bool = False,
 ) -> Kernel:
     """Returns the kernel of a call of `matmul_reduce_scatter` or `matmul_all_reduce`, and how to check its result.
 
@@ -216,7 +217,7 @@ def of_sums(
     m, n = devices * rows if dimension == "m" else rows, devices * columns if dimension == "n" else columns
     lhs, rhs = integers(0, *([batch] if batch else []), m, devices * k), integers(1, devices * k, n)
     scales = np.resize(np.float32([0.5, 1.0, 2.0]), (m, 1))
-    given: Any = {"preferred_element_type": dtype, "implementation": "fused"}
+    given: Any = {"preferred_element_type": dtype, "implementation": "fused", "transpose_lhs": transpose_lhs}
     given |= {"lhs_scale": scales} if row_scale else {}
     added = integers(5, n) if bias else np.zeros(n)
     if everywhere:
@@ -233,11 +234,13 @@ def of_sums(
 
     lead = (None,) * (batch is not None)
     out_specs = P(axis) if everywhere else P(*lead, *((axis, None) if dimension == "m" else (None, axis)))
-    function = on_mesh(mesh, summed, (P(*lead, None, axis), P(axis, None)), out_specs)
+    of_lhs = (axis, None) if transpose_lhs else (None, axis)
+    function = on_mesh(mesh, summed, (P(*lead, *of_lhs), P(axis, None)), out_specs)
     # k is small, so parts are exact in bfloat16.
     exact = _f32(lhs) @ _f32(rhs) * (scales if row_scale else 1) + _f32(added)
     expected = np.stack([exact] * devices) if everywhere else exact
-    return Kernel(lambda: function(lhs, rhs), _equals(expected, dtype))
+    operands = lhs.swapaxes(-1, -2) if transpose_lhs else lhs, rhs
+    return Kernel(lambda: function(*operands), _equals(expected, dtype))
 
 
 def of_gradient(m: int, k: int, widths: tuple[int, ...], batch: int, devices: int = 3) -> Kernel:

@@ -14,7 +14,7 @@ HARMLESS = GROUPS.pop("harmless")
 # jax refuses the shapes of these kernels.
 REFUSED = {"row scales along columns", "row scales along columns, joined"}
 # `make test` runs each n-th defect of a group, in one kernel.
-FAST = {"handshakes": 1, "gathers": 3, "rings": 3, "sums": 4, "mainloops": 5}
+FAST = {"handshakes": 1, "gathers": 3, "rings": 3, "sums": 5, "mainloops": 6}
 
 
 def _cases():
