@@ -7,7 +7,6 @@ import pytest
 from tests.protocol.defects import outcomes, source, steps
 from tests.protocol.defects.kernels import KERNELS
 
-pytestmark = pytest.mark.one_jax
 OF_ALL = KERNELS | steps.PROGRAMS
 GROUPS = steps.read()
 HARMLESS = GROUPS.pop("harmless")

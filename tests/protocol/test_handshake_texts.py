@@ -29,7 +29,6 @@ from overlap.primitives import (
 from tests.oracle import make_mesh
 from tests.protocol.protocol_cases import change_texts
 
-pytestmark = pytest.mark.one_jax
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
 X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
 

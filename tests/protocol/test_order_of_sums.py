@@ -15,7 +15,6 @@ from tests.oracle import make_mesh, on_mesh
 from tests.protocol.defects import source
 from tests.protocol.protocol_cases import ONE_SHOT, SUMS
 
-pytestmark = pytest.mark.one_jax
 SHOT, SUM = "collectives.reduce.one_shot_kernel._Body.", "collectives.reduce.blocks_kernel._Body."
 
 

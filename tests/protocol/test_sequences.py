@@ -9,7 +9,6 @@ from overlap.primitives import PeerGroup, handshake
 from tests.protocol import sequences
 from tests.protocol.sequences import Call, Trial, layout
 
-pytestmark = pytest.mark.one_jax
 IN_A_CHUNK = 25  # These sequences draw from the same few calls.
 # Together these have all kinds and layouts; few of them are on eight devices, which take long.
 CHUNKS, LONG = (46, 117, 76, 97, 115, 137, 161), (9, 17, 50)

@@ -22,7 +22,6 @@ from overlap.kernels.limits import BARRIER_BYTES
 from overlap.kernels.target import SMEM_BYTES, Target
 from tests.oracle import make_mesh
 
-pytestmark = pytest.mark.one_jax
 BF16, F32 = jnp.bfloat16, jnp.float32
 OPERANDS = jax.ShapeDtypeStruct((1024, 4096), BF16), jax.ShapeDtypeStruct((4096, 4096), BF16)
 H200, SMALL = Target("gpu", "NVIDIA H200", 132), overlap.Config(tile_m=64, tile_n=128, stages=2)

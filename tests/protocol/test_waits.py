@@ -22,8 +22,6 @@ from overlap.primitives import PeerGroup, semaphore_signal, stalls, windows
 from overlap.primitives.waits import wait_for_word
 from tests.protocol.protocol_cases import change_texts
 
-pytestmark = pytest.mark.one_jax
-
 LIMIT_S = 50
 FIELDS = [stalls.OPERATION, stalls.POSITION, stalls.PEER, stalls.ROLE, stalls.EXPECTED, stalls.GOT, stalls.WAITED]
 
