@@ -83,7 +83,7 @@ def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
 def synthetic(with_rates: Rates, noise: float = 0.03) -> fit_model.Times:
     """Returns the times that a device with the given rates would take."""
     times, chance = fit_model.Times(TARGET), random.Random(5)
-    for problem in drawn(8, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
+    for problem in drawn(12, 7, aligned=1.0, few_rows=0.0, bfloat16_only=True):
         for config in model_tasks.draw_configs(chance, problem, TARGET):
             us = model.predicted_us(config, problem, TARGET, with_rates)
             times[problem][config] = us * chance.lognormvariate(0.0, noise)

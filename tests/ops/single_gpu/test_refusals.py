@@ -37,9 +37,10 @@ REFUSED = [  # target, configuration, what else differs from a product of 4096 �
     (H200, SMALL.replace(chunk_bytes=1000), {}, ["`chunk_bytes` must be a multiple of 16", "got 1000"]),
     (H200, SMALL.replace(split_k=2, stream_k=2), {}, ["`split_k` must be 1 with stream_k=2", "got 2", LEAVE_OUT]),
     (H200, SMALL.replace(split_k=2), GATHER, ["`split_k` must be 1 in a fused collective", "got 2", LEAVE_OUT]),
-    (H200, SMALL.replace(cluster=3), {}, ["`cluster` must be 1 or 2", "at most the 132 cores", "got 3"]),
-    (H200, SMALL.replace(cluster=4), {}, ["`cluster` must be 1 or 2", "got 4: 4 needs cluster_along='k'"]),
-    (Target("cpu", "cpu", 1), SMALL.replace(cluster=2), {}, ["`cluster` must be", "at most the 1 cores", "got 2"]),
+    (H200, SMALL.replace(cluster=2), {}, ["on Hopper", "`cluster` needs cluster_along='k'", "cluster=2", "'m'"]),
+    (H200, TWO.replace(cluster=3), {}, ["`cluster` must be 1, 2 or 4", "at most the 132 cores", "got 3"]),
+    (Target("cpu", "cpu", 1), TWO, {}, ["`cluster` must be", "at most the 1 cores", "got 2"]),
+    (B200, SMALL.replace(cluster=4), {}, ["`cluster` must be 1 or 2", "got 4"]),
     (H200, SMALL.replace(cluster=2), SCATTER, ["`cluster` and `stream_k` must be 1", "exchanged", "got 2 and 1"]),
     (H200, SMALL.replace(stream_k=2), SCATTER, ["`cluster` and `stream_k` must be 1", "got 1 and 2", "leave them out"]),
     (H200, TURNS.replace(tile_m=256), {}, ["`tile_m` must be at most 128 with schedule='pingpong'", "got 256"]),
@@ -127,7 +128,7 @@ def test_what_is_just_small_enough():
     ("name", "values", "words"),
     [
         ("schedule", ["x", None, 1, "Pingpong", ("pingpong",)], "'cooperative' or 'pingpong'"),
-        ("cluster_along", ["x", None, 2], "'m', 'n' or 'k'"),
+        ("cluster_along", ["x", None, 2], "'m' or 'k'"),
         ("order_minor", ["k", True], "'m' or 'n'"),
         ("swap_operands", [1, "yes", None], "True or False"),
         ("joined", [1], "True or False"),
@@ -158,7 +159,7 @@ CALLS = [  # arguments of a product of 128 × 256 × 64, what the message says
     (dict(lhs=normal(0, 2, 128, 64), rhs=normal(1, 3, 64, 256)), ["leading dimensions"]),
     # A configuration that the caller gives is not replaced by another.
     (dict(config=TURNS.replace(tile_m=256)), ["at most 128 with schedule='pingpong'"]),
-    (dict(config=SMALL.replace(cluster=3)), ["`cluster` must be 1 or 2", "got 3"]),
+    (dict(config=TWO.replace(cluster=3)), ["`cluster` must be 1, 2 or 4", "got 3"]),
 ]
 
 
