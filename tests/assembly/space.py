@@ -59,6 +59,7 @@ ROWS_OF_SWAPPED = (256, *sorted(_MOST, reverse=True))
 ROWS_OF_SWAPPED_ALONG_K = (256, 128, 104, 80)
 # The fields of a Config that do not determine the class, with all values that can be chosen.
 UNSEEN: dict[str, tuple[Any, ...]] = {
+    "cluster_along": ("m",),
     "stages": space.STAGES,
     **{name: values for name, values in (space.SHAPE | space.FINE | space.CHUNKS).items() if name not in SEEN},
 }

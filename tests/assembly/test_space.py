@@ -28,7 +28,7 @@ def test_every_field_of_a_config_is_seen_or_is_not():
     fields = vars(Config()).keys()
     assert fields == classes.SEEN | UNSEEN.keys()
     assert not classes.SEEN & UNSEEN.keys()
-    assert {*space.SHAPE, *space.FINE, *space.CHUNKS, "stages"} == fields
+    assert {*space.SHAPE, *space.FINE, *space.CHUNKS, "stages", "cluster_along"} == fields
 
 
 def assert_in_a_class(problem: Problem, configs: list[Config]) -> None:

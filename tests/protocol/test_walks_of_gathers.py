@@ -103,23 +103,21 @@ def test_chunks_respect_their_limit_and_the_copy_engine():
 
 
 @pytest.mark.parametrize("devices", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("stream_k", [1, 3])
-def test_rows_by_ring(devices, cluster, stream_k):
+def test_rows_by_ring(devices, stream_k):
     """For every step and row block, each k step exactly once; the flag's final count equals what producers wait for."""
     forms = [(1, (264,)), (2, (136, 8)), (3, (64,))]
     for (batch, widths), m_shard, order, ctas in itertools.product(forms, (1, 200, 384), "mn", (2, 13)):
-        config = overlap.Config(tile_n=64, cluster=cluster, order_minor=order, stream_k=stream_k)
+        config = overlap.Config(tile_n=64, order_minor=order, stream_k=stream_k)
         schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
         work = StreamK(schedule.tiles, math.ceil(200 / 64), ctas, config.stream_k)
         passed, raised = collections.Counter(), collections.Counter()
-        for group, rank in itertools.product(range(ctas), range(cluster)):
+        for group in range(ctas):
             steps = []
             for piece in pieces_of(work, group):
                 step, row, column = schedule.tile(piece.tile)
                 steps.append(step)
                 (element, m), (side, n) = schedule.batch_of(row), schedule.side_of(column)
-                m = m * cluster + rank
                 if schedule.passes_on(step, m, side, n):
                     flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
                     raised[flag] += work.pieces_per_tile if piece.pieces_per_tile == 1 else 1
