@@ -17,7 +17,7 @@ from tests.protocol.defects.table import Row
 pytestmark = pytest.mark.one_jax
 ROWS = table.read()
 SHOWN = [defect for defect in table.spread(ROWS) if ROWS[defect].outcome in ("reported", "wrong numbers")]
-SAMPLE = 40
+SAMPLE = 24
 COMMAND = "python -m tests.protocol.defects"
 
 
