@@ -18,8 +18,6 @@ from overlap.emulation.foundations import ptx
 from tests.emulation.cases import out_type
 from tests.emulation.inline_cases import SEND, WAIT, inline, message, on_words
 
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
-
 PROLOGUE = "{ .reg .b32 r<4>; .reg .b64 w<3>; .reg .pred p, q; mov.u32 r0, 7; mov.u32 r1, 0xfffffffe; "
 SUMS = {
     "add.u32 $0, r0, r1;": 5,
@@ -77,9 +75,6 @@ def test_scalar_arguments_results_and_the_operations_around_the_text():
         out[0], out[1] = call(jnp.int32(4) + lax.axis_index("cta"), jnp.int32(-6))
 
     assert on_words(act, results=2) == [-19, 10]
-
-
-# ---- words -----------------------------------------------------------------------------------------------------------
 
 
 def test_atomic_operations_and_wide_accesses():

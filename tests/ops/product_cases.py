@@ -11,8 +11,11 @@ import numpy as np
 import overlap
 from overlap.emulation import emulate
 from overlap.kernels.stream_k import Piece, StreamK
+from overlap.kernels.target import Target
 
 # Operands and oracles use NumPy: jax would compile a program for each new shape.
+
+B200 = Target("gpu", "NVIDIA B200", 148)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:

@@ -21,9 +21,8 @@ from overlap.choice.space import heuristic
 from overlap.emulation import emulate
 from overlap.kernels.target import Target
 from tests import oracle
-from tests.ops.blackwell_cases import B200
 from tests.ops.explained import answer
-from tests.ops.product_cases import in_f32, normal
+from tests.ops.product_cases import B200, in_f32, normal
 
 Config, F8 = overlap.Config, jnp.float8_e4m3fn
 H200 = Target("gpu", "NVIDIA H200", 132)

@@ -12,8 +12,7 @@ import pytest
 
 import overlap
 from overlap.kernels.tma import finish
-from tests.ops.several_sides_cases import Form
-from tests.protocol.protocol_cases import FEW, JOINED, ONE, PULL, SUMS, WEIGHTS, of_rows, of_sums, of_weights
+from tests.protocol.protocol_cases import FEW, JOINED, ONE, PULL, SUMS, WEIGHTS, Form, of_rows, of_sums, of_weights
 
 ROWS = dataclasses.replace(ONE, m=200)
 LONG = dataclasses.replace(ROWS, k=264)

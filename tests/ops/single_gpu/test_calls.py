@@ -18,9 +18,8 @@ from overlap.emulation import emulate
 from overlap.frame import primitive
 from overlap.kernels.target import Target, emulating
 from overlap.single_gpu.matmul import Matmul
-from tests.ops.blackwell_cases import B200
 from tests.ops.explained import answer
-from tests.ops.product_cases import in_f32, integers, normal, oracle_of
+from tests.ops.product_cases import B200, in_f32, integers, normal, oracle_of
 from tests.ops.single_gpu.products import BF16, E4M3, E5M2, F16, F32, Product
 from tests.oracle import make_mesh
 

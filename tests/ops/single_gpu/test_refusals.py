@@ -12,8 +12,7 @@ import overlap
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
 from overlap.kernels.target import Target, current_target, emulating
-from tests.ops.blackwell_cases import B200
-from tests.ops.product_cases import normal
+from tests.ops.product_cases import B200, normal
 
 Config, CPU, H200 = overlap.Config, Target("cpu", "cpu", 8), Target("gpu", "NVIDIA H200", 132)
 pytestmark = pytest.mark.one_jax
