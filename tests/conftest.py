@@ -51,6 +51,14 @@ def _only_gpu_tests(config: pytest.Config) -> bool:
     return bool(paths) and all(path.is_relative_to(_GPU_TESTS) for path in paths)
 
 
+def use_cpu_devices() -> None:
+    """Gives this process eight CPU devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    # Most programs compiled here run once, and optimizing them takes a tenth of the time.
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if name := config.getoption("--budget"):
         config.pluginmanager.register(Budget(name))
@@ -58,10 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # too: these tests check the same on every machine.
     if _only_gpu_tests(config) and os.environ.get("JAX_PLATFORMS", "") != "cpu":
         return
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    # Most programs compiled here run once, and optimizing them takes a tenth of the time.
-    jax.config.update("jax_disable_most_optimizations", True)
+    use_cpu_devices()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,6 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def pytest_sessionfinish() -> None:
+    # At the end pytest collects garbage once more. Over the heap of a whole run that takes longer than the five seconds
+    # after which execnet (under pytest-xdist) sends SIGINT to a worker that has not ended: a KeyboardInterrupt would be
+    # raised in the collector's callbacks and shown as unraisable. Frozen objects are left out.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ Two kinds of modules:
               work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no private name: the
               first depends on jax's version, the second on how jax names the axes of kernels
     patches     `host_meshes.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
-              `cluster_arrivals.py`, `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules.
-              Only `apply` makes these changes, and only with a version of jax on which they were checked (`patch.py`)
+              `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules. Only `apply` makes these
+              changes, and only with a version of jax on which they were checked (`patch.py`)
 
 Where patches are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no
@@ -18,7 +18,6 @@ to ask of jax.
 """
 
 from overlap._compat.backends import backends_are_initialized
-from overlap._compat.cluster_arrivals import CLUSTER_ARRIVALS
 from overlap._compat.cluster_refs import CLUSTER_REFS
 from overlap._compat.equal_texts import equal_texts
 from overlap._compat.host_meshes import device_ids, kernels_on_host_meshes
@@ -33,7 +32,6 @@ from overlap._compat.varying_axes import without_varying_axes
 from overlap._compat.warp_loops import WARP_LOOPS
 
 __all__ = [
-    "CLUSTER_ARRIVALS",
     "CLUSTER_REFS",
     "SQUARE_TILES",
     "UNEQUAL_TILES",

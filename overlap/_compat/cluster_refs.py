@@ -34,6 +34,8 @@ def _make(given: Internal) -> Internal:
         from jax.extend.mlir.dialects import builtin
         from jaxlib.mlir.dialects import llvm
 
+        # jax's own function is right for a reference with offset 0. So pass it the beginning of the buffer, and put the
+        # part's offset into what it returns.
         part = ir.MemRefType(ref.type)
         strides, offset = part.get_strides_and_offset()
         # An offset that is known only when the kernel runs is a negative number here.

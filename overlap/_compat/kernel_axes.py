@@ -22,4 +22,5 @@ def has_axis_of_jax() -> bool:
 
     names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)
     of_mesh = jax.sharding.get_abstract_mesh().axis_names
+    # jax names these two axes, and no others, by a bare `object()`.
     return any(type(name) is object and name not in of_mesh for name in names())

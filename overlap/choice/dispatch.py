@@ -79,6 +79,19 @@ class Explanation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the caller asks for.
+
+    Attributes:
+      config: the fused kernel's configuration; None to look it up (`choose_config`).
+      implementation: "fused" or "xla"; None to choose here.
+    """
+
+    config: Config | None = None
+    implementation: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Circumstances:
     """Facts about a call that the choice depends on besides the sizes, and the memory that the fused kernel would need.
 
@@ -138,9 +151,8 @@ def _require_valid(config: Config, device: Target, check: Callable[[Config, Targ
 
 def decide(
     op: str,
-    implementation: str | None,
+    asked: Asked,
     device: Target,
-    config: Config | None,
     check: Callable[[Config, Target], None],
     problem: Problem,
     circumstances: Circumstances = Circumstances(),
@@ -149,9 +161,8 @@ def decide(
 
     Args:
       op: the operation's name, for messages.
-      implementation: "fused" or "xla", if the caller asked for it; None to choose here.
+      asked: what the caller asks for.
       device: the device that the call is for.
-      config: the fused kernel's configuration; None to look it up (`choose_config`).
       check: check(config, target) raises NotImplementedError if the fused kernel cannot serve the call, and ValueError
         if the call is wrong.
       problem: the call's operation and sizes. Each decision is logged once per problem.
@@ -161,6 +172,7 @@ def decide(
       ValueError: whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
+    config, implementation = asked.config, asked.implementation
     if implementation == "xla":
         if config is not None:
             _require_valid(config, device, check)

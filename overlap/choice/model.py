@@ -15,7 +15,7 @@ from overlap.choice.rates import Rates, rates_of
 from overlap.choice.shared_loads import OperandTiles, operand_tiles
 from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.hopper import limits as hopper
-from overlap.kernels.limits import EPILOGUE_COLUMNS
+from overlap.kernels.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
@@ -41,16 +41,15 @@ ONE_SHOT_US = 6.0
 
 
 def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
-    """Returns how the problem's tiles are distributed over the clusters of one device.
+    """Returns how the problem's tiles are distributed over the CTAs (or clusters) of one device.
 
     With split-k, each of the `split_k` partial products of a tile counts as a tile.
     """
-    rows, columns = config.cluster_tile
     m, n, products = problem.grid(config)
     # If shards are gathered along k, each tile sums over all shards. Shards gathered along m or n have tiles of their
     # own.
     lengths = problem.devices if problem.gathered == "k" else 1
-    tiles = products * ceil_div(m, rows) * ceil_div(n, columns) * config.split_k
+    tiles = products * TileOrder.of(m, n, config).tiles * config.split_k
     k_steps = lengths * ceil_div(problem.k, config.split_k * tile_k(problem.dtype))
     return StreamK.on(target, config, tiles, k_steps, may_spread=not problem.communicates)
 
@@ -160,7 +159,7 @@ class _PerDepth:
         itemsize = problem.itemsize
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
-        rows = rates.rows_loaded(config, m, problem.dtype, problem.transpose_lhs)
+        rows = rows_loaded(config, m, problem.dtype, problem.transpose_lhs)
         # A warpgroup whose rows all lie beyond the operand multiplies nothing.
         busy_part = rates.rows_multiplied(config, rows) / config.tile_m
         multiplied = busy_part * config.tile_m * config.tile_n * itemsize
@@ -172,13 +171,11 @@ class _PerDepth:
             rows * itemsize * (rates.unaligned_lines if row_bytes % SWIZZLE_BYTES else 1.0)
             for rows, row_bytes in ((rows - empty, lhs_row), (config.tile_n, rhs_row))
         )
-        shared = rhs if config.cluster_along == "m" else lhs
-        loaded = lhs + rhs - (shared * (1 - 1 / config.cluster) if config.shares_loads else 0.0)
-        of_group = _loaded_by_gpc(config, loads, (rows - empty) * itemsize, config.tile_n * itemsize)
+        # Each CTA of a pair loads a half of the right operand for both.
+        loaded = lhs + rhs / config.tiles_per_cluster
+        # What a GPC loads per core at work. A byte that several cores of the GPC load counts once.
+        of_group = (loads.rows * (rows - empty) + loads.columns * config.tile_n) * itemsize
         load = loaded / l2_rate + empty * rates.empty_row_cycles / tile_k(problem.dtype)
-        if config.cluster > 1 and config.cluster_along == "n":
-            load -= empty * rates.empty_row_cycles / tile_k(problem.dtype) * (1 - 1 / config.cluster)
-        step = rates.step_cycles + (rates.cluster_step_cycles if config.shares_loads else 0.0)
         busy = _at_once(
             rates.overlap_exponent,
             multiplied / rates.tensor_core_rate,
@@ -189,19 +186,7 @@ class _PerDepth:
         # A stage is released one k step after its product, and only then filled again.
         refill = (rates.load_latency_cycles / tile_k(problem.dtype) + busy) / (config.stages - 1)
         busy = _at_once(rates.overlap_exponent, busy, refill)
-        return _PerDepth(busy + step / tile_k(problem.dtype), multiplied, loaded)
-
-
-def _loaded_by_gpc(config: Config, loads: OperandTiles, lhs: float, rhs: float) -> float:
-    """Returns the bytes per core at work, for each element of k, that a GPC loads from the L2.
-
-    A byte that several cores of the GPC load counts once.
-
-    Args:
-      lhs, rhs: bytes of one CTA's operand tiles for each element of k.
-    """
-    along_m, along_n = config.tiles_of_cluster
-    return (loads.rows * along_m * lhs + loads.columns * along_n * rhs) / (along_m * along_n)
+        return _PerDepth(busy + rates.cycles_per_step(config) / tile_k(problem.dtype), multiplied, loaded)
 
 
 def _exchange_cycles(config: Config, rates: Rates) -> float:

@@ -35,8 +35,6 @@ class Rates:
       tensor_core_rate: multiply-adds per cycle of one core, times bytes per operand element.
       step_cycles: cycles that each k step takes in addition to its products, for barriers and for issuing instructions.
         This cost makes small tiles slow.
-      cluster_step_cycles: cycles that each k step takes in addition in a cluster, whose CTAs share loads and wait for
-        each other.
       smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
       l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
       group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its cores. A byte
@@ -82,7 +80,6 @@ class Rates:
     cycles_per_us: float
     tensor_core_rate: float
     step_cycles: float
-    cluster_step_cycles: float
     smem_bytes_per_cycle: float
     l2_bytes_per_cycle: float
     group_bytes_per_cycle: float
@@ -118,6 +115,10 @@ class Rates:
         _, columns = hopper.warpgroup_tile(config)
         return columns // tma.EPILOGUE_COLUMNS
 
+    def cycles_per_step(self, config: Config) -> float:
+        """Returns the cycles that each k step takes in addition to its products."""
+        return self.step_cycles
+
     def smem_reads(self, config: Config) -> float:
         """Returns how many elements of shared memory the tensor cores read for a tile, per element of k."""
         rows, columns = hopper.warpgroup_tile(config)
@@ -131,17 +132,21 @@ class Rates:
         rows, _ = hopper.warpgroup_tile(config)
         return -(-loaded // rows) * rows
 
-    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
-        """Returns how many rows are loaded for a tile of a left operand of `m` rows."""
-        return hopper.rows_loaded(config, m, dtype, transpose_lhs)
-
 
 # Names in the kinds of devices that have the memory of an H100. An H200's measurements stand for all other Hopper GPUs.
 _LIKE_H100 = ("H100", "H800")
 
 
+# Cycles that each k step takes in addition in a pair of CTAs, which wait for each other. Clusters of two CTAs that
+# shared loads took so many on an H200.
+PAIR_STEP_CYCLES = 61.78
+
+
 class BlackwellRates(Rates):
     """Rates for a mainloop whose tensor cores read each operand once per k step and keep the sums in tensor memory."""
+
+    def cycles_per_step(self, config: Config) -> float:
+        return self.step_cycles + (PAIR_STEP_CYCLES if config.tiles_per_cluster > 1 else 0.0)
 
     def smem_reads(self, config: Config) -> float:
         return config.tile_m + rhs_columns(config)
@@ -151,9 +156,6 @@ class BlackwellRates(Rates):
 
     def stores(self, config: Config) -> int:
         return config.tile_n // tma.EPILOGUE_COLUMNS
-
-    def rows_loaded(self, config: Config, m: int, dtype: str, transpose_lhs: bool) -> int:
-        return tma.rows_loaded(config, m, dtype, transpose_lhs)
 
 
 def gpu_of(target: Target) -> Literal["h100", "h200", "h800", "h20"]:

@@ -18,7 +18,7 @@ from overlap.primitives.integers import quotient, remainder
 
 
 class OperandTiles(NamedTuple):
-    """What the GPCs load, in tiles of whole clusters.
+    """What the GPCs load, in tiles; the CTAs of a cluster compute one tile.
 
     Attributes:
       rows: how many tile rows of the left operand a GPC loads for each tile that it computes. At most 1.

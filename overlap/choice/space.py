@@ -31,7 +31,6 @@ SHAPE: dict[str, tuple[int | str, ...]] = {
     "schedule": ("cooperative", "pingpong"),
     "swap_operands": (False,),
     "cluster": (1, 2),
-    "cluster_along": ("m", "n"),
     "split_k": SPLIT_K,
     "stream_k": STREAM_K,
     "joined": (False, True),
@@ -47,9 +46,6 @@ CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk
 # more pieces, split-k is better, where XLA adds up the pieces. With at most FEW_ROWS rows, narrow tiles are the
 # fastest, and no tile is shared (measured on an H200).
 MOST_SHARED, FEW_ROWS = 6, 64
-# The two CTAs of a cluster share the left operand's tile only if the tile has at least this many rows. With 64 rows, of
-# which each CTA loads 32 for both, a cluster was measured to be a tenth slower than separate CTAs.
-LEAST_ROWS_TO_SHARE = 128
 # Joined rows make few tiles, so more cores may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
 # better to multiply each shard's rows as they arrive than to join them.
 MORE_PARTS = (6, 8, 12, 16)
@@ -64,13 +60,14 @@ SWAPPED: dict[str, tuple[int | str, ...]] = {
 }
 # Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
 CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
+# With fewer rows per tile, a band of the tile order has twice as many tiles across.
+FULL_BAND_ROWS = 128
 SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
-# The factor on the predicted time of configurations of which none was measured: swapped operands in a collective, and
-# clusters with joined rows. So the tuner tries them, but the heuristic takes them only if the model predicts that they
-# are clearly faster.
+# The factor on the predicted time of swapped operands in a collective, of which none was measured. So the tuner tries
+# them, but the heuristic takes them only if the model predicts that they are clearly faster.
 _NOT_MEASURED = 1.05
 # Fine fields are varied only for this many of the best shapes.
 MOST_VARIED = 32
@@ -127,8 +124,7 @@ def _least_us(shape: Config, problem: Problem, target: Target) -> float:
 
 def _unmeasured_factor(config: Config, problem: Problem) -> float:
     """Returns `_NOT_MEASURED` for a configuration of a kind that was never measured, else 1."""
-    new = (config.swap_operands and problem.communicates) or (config.joined and config.cluster > 1)
-    return _NOT_MEASURED if new else 1.0
+    return _NOT_MEASURED if config.swap_operands and problem.communicates else 1.0
 
 
 def differences(config: Config) -> str:
@@ -165,6 +161,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     joined = problem.op == "all_gather_lhs_matmul" and problem.devices > 1
     one_shot = problem.replicates and problem.communicates
     shapes = SHAPE | {
+        "cluster": SHAPE["cluster"] if target.is_blackwell else (1,),
         "joined": SHAPE["joined"] if joined else (False,),
         "one_shot": SHAPE["one_shot"] if one_shot else (False,),
     }
@@ -174,7 +171,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     yield from _along_k(problem, target)
     for values in itertools.chain(upright, swapped if _may_swap(problem, target) else ()):
         whole = dataclasses.replace(_usual(problem), **dict(zip(names, values, strict=True)))
-        if whole.cluster > min(target.num_cores, _adjacent(whole, problem)) or _is_pointless(whole, problem, target):
+        if _is_pointless(whole, problem, target):
             continue
         yield whole
         yield from (cut for cut in _cut(whole, problem, target) if not spills(cut))
@@ -248,19 +245,10 @@ def _usual(problem: Problem) -> Config:
     return Config(order_minor="n") if problem.gathered == "k" else Config()
 
 
-def _adjacent(shape: Config, problem: Problem) -> int:
-    """Returns the number of tiles of the result along the dimension (m or n) along which a cluster extends."""
-    rows, n, _ = problem.grid(shape)
-    size, tile = (rows, shape.tile_m) if shape.cluster_along == "m" else (n, shape.tile_n)
-    return -(-size // tile)
-
-
 def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     """Whether a shape is not worth trying: equal to another one, known to be slower, or without effect here."""
-    if shape.cluster == 1 and shape.cluster_along != Config().cluster_along:
-        return True
-    rows = problem.m * (problem.devices * problem.batch if shape.joined else 1)
-    if shape.cluster_along == "n" and (shape.tile_m < LEAST_ROWS_TO_SHARE or rows <= FEW_ROWS):
+    rows, *_ = problem.grid(shape)
+    if shape.cluster > min(target.num_cores, -(-rows // shape.tile_m)):
         return True
     if shape.swap_operands and not accumulator_registers(shape):
         return True
@@ -304,8 +292,7 @@ def _ordered(config: Config, problem: Problem, target: Target) -> Config:
         orders = itertools.product(FINE["order_width"], FINE["order_minor"])
         ordered = [dataclasses.replace(config, order_minor=minor, order_width=width) for width, minor in orders]
         return min(ordered, key=lambda config: predicted_us(config, problem, target))
-    low = config.tile_m < LEAST_ROWS_TO_SHARE
-    if config.in_turn and config.order_minor == "m" and (low or problem.scattered):
+    if config.in_turn and config.order_minor == "m" and (config.tile_m < FULL_BAND_ROWS or problem.scattered):
         # Tiles with few rows make a band (`TileOrder`) of few rows. Double the number of tiles across the band, so that
         # it has as many rows as a band of larger tiles. If sums are scattered, double the band for all tiles: this was
         # measured to be up to 7% faster (2 H200s).
@@ -329,9 +316,8 @@ def _on_grid(config: Config, problem: Problem) -> Config:
 
     Two configurations that are equal after this run the same kernel.
     """
-    rows, columns = config.cluster_tile
     m, n, _ = problem.grid(config)
-    tiles = {"m": -(-m // rows), "n": -(-n // columns)}
+    tiles = {"m": -(-m // config.cluster_tile_m), "n": -(-n // config.tile_n)}
     minor = config.order_minor if min(tiles.values()) > 1 else "m"
     width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
     return dataclasses.replace(config, order_minor=minor, order_width=width)

@@ -76,6 +76,8 @@ class Entry:
             raise ValueError(f"sizes must be integers from 1 to {LARGEST_SIZE}, got {sizes}")
         if not {problem.dtype, problem.out_dtype} <= {*DTYPES}:
             raise ValueError(f"dtypes must be of {', '.join(DTYPES)}, got {problem.dtype} and {problem.out_dtype}")
+        if type(problem.block_scaled) is not bool:
+            raise ValueError(f"`block_scaled` must be true or false, got {problem.block_scaled!r}")
         # A ratio of two times outside of this range might be 0 or infinite.
         if not all(type(us) in (int, float) and 1e-3 <= us <= 1e12 for us in (self.us, *self.others.values())):
             raise ValueError(f"times must be numbers of µs, got {self.us} and {self.others}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -43,7 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
         if target.platform == "cpu":
             emulation.enable()  # In the main thread, so that Ctrl-C ends a launch.
         problems = _problems(arguments, len(devices))
-        settings = Settings.for_platform(target.platform, arguments.max_configs)
+        settings = dataclasses.replace(
+            Settings.for_platform(target.platform, arguments.max_configs),
+            budget_s=arguments.budget_s,
+            force=arguments.force,
+        )
         if arguments.dry_run:
             listed = target if target.platform == "gpu" else _STANDS_FOR[target.is_blackwell]
             return _dry_run(problems, listed, settings)
@@ -56,8 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
                 target,
                 settings,
                 file,
-                budget_s=arguments.budget_s,
-                force=arguments.force,
                 progress=progress,
                 found=outcomes.append,
             )

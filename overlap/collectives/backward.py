@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from overlap.choice.dispatch import Asked
 from overlap.frame import call
 from overlap.frame.normalize import normalize
 from overlap.frame.operation import LaunchPlan, Operation
@@ -50,6 +51,6 @@ def backward(
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
     try:
-        return call.run_prepared(operation, transposed, implementation=implementation, purpose=purpose)
+        return call.run_prepared(operation, transposed, Asked(implementation=implementation), purpose=purpose)
     except NotImplementedError:
         return None

@@ -1,7 +1,7 @@
 """Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
 
 The emulator imports nothing else of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. The public names load
-at their first use. tests/emulation/test_emulator_layers.py says which modules a module may import.
+at their first use. tests/emulation/test_layers.py says which modules a module may import.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check_choice(given: Arguments) -> None:
     arguments.config(given.config)
 
 
-def decide(operation: Operation, call: Call, config: Config | None, implementation: str | None) -> dispatch.Explanation:
+def decide(operation: Operation, call: Call, asked: dispatch.Asked) -> dispatch.Explanation:
     """Returns what would run, and why. Raises as the operation does."""
 
     def check(config: Config, target: Target) -> None:
@@ -43,11 +43,11 @@ def decide(operation: Operation, call: Call, config: Config | None, implementati
     _settings.require_valid()
     target = dispatch.target()
     if reason := _why_not_fused(call.operands):
-        choice = dispatch.leave_to_xla(operation.name, implementation, target, reason)
+        choice = dispatch.leave_to_xla(operation.name, asked.implementation, target, reason)
     else:
         problem = operation.problem(call.operands, call.layouts, call.out_dtype)
         circumstances = operation.circumstances(call)
-        choice = dispatch.decide(operation.name, implementation, target, config, check, problem, circumstances)
+        choice = dispatch.decide(operation.name, asked, target, check, problem, circumstances)
     return dataclasses.replace(choice, shapes=_shapes(call))
 
 
@@ -69,22 +69,21 @@ def run(prepare: Prepare, given: Arguments) -> Any:
     arguments.require_values(**given.arrays)
     check_choice(given)
     operation, call = prepare(given)
-    return run_prepared(operation, call, config=given.config, implementation=given.implementation)
+    return run_prepared(operation, call, dispatch.Asked(given.config, given.implementation))
 
 
 def explain(prepare: Prepare, given: Arguments) -> dispatch.Explanation:
     """Checks a call of a public operation and says what would run. Same arguments and errors."""
     check_choice(given)
     operation, call = prepare(given)
-    return decide(operation, call, given.config, given.implementation)
+    return decide(operation, call, dispatch.Asked(given.config, given.implementation))
 
 
 def run_prepared(
     operation: Operation,
     call: Call,
+    asked: dispatch.Asked,
     *,
-    config: Config | None = None,
-    implementation: str | None = None,
     purpose: str = "",
 ) -> Any:
     """Runs an operation on a call that has been checked.
@@ -92,14 +91,14 @@ def run_prepared(
     `purpose` says what a call of a backward pass computes, and is empty for a call of the user. If `jax.vmap` maps over
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
-    choice = decide(operation, call, config, implementation)
+    choice = decide(operation, call, asked)
     record(dataclasses.replace(choice, plan=purpose))
     how = call.layouts, call.out_dtype
     if choice.config is None:
         return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
     if choice.target.platform == "cpu":
         emulation.enable()
-    must_fuse = not purpose and implementation == "fused"
+    must_fuse = not purpose and asked.implementation == "fused"
     plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
     operands = operation.typed(call.operands)
     return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +159,7 @@ class LaunchPlan:
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
-        _, unit = self.config.cluster_tile
+        unit = self.config.tile_n
         biases = operands.biases and [
             jnp.zeros(n, F32) if bias is None else bias
             for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)
@@ -306,11 +306,13 @@ class Operation:
 
     # --- The implementation by XLA, and the backward pass ---
 
+    @final
     def by_xla(
         self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
     ) -> Results:
         """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
+        An operation says what differs in `gathered`, `reduced` and their kin, since the derivatives use these, too.
         Products that are summed over devices are rounded to the results' dtype before they are sent.
         """
         gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))

@@ -37,8 +37,8 @@ Sides = TypeVar("Sides", jax.Array, list[jax.Array], tuple[jax.Array, ...])
 class Arguments:
     """The arguments of a public function as the caller gave them, before any check.
 
-    The functions have the same keywords. A keyword that a function lacks keeps its default here. `scalars` are those
-    that `activation` captures, if it has been traced already (`activation.Activation`).
+    The functions share most keywords. A keyword that a function lacks keeps its default here. `scalars` are those that
+    `activation` captures, if it has been traced already (`activation.Activation`).
     """
 
     lhs: AnyArray | Sequence[AnyArray]

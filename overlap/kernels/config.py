@@ -22,7 +22,7 @@ SIDE_COLUMNS = 64
 _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("cooperative", "pingpong"),
     "order_minor": ("m", "n"),
-    "cluster_along": ("m", "n", "k"),
+    "cluster_along": ("m", "k"),
 }
 _SWITCHES = ("swap_operands", "joined", "one_shot")
 
@@ -74,27 +74,24 @@ class Config:
         64 × 256 at most (with `swap_operands` 20480 elements). Blackwell has no "pingpong": there a tile is always
         stored during the products of the next.
       swap_operands: the tensor cores compute the transposed tile, rhsᵀ · lhsᵀ. wgmma computes 64 rows at a time, but
-        any multiple of 8 columns. So `tile_m` may then be any multiple of 8 (of 16 in a cluster along "n"), chosen such
-        that the tiles fill the last wave. `tile_n` is 128 or 256, with "pingpong" any multiple of 64; a tile has at
-        most 40960 elements, with "pingpong" 20480. It needs a 16-bit result, `lhs` as [m, k], and no `split_k`;
-        `stream_k` may be used. It cannot be used in `matmul_reduce_scatter` and `matmul_all_reduce`, with the transport
-        "ring", or on Blackwell.
+        any multiple of 8 columns. So `tile_m` may then be any multiple of 8, chosen such that the tiles fill the last
+        wave. `tile_n` is 128 or 256, with "pingpong" any multiple of 64; a tile has at most 40960 elements, with
+        "pingpong" 20480. It needs a 16-bit result, `lhs` as [m, k], and no `split_k`; `stream_k` may be used. It cannot
+        be used in `matmul_reduce_scatter` and `matmul_all_reduce`, with the transport "ring", or on Blackwell.
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: the tile order runs through bands of this many tiles along `order_minor`: with "m" and 8 down 8 tile
-        rows, then down the next column of these rows. With clusters, a tile here is the tile of a whole cluster.
+        rows, then down the next column of these rows. A pair of CTAs has one tile here.
       stream_k: into how many pieces, at most, each tile of the last, partial wave is cut along k, so that cores that
         would otherwise be idle compute a piece (`StreamK`); 1: no tile is cut.
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;
         XLA then sums the pieces in f32 in a fixed order. For results of few tiles (plain matmul only, and not together
         with `stream_k`).
-      cluster: how many CTAs form a cluster, 1 or 2 (with `cluster_along="k"` also 4). With `cluster_along` "m" or "n"
-        the two CTAs of a cluster compute adjacent tiles and share the loads of the operand that both need. On Blackwell
-        one instruction of the tensor cores computes both tiles, as one tile of twice the rows.
-      cluster_along: in which dimension the tiles of a cluster are adjacent: "m" (the CTAs share the right operand) or
-        "n" (they share the left one; not on Blackwell). With "k" all CTAs of a cluster compute the same tile: each
-        takes a part of the contraction, and they add their sums through each other's shared memory. That is for results
-        of few tiles (plain `matmul` on Hopper only, with the schedule "cooperative", without `stream_k` and `split_k`,
-        and with at least one k step for each CTA), as in
+      cluster: how many CTAs form a cluster: 1 (no clusters), 2, or with `cluster_along="k"` also 4.
+      cluster_along: "m", on Blackwell only: the two CTAs of a cluster are a *pair* with adjacent tiles, one below the
+        other, and one instruction of the tensor cores computes both, as one tile of twice the rows. "k", on Hopper
+        only: all CTAs of a cluster compute the same tile. Each takes a part of the contraction, and they add their sums
+        through each other's shared memory. That is for results of few tiles (plain `matmul` only, with the schedule
+        "cooperative", without `stream_k` and `split_k`, and with at least one k step for each CTA), as in
         `Config(tile_m=64, tile_n=128, stages=8, cluster=2, cluster_along="k")`. The sums lie in the memory of the
         stages, so the operands of a CTA's next tile, if it has several, are loaded only after the exchange.
       joined: whether the gathered rows of all shards are tiled as the rows of one matrix, so that few rows per shard
@@ -116,7 +113,7 @@ class Config:
     stream_k: int = 1
     split_k: int = 1
     cluster: int = 1
-    cluster_along: Literal["m", "n", "k"] = "m"
+    cluster_along: Literal["m", "k"] = "m"
     joined: bool = False
     one_shot: bool = False
     chunk_bytes: int = 8192
@@ -134,20 +131,14 @@ class Config:
         return self.schedule == "pingpong"
 
     @property
-    def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of the output tile of one cluster."""
-        along_m, along_n = self.tiles_of_cluster
-        return along_m * self.tile_m, along_n * self.tile_n
+    def cluster_tile_m(self) -> int:
+        """Rows of the output tile of one cluster; it has `tile_n` columns."""
+        return self.tiles_per_cluster * self.tile_m
 
     @property
-    def tiles_of_cluster(self) -> tuple[int, int]:
-        """How many tiles a cluster computes side by side along m and along n. Along k it computes one tile together."""
-        return self.cluster if self.cluster_along == "m" else 1, self.cluster if self.cluster_along == "n" else 1
-
-    @property
-    def shares_loads(self) -> bool:
-        """Whether the CTAs of a cluster share the loads of an operand."""
-        return self.cluster > 1 and self.cluster_along != "k"
+    def tiles_per_cluster(self) -> int:
+        """How many adjacent tiles the CTAs of a cluster compute: 2 in a pair, else 1."""
+        return self.cluster if self.cluster_along == "m" else 1
 
     @property
     def ctas_per_tile(self) -> int:

@@ -22,11 +22,6 @@ def cta(config: Config) -> Index:
     return lax.axis_index(GRID_AXIS) * config.cluster + rank(config)
 
 
-def own_tile(config: Config, row: Index, column: Index) -> tuple[Index, Index]:
-    """Returns row and column of this CTA's tile, counted in tiles of a CTA.
-
-    `row` and `column` are those of the cluster's tile, counted in tiles of a cluster.
-    """
-    own_rank = rank(config)
-    along_m, along_n = config.tiles_of_cluster
-    return row * along_m + (own_rank if along_m > 1 else 0), column * along_n + (own_rank if along_n > 1 else 0)
+def own_row(config: Config, row: Index) -> Index:
+    """Returns the row of this CTA's tile, counted in tiles of a CTA; `row` is counted in tiles of a cluster."""
+    return row * config.cluster + rank(config) if config.tiles_per_cluster > 1 else row

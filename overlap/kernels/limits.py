@@ -63,7 +63,6 @@ def check(
     if config.split_k > 1 and (types.transport or config.stream_k > 1):
         where = "in a fused collective" if types.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
-    _check_cluster(types, config, target)
     if types.transport in EXCHANGING and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
@@ -103,41 +102,7 @@ def check(
         )
 
 
-def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:
-    """Checks the size of clusters, and whether the operation, the device and the other sizes allow them along k.
-
-    Raises ValueError.
-
-    Args:
-      types: the types of the operands.
-      config: sizes of the kernel.
-      target: the device.
-    """
-    cluster, along_k = config.cluster, config.cluster_along == "k"
-    allowed = "1, 2 or 4 with cluster_along='k'" if along_k else "1 or 2"
-    if cluster not in ((1, 2, 4) if along_k else (1, 2)) or cluster > target.num_cores:
-        way_out = ": 4 needs cluster_along='k'" if cluster == 4 and not along_k else ""
-        raise ValueError(
-            f"`cluster` must be {allowed}, and at most the {target.num_cores} cores, got {cluster}{way_out}"
-        )
-    if config.ctas_per_tile == 1:
-        return
-    if types.transport or not target.is_hopper:
-        where = "only in `matmul`" if types.transport else f"only on Hopper, and this device is {target.kind}"
-        raise ValueError(f"cluster_along='k' can be used {where}: leave `cluster` and `cluster_along` out of `config`")
-    for name, value, usual in (
-        ("schedule", config.schedule, "cooperative"),
-        ("stream_k", config.stream_k, 1),
-        ("split_k", config.split_k, 1),
-    ):
-        if value != usual:
-            raise ValueError(
-                f"`{name}` must be {usual!r} with cluster_along='k', got {value!r}: leave it out of `config`, or leave "
-                "`cluster_along` out"
-            )
-
-
-def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False, *, shared: int = 1) -> int:
+def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False) -> int:
     """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element, per shard).
 
     Args:
@@ -145,11 +110,9 @@ def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = 
       m: rows of the operand.
       dtype: dtype of the operand.
       transpose_lhs: whether the operand lies in memory as [k, m].
-      shared: how many CTAs share the load of these rows.
     """
-    # Rows are loaded in whole swizzle atoms, and each CTA that shares the load loads the same number of rows. A
-    # transposed operand is loaded in whole boxes, each of 128 bytes along m.
-    unit = tile_k(dtype) if transpose_lhs else SWIZZLE_ROWS * shared
+    # Rows are loaded in whole swizzle atoms. A transposed operand is loaded in whole boxes, each of 128 bytes along m.
+    unit = tile_k(dtype) if transpose_lhs else SWIZZLE_ROWS
     return min(config.tile_m, ceil_div(m, unit) * unit)
 
 

@@ -32,9 +32,9 @@ class TileOrder:
 
     @staticmethod
     def of(m: int, n: int, config: Config) -> TileOrder:
-        """Returns the order of the tiles of an m × n result; a tile here is the tile of a whole cluster."""
-        rows, columns = config.cluster_tile
-        return TileOrder(ceil_div(m, rows), ceil_div(n, columns), config.order_minor, config.order_width)
+        """Returns the order of the tiles of an m × n result; a pair of CTAs (`Config.cluster`) has one tile here."""
+        m_tiles, n_tiles = ceil_div(m, config.cluster_tile_m), ceil_div(n, config.tile_n)
+        return TileOrder(m_tiles, n_tiles, config.order_minor, config.order_width)
 
     @property
     def tiles(self) -> int:

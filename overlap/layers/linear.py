@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from overlap.layers.checks import check_dtypes, check_features, check_residual, check_sizes
-from overlap.layers.parallel import Options, Parallel, between, divides, inside, metadata
+from overlap.layers.parallel import Options, Parallel, divides, metadata, spec_between_layers, spec_inside_layer
 
 _KERNEL_INIT, _BIAS_INIT = initializers.lecun_normal(), initializers.zeros_init()
 _FEATURES = "pad the features, or shard along fewer devices"
@@ -156,20 +156,22 @@ class RowParallelLinear(_ParallelLinear):
         with jax.named_scope(self.name):
             check_features(self.title, inputs, "in_features", self.in_features)
             check_residual(self.title, residual, (*inputs.shape[:-1], self.out_features))
-            lhs, out = inside(self, inputs.shape), between(self, inputs.shape)
-            return _products(inputs, [self], lhs, out, residual)[0]
+            lhs_spec, out_spec = spec_inside_layer(self, inputs.shape), spec_between_layers(self, inputs.shape)
+            return _products(inputs, [self], lhs_spec, out_spec, residual)[0]
 
 
 def column_parallel(
     inputs: jax.Array, layers: Sequence[ColumnParallelLinear], activation: Callable[..., jax.Array] | None = None
 ) -> list[jax.Array]:
-    """The results of several layers on the same inputs, which are gathered once. The first layer's options are used.
+    """Returns the result of each layer. The layers have the same inputs, which are gathered once.
 
-    With an `activation` of as many arrays, the list has one result.
+    The options of the first layer (mesh, axes, …) count for all. An `activation` of as many arrays as there are layers
+    makes one result of theirs, the only one in the list.
     """
     first = layers[0]
     check_features(first.part_of or first.name, inputs, "in_features", first.in_features)
-    return _products(inputs, layers, between(first, inputs.shape), inside(first, inputs.shape), activation=activation)
+    lhs_spec, out_spec = spec_between_layers(first, inputs.shape), spec_inside_layer(first, inputs.shape)
+    return _products(inputs, layers, lhs_spec, out_spec, activation=activation)
 
 
 def _products(

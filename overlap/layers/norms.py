@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.layers.checks import check_dtypes, check_features, check_sizes
-from overlap.layers.parallel import Options, Parallel, between, mesh_in_use, metadata, names_in
+from overlap.layers.parallel import Options, Parallel, mesh_in_use, metadata, names_in, spec_between_layers
 
 _ONES, _ZEROS = initializers.ones_init(), initializers.zeros_init()
 
@@ -137,7 +137,7 @@ def _placed(layer: RMSNorm | LayerNorm, x: jax.Array) -> jax.Array:
       ValueError: `x` has another number of features; or, on an Explicit mesh, its type has another sharding.
     """
     check_features(layer.title, x, "num_features", layer.num_features)
-    mesh, spec = mesh_in_use(layer), between(layer, x.shape)
+    mesh, spec = mesh_in_use(layer), spec_between_layers(layer, x.shape)
     if AxisType.Explicit not in mesh.axis_types:
         return jax.lax.with_sharding_constraint(x, spec if layer.mesh is None else NamedSharding(mesh, spec))
     found = jax.typeof(x).sharding.spec

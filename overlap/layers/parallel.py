@@ -185,7 +185,7 @@ def metadata(layer: Parallel, spec: P) -> dict[str, Any]:
     return {"out_sharding": spec} | ({} if layer.mesh is None else {"mesh": layer.mesh})
 
 
-def between(layer: Parallel, shape: Sequence[int]) -> P:
+def spec_between_layers(layer: Parallel, shape: Sequence[int]) -> P:
     """The partition of activations of this shape between layers.
 
     Raises:
@@ -198,7 +198,7 @@ def between(layer: Parallel, shape: Sequence[int]) -> P:
     return spec
 
 
-def inside(layer: Parallel, shape: Sequence[int]) -> P:
+def spec_inside_layer(layer: Parallel, shape: Sequence[int]) -> P:
     """The partition of activations of this shape inside a layer: the results of a column-parallel product."""
     return _batched(layer, shape, None, layer.axis)
 

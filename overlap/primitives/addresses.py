@@ -73,6 +73,7 @@ def tell(num_flags: int) -> Callable[..., jax.Array]:
     """Returns the first kernel: it maps the operands that peers read to the `num_flags` flags, the table included."""
 
     def write(context: LoweringContext, *operands_and_flags: ir.Value) -> None:
+        """Emits the kernel: the table, and behind it zeros, of which thread t stores each `_THREADS`-th from t on."""
         start = mgpu_utils.memref_ptr(operands_and_flags[-1])
         # The lookup takes longest, so it begins first.
         table = _compat.peer_table(context, *operands_and_flags)

@@ -20,7 +20,7 @@ from overlap.frame.operands import Operands, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
-from overlap.kernels.grid import own_tile
+from overlap.kernels.grid import own_row
 from overlap.kernels.hooks import BlockScales, Hooks, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
@@ -70,8 +70,7 @@ def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Ope
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
-    rows, _ = plan.config.cluster_tile
-    scale = operands.row_scale
+    rows, scale = plan.config.cluster_tile_m, operands.row_scale
     if scale is not None:
         scale = jnp.pad(scale, ((0, 0),) * (scale.ndim - 1) + ((0, -scale.shape[-1] % rows),))
     return plan.vectors(operands, scale)
@@ -108,9 +107,9 @@ class _Body:
         config = self.kernel.config
         # `result` is the index of the batch element. With `split_k` > 1 it is batch element · split_k + piece.
         result = quotient(index, self.order.tiles)
-        row, column = own_tile(config, *self.order(index - result * self.order.tiles))
+        row, column = self.order(index - result * self.order.tiles)
         piece = remainder(result, config.split_k)
-        return Tile(result, row, column, k_first=piece * self.k_steps)
+        return Tile(result, own_row(config, row), column, k_first=piece * self.k_steps)
 
     def hooks(self) -> Hooks:
         matrices, out_gmem = self.refs.inputs.matrices, self.refs.outputs

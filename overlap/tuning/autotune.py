@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import pathlib
@@ -161,12 +162,12 @@ def autotune(
         )
     target = dispatch.target()
     file = result_file(target, path) if save else None
-    settings = Settings.for_platform(target.platform, max_configs)
+    settings = dataclasses.replace(Settings.for_platform(target.platform, max_configs), budget_s=budget_s, force=force)
     if note := emulation_note(problems, target, settings):
         logger.warning("autotune: %s", note)
     lines = shown(lambda line: logger.info("autotune: %s", line))
     with lines if progress is None else contextlib.nullcontext(progress) as report:
-        outcomes = tune(problems, target, settings, file, budget_s=budget_s, force=force, progress=report)
+        outcomes = tune(problems, target, settings, file, progress=report)
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
     return Tuning(outcomes, file)
@@ -231,23 +232,19 @@ def tune(
     settings: Settings,
     file: pathlib.Path | None,
     *,
-    budget_s: float = float("inf"),
-    force: bool = False,
     progress: Progress = lambda text, fraction: None,
     found: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Searches for each problem in turn, and writes each result at once.
 
-    If the file already has a complete result for a problem, the problem is not measured again unless `force`. The
-    remaining time is shared equally by the remaining problems.
+    If the file already has a complete result for a problem, the problem is measured again only with `settings.force`.
+    The remaining time is shared equally by the remaining problems.
 
     Args:
       problems: the problems to tune.
       target: the kind of the devices.
       settings: how much is searched.
       file: the table; None: nothing is written.
-      budget_s: after this time, in seconds, the search ends.
-      force: measure problems again that the file already has.
       progress: called with a text and the fraction that is done.
       found: called with each outcome before the outcome is written, so that none is lost by an exception.
 
@@ -255,17 +252,17 @@ def tune(
       The outcomes. After Ctrl-C, the outcomes so far; the last one is `interrupted`.
 
     Raises:
-      ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or `budget_s` is not
-        positive.
+      ValueError: the file is not a table, an operation cannot be tuned, there are too few devices, or
+        `settings.budget_s` is not positive.
       OSError: a result cannot be written.
     """
-    if not budget_s > 0:
-        raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {budget_s}")
+    if not settings.budget_s > 0:
+        raise ValueError(f"`budget_s` must be a number of seconds, more than 0, got {settings.budget_s}")
     for problem in problems:
         if problem.devices > len(jax.devices()):
             raise ValueError(f"{problem}: there are {len(jax.devices())} devices")
     known = {} if file is None or not file.exists() else {entry.key: entry for entry in tables.read(file)}
-    end = time.monotonic() + budget_s
+    end = time.monotonic() + settings.budget_s
     outcomes: list[Outcome] = []
 
     def note(outcome: Outcome) -> None:
@@ -275,7 +272,7 @@ def tune(
     with stopped_by_ctrl_c() as stop:
         for index, problem in enumerate(problems):
             old = known.get((problem, target.kind, jax.__version__))
-            if old is not None and old.complete and problem.accepts(old.config, target) and not force:
+            if old is not None and old.complete and problem.accepts(old.config, target) and not settings.force:
                 note(Outcome(problem, note="already measured", result=old))
                 continue
             now = time.monotonic()

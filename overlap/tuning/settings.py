@@ -21,6 +21,8 @@ class Settings:
         CPU): a sample is then the plain time of one program.
       warm_up_s: how long the devices work before the first sample, in seconds.
       seed: the seed of the operands, and of the order within a round.
+      budget_s: after this time, in seconds, no further problem and configuration is begun.
+      force: whether problems are measured again that the table already has.
     """
 
     # For 55 random problems on an H200, the best of the model's first 12 is within 0.2% of the best of its first 18.
@@ -33,6 +35,8 @@ class Settings:
     launches: int = 2
     warm_up_s: float = 1.0
     seed: int = 0
+    budget_s: float = float("inf")
+    force: bool = False
 
     @staticmethod
     def for_platform(platform: str, max_configs: int | None = None) -> Settings:

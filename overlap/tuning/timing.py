@@ -96,9 +96,18 @@ class Loop:
     def __init__(
         self, problem: Problem, program: Any, iterations: int, operands: tuple[jax.Array, jax.Array], out: jax.Array
     ) -> None:
+        """Prepares launches.
+
+        Args:
+          problem: of each call in the loop.
+          program: a function ((changed operand, result), fixed operand) -> (changed operand, result).
+          iterations: the number of calls in one launch.
+          operands: (lhs, rhs). The loop writes to one of them between its calls: to the gathered one, or to `lhs`.
+          out: memory for the result.
+        """
         self._problem, self.program, self._iterations = problem, program, iterations
         changed, self._fixed = gathered_first(problem, *operands)
-        # A launch donates the operand that it changes. The copy keeps the caller's operands valid.
+        # A launch donates `state`. The copy keeps the caller's operand valid.
         self.state: tuple[jax.Array, jax.Array] | None = (_copy(changed), out)
 
     @property

@@ -24,9 +24,10 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import hashlib
 import importlib
 import importlib.util
-import json
+import itertools
 import math
 import os
 import pathlib
@@ -37,9 +38,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tests.assembly.assembly_report import KernelReport, dumped_code, parse_reports
-from tests.assembly.assembly_targets import TARGETS, topology
-from tests.assembly.assembly_worker import Worker
+from tests.assembly.report import KernelReport, dumped_code, parse_reports
+from tests.assembly.targets import TARGETS, topology
+from tests.assembly.worker import Worker
 
 if TYPE_CHECKING:
     import jax
@@ -53,9 +54,10 @@ _DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 class Case:
     """One compilation: an operation, the shape per shard as (m, n, k), and the target.
 
-    `op` names an entry of `OPS`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn` can be
-    jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of `devices`. The
-    fused axis is always `x`. `processes` is the number of processes per host; they share the host's GPUs equally.
+    `op` names a function of `programs`, or `module:function` with a function `(case, mesh) -> (fn, args)` where `fn`
+    can be jitted and `args` are ShapeDtypeStructs. `mesh` maps axis names to sizes; empty means one axis `x` of
+    `devices`. The fused axis is always `x`. `processes` is the number of processes per host; they share the host's GPUs
+    equally.
     """
 
     op: str
@@ -116,12 +118,18 @@ def child_environment() -> dict[str, str]:
 # --- Compiling in this process ----------------------------------------------------------------------------------------
 
 
-class AssembledBefore(RuntimeError):
-    """This process has compiled the kernel before, so Mosaic takes it from its cache and prints no figures."""
+_numbers = itertools.count()
 
 
-_seen: set[str] = set()
-_assembled: dict[frozenset[str], list[KernelReport]] = {}
+class _Salted:
+    """Takes the place of `hashlib` in Mosaic, which assembles kernels of one hash once and prints figures only then."""
+
+    def __init__(self) -> None:
+        self._salt = str(next(_numbers)).encode()
+
+    def sha256(self, code: bytes) -> Any:
+        """Returns the hash of a kernel, different for each case."""
+        return hashlib.sha256(code + self._salt)
 
 
 def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
@@ -131,22 +139,15 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
         fn: The function to compile.
         *args: Global shapes with shardings.
         **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code; `hlo=FILE` to keep XLA's program.
-
-    Raises:
-        AssembledBefore: This process has assembled some of the kernels before. Or it has assembled all of them, but
-            has not kept the code that `dumps` asks for.
     """
     import jax
+    from jax.experimental.mosaic.gpu import core
 
+    core.hashlib = _Salted()
     lowered = jax.jit(fn).lower(*args)
     program = dumps.pop("hlo", None)
     files = {kind: path for kind, path in dumps.items() if path}
     kernels = frozenset(_KERNEL_HASH.findall(lowered.as_text()))
-    if kernels in _assembled and not files and not program:
-        return _assembled[kernels]
-    if kernels & _seen:
-        raise AssembledBefore("this process has compiled this kernel before: start another one")
-    _seen.update(kernels)
     with _environment(_dump_flags(files)), _captured_stdout() as captured:
         compiled = lowered.compile()
     text = captured()
@@ -157,7 +158,6 @@ def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str |
     reports = parse_reports(text)
     if len(reports) != len(kernels):
         raise RuntimeError(f"{len(kernels)} Mosaic kernels were lowered, and {len(reports)} assembled")
-    _assembled[kernels] = reports
     return reports
 
 
@@ -208,51 +208,7 @@ def _captured_stdout() -> Iterator[Callable[[], str]]:
             text.append(sink.read().decode(errors="replace"))
 
 
-# --- The operations ---------------------------------------------------------------------------------------------------
-
-
-def _matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    import overlap
-
-    m, n, k = case.shape
-
-    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.matmul(lhs, rhs, config=_config(case), implementation="fused")
-
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
-    return mapped, (struct(mesh, (m, k), case.dtype), struct(mesh, (k, n), case.dtype))
-
-
-def _all_gather_lhs_matmul(case: Case, mesh: jax.sharding.Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    import overlap
-
-    m, n, k = case.shape
-    size = mesh.shape["x"]
-    # Other axes of the mesh hold independent problems, as with data parallelism.
-    data = tuple(name for name in mesh.axis_names if name != "x")
-    copies = math.prod(mesh.shape[name] for name in data)
-
-    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return overlap.all_gather_lhs_matmul(lhs, rhs, "x", config=_config(case), implementation="fused")
-
-    lhs_spec, rhs_spec, out_spec = P((*data, "x"), None), P(None, "x"), P(data or None, "x")
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
-    return mapped, (
-        struct(mesh, (copies * size * m, k), case.dtype, lhs_spec),
-        struct(mesh, (k, size * n), case.dtype, rhs_spec),
-    )
-
-
-def _config(case: Case) -> Any:
-    import overlap
-
-    return overlap.Config(**case.config) if case.config else None
+# --- Cases -----------------------------------------------------------------------------------------------------------
 
 
 def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any = None) -> jax.ShapeDtypeStruct:
@@ -267,9 +223,6 @@ def struct(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: str, spec: Any 
 def dtype_of(name: str) -> str:
     """Returns the full name of a dtype: float16 for f16."""
     return _DTYPES.get(name, name)
-
-
-OPS = {"matmul": _matmul, "all_gather_lhs_matmul": _all_gather_lhs_matmul}
 
 
 def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -288,10 +241,8 @@ def build(case: Case) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     # No GPU here could share memory with the host. Pretend that one can, so that the whole wait is assembled.
     stalls.address = lambda: stalls.ADDRESS
     mesh = jax.sharding.Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
-    if ":" in case.op:
-        module, attribute = case.op.split(":")
-        return getattr(importlib.import_module(module), attribute)(case, mesh)
-    return OPS[case.op](case, mesh)
+    module, _, function = case.op.rpartition(":")
+    return getattr(importlib.import_module(module or "tests.assembly.programs"), function)(case, mesh)
 
 
 # --- A child process --------------------------------------------------------------------------------------------------
@@ -308,25 +259,18 @@ class Assembler:
 
     def assemble(self, case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
         """Assembles a case; see `assemble_case`."""
-        request = {"case": dataclasses.asdict(case), "dumps": dumps}
-        for _ in range(2):
-            worker = self._workers.get(case.target)
-            if worker is None:
-                worker = self._workers[case.target] = Worker(child_environment())
-                atexit.register(worker.close)
-            try:
-                answer = worker.ask(request, timeout_s)
-            except RuntimeError as died:
-                del self._workers[case.target]
-                raise RuntimeError(f"assembling {case} failed: {died}") from died
-            if "reports" in answer:
-                return [KernelReport.from_json(report) for report in answer["reports"]]
-            if "error" in answer:
-                raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
-            # The child has assembled some of these kernels before. A new process prints their figures again.
-            worker.close()
+        worker = self._workers.get(case.target)
+        if worker is None:
+            worker = self._workers[case.target] = Worker(child_environment())
+            atexit.register(worker.close)
+        try:
+            answer = worker.ask({"case": dataclasses.asdict(case), "dumps": dumps}, timeout_s)
+        except RuntimeError as died:
             del self._workers[case.target]
-        raise RuntimeError(f"assembling {case} failed: a new process had assembled it before")
+            raise RuntimeError(f"assembling {case} failed: {died}") from died
+        if "error" in answer:
+            raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
+        return [KernelReport.from_json(report) for report in answer["reports"]]
 
 
 _assembler = Assembler()
@@ -347,19 +291,17 @@ def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[Ke
 
 
 def _parse_pairs(text: str) -> dict[str, Any]:
+    words: dict[str, Any] = {"True": True, "False": False, "None": None}
     pairs = (item.split("=") for item in text.split(",") if item)
-    return {key.strip(): int(value) if value.lstrip("-").isdigit() else _word(value) for key, value in pairs}
+    return {key: int(value) if value.lstrip("-").isdigit() else words.get(value, value) for key, value in pairs}
 
 
-def _word(value: str) -> Any:
-    return {"True": True, "False": False, "None": None}.get(value, value)
-
-
-def _arguments() -> argparse.Namespace:
+def main() -> None:
+    """The command line: assembles one case and prints its reports."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.assembly.assembly", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--op", default="all_gather_lhs_matmul", help=f"{', '.join(OPS)} or module:function")
+    parser.add_argument("--op", default="all_gather_lhs_matmul", help="function of `programs`, or module:function")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--shape", default="1024,4096,4096", help="m,n,k per shard")
     parser.add_argument("--dtype", default="f16", help=", ".join(_DTYPES))
@@ -369,13 +311,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=1)
     parser.add_argument("--sass", metavar="FILE", help="write the machine code here (needs nvdisasm)")
     parser.add_argument("--ptx", metavar="FILE", help="write the PTX here")
-    parser.add_argument("--json", action="store_true", help="print the reports as one line of JSON")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """The command line: assembles one case and prints its reports."""
-    arguments = _arguments()
+    arguments = parser.parse_args()
     if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1" or os.environ.get("JAX_PLATFORMS") != "cpu":
         os.execve(sys.executable, [sys.executable, "-m", "tests.assembly.assembly", *sys.argv[1:]], child_environment())
     shape = tuple(int(size) for size in arguments.shape.split(","))
@@ -383,18 +319,11 @@ def main() -> None:
     names = ("op", "devices", "dtype", "target", "hosts")
     case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
     fn, args = build(case)
-    reports = assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx)
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(report) for report in reports]))
-        return
-    limit = TARGETS[case.target].shared_memory_per_block_optin
-    for report in reports:
+    for report in assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx):
         print(f"{report.name} ({report.architecture}): {report.registers} registers, "
               f"spills {report.spill_store_bytes} B stored / {report.spill_load_bytes} B loaded, "
-              f"shared memory {report.shared_memory_bytes} of {limit} B, "
-              f"grid {report.grid}, threads {report.threads}")  # fmt: skip
-        for warning in report.warnings:
-            print(f"  {warning}")
+              f"shared memory {report.shared_memory_bytes} of {TARGETS[case.target].shared_memory_per_block_optin} B, "
+              f"grid {report.grid}, threads {report.threads}", *report.warnings, sep="\n  ")  # fmt: skip
 
 
 if __name__ == "__main__":

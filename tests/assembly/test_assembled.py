@@ -1,10 +1,20 @@
-"""Compiles kernels to machine code without a GPU: no spills, expected shared memory, every topology lowers."""
+"""Every kind of kernel compiled to machine code without a GPU: nothing spills, and memory is used as `limits` says.
+
+Most kernels come from the classes of `space` (Hopper) and `blackwell`, which hold all that can be chosen; `ROWS` has
+the kernels and forms beside these. Every run assembles a few classes with each operation, value and feature;
+`make test-all` assembles all pairs of values.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import json
 import math
 import os
+import re
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -15,18 +25,229 @@ from jax.experimental.pallas import mosaic_gpu
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.choice.choose import choose_config
-from overlap.choice.problem import Problem
-from overlap.kernels.hopper.limits import smem_bytes
-from tests.assembly import assembly
-from tests.assembly.assembly import Case
-from tests.assembly.assembly_space import TARGET
+from overlap.kernels import blackwell_ladder, ladder
+from overlap.kernels.blackwell import limits as blackwell_limits
+from overlap.kernels.hopper import limits
+from overlap.kernels.limits import RESERVED_BYTES
+from tests.assembly import assembly, blackwell, members, registers, space
+from tests.assembly.assembly import Case, assemble_case
+from tests.assembly.programs import EPILOGUES
+from tests.assembly.registers import Registers
+from tests.assembly.report import KernelReport
+from tests.assembly.targets import TARGETS
 
 plgpu: Any = mosaic_gpu  # The annotated type lacks methods that the object has.
 pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 
 
-# --- Probes: two kernels of a few lines, to test the helper itself ----------------------------------------------------
+def all_but_slow(kernels: Any, fast: Any) -> Any:
+    marked = [pytest.param(kernel, marks=[] if kernel in fast else pytest.mark.slow) for kernel in kernels]
+    return pytest.mark.parametrize("kernel", marked, ids=str)
+
+
+@functools.cache
+def assembled(case: str) -> tuple[list[KernelReport], str]:
+    """Returns the reports and the PTX of a case, which is given as JSON."""
+    with tempfile.NamedTemporaryFile("r", suffix=".ptx") as code:
+        return assemble_case(Case.from_json(json.loads(case)), ptx=code.name), code.read()
+
+
+def ptx_of(case: Case) -> tuple[list[KernelReport], str]:
+    return assembled(json.dumps(dataclasses.asdict(case)))
+
+
+# --- Classes ----------------------------------------------------------------------------------------------------------
+
+CORE, EVERY = space.core(), sorted({*space.core(), *space.pairwise(), *space.cover()})
+
+
+@all_but_slow(EVERY, CORE)
+def test_hopper(kernel):
+    member = next(members.members(kernel))
+    (report,), code = ptx_of(member.case)
+    assert members.faults(member, report, code) == []
+
+
+@all_but_slow(blackwell.every(), blackwell.core())
+def test_blackwell(kernel):
+    member = next(blackwell.members(kernel))
+    (report,), code = ptx_of(member.case)
+    assert blackwell.faults(member, report, code) == []
+
+
+@all_but_slow([kernel for kernel in EVERY if kernel.pulls], [next(k for k in CORE if k.op == space.ONE_SHOT)])
+def test_where_each_gpu_has_a_process_of_its_own(kernel):
+    """With a process per GPU, a kernel reads peers' addresses from a table, which another kernel writes before."""
+    member = next(members.members(kernel))
+    (*landing, told, report), code = ptx_of(dataclasses.replace(member.case, processes=member.case.devices))
+    *_, of_the_first, of_the_second = (".version" + part for part in code.split(".version"))
+    # Landing buffers of parts, and results that peers write.
+    places = (kernel.op in space.SUMS) + (kernel.op == space.SPREAD)
+    # XLA may merge two equal kernels.
+    assert {kernel.name for kernel in landing} == ({"overlap_landing_place"} if places else set())
+    assert len(landing) <= places
+    assert told.name == "overlap_tell_addresses" and told.spills == 0 and "trap" not in of_the_first
+    assert members.faults(member, report, of_the_second) == [] and "@differ trap" in of_the_second
+
+
+# --- Other kernels and forms ------------------------------------------------------------------------------------------
+
+ROWS: list[Any] = []
+
+
+def row(label: str, case: Case, *, slow: bool = False, **expected: Any) -> None:
+    """Adds a row: what is assembled, and what is expected of the last kernel.
+
+    name: of the kernel. words, not_words: in the PTX. smem: the bytes, or the least and the most. full: whether each
+    core has one CTA. spills: whether the kernel may spill.
+    """
+    ROWS.append(pytest.param(case, expected, id=label, marks=[pytest.mark.slow] if slow else []))
+
+
+def announced(case: Case, transport: Any = "") -> int:
+    """Returns the shared memory that `limits` announces for a configuration."""
+    fields = {field.name for field in dataclasses.fields(overlap.Config)}
+    config = overlap.Config(**{name: value for name, value in case.config.items() if name in fields})
+    return limits.smem_bytes(config, case.config.get("out", assembly.dtype_of(case.dtype)), transport)
+
+
+LADDER, GATHER, SHAPE = (4096, 8192, 4096), "all_gather_lhs_matmul", (1024, 4096, 4096)
+for rung in ladder.RUNGS:
+    single = rung.name in ("basic", "pipelined", "warp_specialized", "tiled_epilogue")
+    row(f"rung {rung.name}", Case("ladder", 1, LADDER, config={"rung": rung.name}), slow=rung is not ladder.RUNGS[-1],
+        name=f"ladder_{rung.name}", full=not single)  # fmt: skip
+for rung in blackwell_ladder.RUNGS:
+    pair = rung.name in ("collective_mma", "persistent", "dedicated_epilogue", "grid_tiling")
+    # The arrival after a product of two CTAs counts in both CTAs. A copy by one CTA counts at the leader's barrier.
+    of_pairs, of_one = (
+        ("tcgen05.mma.cta_group::2", "multicast::cluster", "complete_tx::bytes.cta_group::2"),
+        ("tcgen05.mma.cta_group::1",),
+    )
+    row(f"Blackwell rung {rung.name}", Case("ladder", 1, LADDER, "f16", "b200", {"rung": rung.name}),
+        slow=rung is not blackwell_ladder.RUNGS[-1], name=f"blackwell_ladder_{rung.name}",
+        full=pair and rung.name != "collective_mma", words=of_pairs if pair else of_one,
+        not_words=("wgmma", *(of_one if pair else of_pairs)))  # fmt: skip
+row("Blackwell rung for B300", Case("ladder", 1, LADDER, "bf16", "b300", {"rung": "grid_tiling"}), slow=True)
+
+FAST = (("all_gather_with_handshake", "b200", 4), ("halo_exchange", "h200", 2))
+for kernel, target, devices in (
+    ("all_gather_with_handshake", "b200", 4), ("halo_exchange", "h200", 2), ("all_gather", "h200", 4),
+    ("all_gather_with_handshake", "h200", 4), ("halo_exchange", "b200", 4), ("all_gather", "b200", 2),
+    ("all_gather", "h200", 1), ("halo_exchange", "h200", 1),
+):  # fmt: skip
+    row(f"example {kernel} on {devices} {target}",
+        Case(f"tests.ops.primitive_cases:{kernel}", devices, (64, 1024, 0), "f32", target),
+        name=kernel.removesuffix("_with_handshake"), slow=(kernel, target, devices) not in FAST)  # fmt: skip
+
+for group, given in (
+    ("cta_group::2", dict(layout="nt", stages=6, cluster=2, epilogue="all", out="float32")),
+    ("cta_group::1", dict(layout="nt", stages=5)), ("cta_group::1", dict(layout="tn", stages=3, batch=[3])),
+):  # fmt: skip
+    sizes = {"tile_m": 128, "tile_n": 128, "stages": given["stages"], "cluster": given.get("cluster", 1)}
+    least = blackwell_limits.smem_bytes(overlap.Config(**sizes), given.get("out", "bfloat16"), block_scaled=True)
+    row(f"block scales {group} {given['layout']}",
+        Case("matmul", 1, (4096,) * 3, "float8_e4m3fn", "b200", {**sizes, **given, "block_scales": True}),
+        slow="cluster" not in given, smem=(least, least + RESERVED_BYTES),
+        words=(f"tcgen05.mma.{group}.kind::mxf8f6f4.block_scale.scale_vec::1X",))  # fmt: skip
+for processes in (4, 1):
+    row(f"gathered block scales, {processes} processes",
+        Case(GATHER, 4, SHAPE, "float8_e4m3fn", "b200", {"layout": "nt", "out": "bfloat16", "block_scales": True},
+             processes=processes), slow=processes == 1, words=("block_scale",))  # fmt: skip
+
+for name, target in (("every_operation", "h200"), ("capturing", "b200"), ("capturing", "h200")):
+    # `every_operation` captures too many values; no real program has this many.
+    row(f"activation {name} on {target}",
+        Case("tests.ops.activation_cases:assembled", 1, (1024, 1536, 2048), "bf16", target, {"activation": name}),
+        slow=target == "h200", spills=name == "every_operation")  # fmt: skip
+# With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
+VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
+row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))
+row("gradient of two", Case("gradient", 2, (4096, 14336, 8192), "bf16", processes=2),
+    name="overlap_matmul_reduce_scatter_m")  # fmt: skip
+row("gradient of two on Blackwell", Case("gradient", 2, (4096, 14336, 8192), "bf16", "b200"), slow=True,
+    name="overlap_matmul_reduce_scatter_m")  # fmt: skip
+
+SIDES = {"widths": [1024, 256, 256], "epilogue": "all", "return_gathered": True, "joined": True, "stream_k": 6}
+JOINED = "overlap_all_gather_lhs_matmul_joined"
+row("joined, several sides, a batch", Case(GATHER, 4, (3, 1024, 4096), "bf16", config=SIDES | {
+    "tile_m": 64, "tile_n": 128, "batch": [2, 2]}), name=JOINED)  # fmt: skip
+row("joined, float8", Case(GATHER, 8, (16, 1024, 4096), "float8_e4m3fn", config=SIDES | {
+    "tile_m": 64, "layout": "nt", "out": "bfloat16"}), slow=True, name=JOINED)  # fmt: skip
+MANY = {"widths": [4096, 1024, 1024], "epilogue": "all", "return_gathered": True, "batch": [2, 2]}
+for transport in ("ring", "pull"):
+    row(f"{transport}, several sides", Case(GATHER, 4, SHAPE, "bf16", config=MANY | {
+        "transport": transport, "stream_k": 2}), slow=True)  # fmt: skip
+    row(f"{transport}, several transposed sides", Case(GATHER, 4, (1000, 4096, 4104), "bf16", config=MANY | {
+        "transport": transport, "layout": "nt"}), slow=True)  # fmt: skip
+    row(f"{transport}, several sides of float8", Case(GATHER, 4, SHAPE, "float8_e4m3fn", config=MANY | {
+        "transport": transport, "stream_k": 2, "layout": "nt", "out": "bfloat16"}), slow=True)  # fmt: skip
+    row(f"{transport}, reversed axes of reversed devices", Case(GATHER, mesh={"a": 2, "b": 3}, config={
+        "transport": transport, "reverse": True}), slow=True)  # fmt: skip
+for devices, m, config in (
+    (4, 1000, {"tile_n": 128, "stages": 6}), (2, 384, {"stream_k": 4}),
+    (4, 1024, {"tile_m": 64, "stages": 5}), (8, 1024, {"stages": 4}), (3, 384, {"stream_k": 4}),
+):  # fmt: skip
+    case = Case(GATHER, devices, (m, 4096 if m > 384 else 1024, 4096), config=config | {"transport": "ring"})
+    row(f"ring {devices} {config}", case, smem=announced(case, "ring"), slow=m != 1000)
+for devices, processes, op, config in (
+    (4, 4, "matmul_reduce_scatter_n", {"tile_m": 128, "tile_n": 256, "stages": 4, "epilogue": "all"}),
+    (4, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 256, "stages": 4}),
+    (8, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 128, "stages": 4, "epilogue": "all"}),
+):
+    case = Case("summed", devices, (4096, 4096, 2048), processes=processes,
+                config={"op": op, "out": "bfloat16", "transport": "ring", **config})  # fmt: skip
+    # The ring uses only one of the chunk buffers that a configuration asks for.
+    row(f"sums by ring {op} {devices}", case, smem=(0, announced(case, "push")), slow=processes == 1)
+
+TOPOLOGIES = {
+    "2 hosts of 4": ("b200", {"hosts": 2, "mesh": {"data": 2, "x": 4}}),
+    "2 x 4": ("b200", {"mesh": {"data": 2, "x": 4}}),
+    "a process per GPU": ("b200", {"processes": 8, "devices": 8}),
+    "half a host of 2x8": ("h200", {"hosts": 2, "mesh": {"data": 4, "x": 4}}),
+    "the major axis": ("h200", {"mesh": {"x": 4, "data": 2}}),
+    "16 devices": ("h200", {"mesh": {"x": 16}}),
+}
+for label, (target, topology) in TOPOLOGIES.items():
+    case = Case(GATHER, target=target, config={"tile_m": 128, "tile_n": 256, "stages": 3}, **topology)
+    row(f"{label} {target}", case, slow=label != "2 hosts of 4")
+
+row("chosen for B300", Case("matmul", 1, LADDER, target="b300"), slow=True)
+for dtype in ("f16", "bf16"):
+    row(f"chosen {dtype}", Case("matmul", 1, SHAPE, dtype), slow=True)
+    for devices in (2, 3, 4, 8):
+        row(f"chosen {devices} {dtype}", Case(GATHER, devices, SHAPE, dtype), slow=True)
+for config in ({"tile_n": 192, "stages": 3}, {"chunk_bytes": 4096, "chunk_buffers": 4, "order_minor": "n"}):
+    case = Case(GATHER, 4, (1024, 3072, 4096), config=config)
+    row(f"configured {config}", case, slow=True, smem=announced(case, "pull"))
+for name in EPILOGUES:
+    row(f"epilogue {name}", Case("matmul", 1, (1024, 1536, 2048), config={"epilogue": name}), slow=True)
+for shape, dtype, config in (
+    ((4097, 4104, 4104), "f16", {}), ((4104, 4104, 4097), "bf16", {"layout": "tn"}), ((1, 8, 8), "f16", {}),
+    ((4097, 4104, 4104), "f16", {"layout": "nt", "batch": [3]}), ((16, 8192, 8192), "bf16", {"out": "float32"}),
+    ((100, 264, 144), "float8_e4m3fn", {"layout": "nt", "out": "bfloat16", "epilogue": "all"}),
+):  # fmt: skip
+    row(f"ragged {shape} {dtype} {config}", Case("matmul", 1, shape, dtype, config=config), slow=True)
+for shape in ((1001, 4096, 512), (1001, 4096, 8 * 1009), (1000, 3000, 4104)):
+    row(f"uneven {shape}", Case(GATHER, 3, shape), slow=True)
+
+
+@pytest.mark.parametrize(("case", "expected"), ROWS)
+def test_other_kernels(case, expected):
+    (*_, report), code = ptx_of(case)
+    faults = [fault for fault, good in members.checks_of(report, TARGETS[case.target]).items() if not good]
+    if "full" in expected:  # Some lessons of the ladder have a CTA for each tile.
+        faults = [fault for fault in faults if not fault.startswith("a grid of")]
+        assert not expected["full"] or math.prod(report.grid) == TARGETS[case.target].core_count
+    assert expected.get("spills") or faults == []
+    assert report.architecture == TARGETS[case.target].architecture
+    assert report.name == expected.get("name", report.name)
+    least, most = (smem, smem) if isinstance(smem := expected.get("smem", (0, 2**20)), int) else smem
+    assert least <= report.shared_memory_bytes <= most
+    assert [word for word in expected.get("words", ()) if word not in code] == []
+    assert [word for word in expected.get("not_words", ()) if word in code] == []
+
+
+# --- That the checks can fail -----------------------------------------------------------------------------------------
 
 
 def wgmma_probe(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
@@ -49,45 +270,24 @@ def wgmma_probe(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ..
         if devices == 1:
             plgpu.copy_smem_to_gmem(out_smem, out_gmem)
             plgpu.wait_smem_to_gmem(0)
-            return
-        flag = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        peer = lax.rem(lax.axis_index("x") + 1, devices)
-        plgpu.copy_smem_to_gmem(out_smem, plgpu.remote_ref(out_gmem, peer))
-        plgpu.wait_smem_to_gmem(0)
-        pl.semaphore_signal(flag, 1, device_id=peer)
-        pl.semaphore_wait(flag, 1)
+        else:
+            peer = lax.rem(lax.axis_index("x") + 1, devices)
+            plgpu.copy_smem_to_gmem(out_smem, plgpu.remote_ref(out_gmem, peer))
+            plgpu.wait_smem_to_gmem(0)
+            flag = pl.get_global(plgpu.SemaphoreType.REGULAR)
+            pl.semaphore_signal(flag, 1, device_id=peer)
+            pl.semaphore_wait(flag, 1)
 
     def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        scratch = [plgpu.SMEM(shape, lhs.dtype, transforms=transforms) for shape in ((m, k), (k, n), (m, n))]
         return plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((m, n), lhs.dtype),
-            scratch_types=[
-                plgpu.SMEM((m, k), lhs.dtype, transforms=transforms),
-                plgpu.SMEM((k, n), lhs.dtype, transforms=transforms),
-                plgpu.SMEM((m, n), lhs.dtype, transforms=transforms),
-                plgpu.Barrier(num_arrivals=2),
-            ],
-            kernel_name="wgmma_probe",
-        )(lhs, rhs)
+            body, out_type=jax.ShapeDtypeStruct((m, n), lhs.dtype), kernel_name="wgmma_probe",
+            scratch_types=[*scratch, plgpu.Barrier(num_arrivals=2)],
+        )(lhs, rhs)  # fmt: skip
 
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"), check_vma=False)
-    return mapped, (
-        assembly.struct(mesh, (m * devices, k), case.dtype, P("x")),
-        assembly.struct(mesh, (k, n), case.dtype),
-    )
-
-
-@pytest.mark.parametrize("devices", [1, 4])
-def test_the_helper_reads_back_a_known_kernel(devices: int) -> None:
-    (report,) = assembly.assemble_case(Case("tests.assembly.test_assembled:wgmma_probe", devices, (128, 128, 64)))
-    assert report.name == "wgmma_probe"
-    assert report.architecture == "sm_90a"
-    # At least 64 accumulator registers per thread; three tiles and one 8-byte barrier.
-    assert 64 < report.registers <= 255
-    assert report.spills == 0
-    assert report.shared_memory_bytes == 2 * (128 * 64 + 64 * 128 + 128 * 128) + 8
-    assert report.grid == (1, 1, 1)
-    assert report.threads == (128, 1, 1)
+    lhs = assembly.struct(mesh, (m * devices, k), case.dtype, P("x"))
+    return mapped, (lhs, assembly.struct(mesh, (k, n), case.dtype))
 
 
 def dies(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
@@ -96,114 +296,59 @@ def dies(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     os._exit(3)
 
 
-def test_the_helper_survives_what_it_assembles(tmp_path) -> None:
-    case = Case("tests.assembly.test_assembled:wgmma_probe", 1, (64, 64, 64))
-    first = assembly.assemble_case(case)
+PROBE = Case("tests.assembly.test_assembled:wgmma_probe", 1, (128, 128, 64))
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("devices", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_figures_of_a_known_kernel(devices):
+    (report,) = assemble_case(dataclasses.replace(PROBE, devices=devices))
+    assert (report.name, report.architecture, report.spills) == ("wgmma_probe", "sm_90a", 0)
+    # At least 64 accumulator registers per thread; three tiles and one 8-byte barrier.
+    assert 64 < report.registers <= 255
+    assert report.shared_memory_bytes == 2 * (128 * 64 + 64 * 128 + 128 * 128) + 8
+    assert (report.grid, report.threads) == ((1, 1, 1), (128, 1, 1))
+
+
+@pytest.mark.one_jax
+def test_spills_are_seen():
+    # 192 x 256 f32 accumulators in one warpgroup need 384 registers per thread; the maximum is 255.
+    (report,) = assemble_case(dataclasses.replace(PROBE, shape=(192, 256, 64)))
+    faults = [fault for fault, good in members.checks_of(report, TARGETS["h200"]).items() if not good]
+    assert any(re.fullmatch(r"[1-9]\d* bytes of spills", fault) for fault in faults)
+
+
+@pytest.mark.slow
+def test_a_child_that_dies_is_replaced(tmp_path):
+    first = assemble_case(PROBE)
     with pytest.raises(RuntimeError, match=r"ended(.|\n)*last words"):
-        assembly.assemble_case(Case("tests.assembly.test_assembled:dies"))
-    # Assemble twice in one process, though Mosaic assembles once; then ask for the code, which was not kept at first.
-    assert [assembly.assemble_case(case), assembly.assemble_case(case)] == [first, first]
-    assert assembly.assemble_case(case, ptx=str(tmp_path / "ptx")) == first
+        assemble_case(Case("tests.assembly.test_assembled:dies"))
+    # Mosaic assembles equal kernels once in a process; the child makes each case a new one.
+    assert [assemble_case(PROBE), assemble_case(PROBE)] == [first, first]
+    assert assemble_case(PROBE, ptx=str(tmp_path / "ptx")) == first
     assert "wgmma_probe" in (tmp_path / "ptx").read_text()
 
 
-def test_the_helper_sees_spills() -> None:
-    # 192 x 256 f32 accumulators in one warpgroup need 384 registers per thread; the maximum is 255.
-    (report,) = assembly.assemble_case(Case("tests.assembly.test_assembled:wgmma_probe", 1, (192, 256, 64)))
-    assert report.spills > 0
-
-
-# --- The library's kernels --------------------------------------------------------------------------------------------
-
-
-SHAPE = (1024, 4096, 4096)
-
-
-def check(case: Case, *, pulls: bool) -> assembly.KernelReport:
-    """Assembles the one kernel of a case and asserts what must hold for every configuration."""
-    (report,) = assembly.assemble_case(case)
-    target = assembly.TARGETS[case.target]
-    assert report.spills == 0
-    assert report.stack_frame_bytes == 0
-    # Any remark of ptxas costs time: serialized wgmma, for example, or an ignored setmaxnreg.
-    assert report.remarks == ()
-    assert report.registers * math.prod(report.threads) <= 65536
-    # One CTA per SM, all resident: otherwise a persistent kernel with flags between its CTAs hangs.
-    assert math.prod(report.grid) <= target.core_count
-    dtype = assembly.dtype_of(case.dtype)
-    problem = Problem(case.op, *case.shape, dtype, dtype, devices=case.mesh.get("x", case.devices) if pulls else 1)
-    config = overlap.Config(**case.config) if case.config else choose_config(problem, TARGET)[0]
-    assert report.shared_memory_bytes == smem_bytes(config, dtype, "pull" if pulls else "")
-    assert report.shared_memory_bytes + report.static_shared_memory_bytes <= target.shared_memory_per_block_optin
-    return report
-
-
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_all_gather_lhs_matmul_assembles_without_spills(devices: int, dtype: str) -> None:
-    check(Case("all_gather_lhs_matmul", devices, SHAPE, dtype), pulls=devices > 1)
-
-
-@pytest.mark.parametrize(("devices", "dtype"), [(1, "f16"), (1, "bf16"), (8, "f16")])
-def test_matmul_assembles_without_spills(devices: int, dtype: str) -> None:
-    check(Case("matmul", devices, SHAPE, dtype), pulls=False)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"tile_n": 128, "stages": 6},
-        {"tile_n": 192, "stages": 3},
-        {"stages": 3},
-        {"chunk_bytes": 4096, "chunk_buffers": 4, "order_minor": "n"},
-    ],
-    ids=lambda config: ",".join(f"{name}={value}" for name, value in config.items()),
-)
-def test_other_configs_use_the_shared_memory_they_announce(config: dict[str, Any]) -> None:
-    check(Case("all_gather_lhs_matmul", 4, (1024, 3 * 1024, 4096), config=config), pulls=True)
-
-
-@pytest.mark.parametrize("shape", [(1001, 4096, 512), (1001, 4096, 8 * 1009)], ids=["rows", "columns"])
-def test_uneven_chunks_assemble_without_spills(shape: tuple[int, int, int]) -> None:
-    (report,) = assembly.assemble_case(Case("all_gather_lhs_matmul", 4, shape))
-    assert report.spills == 0 and report.stack_frame_bytes == 0 and report.remarks == ()
-
-
-@pytest.mark.parametrize(
-    ("mesh", "hosts"),
-    [
-        ({"data": 2, "x": 4}, 1),
-        ({"x": 4, "data": 2}, 1),
-        ({"x": 16}, 1),
-        ({"data": 2, "x": 8}, 2),
-        ({"data": 4, "x": 4}, 2),
-    ],
-    ids=["minor axis", "major axis", "16 of one host", "one host of 2x8", "half a host of 2x8"],
-)
-def test_it_assembles_on_larger_meshes(mesh: dict[str, int], hosts: int) -> None:
-    check(Case("all_gather_lhs_matmul", math.prod(mesh.values()), SHAPE, mesh=mesh, hosts=hosts), pulls=True)
-
-
-@pytest.mark.parametrize(
-    ("devices", "processes", "op", "fields"),
-    [
-        (4, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 256, "stages": 4}),
-        (8, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 128, "stages": 4, "epilogue": "all"}),
-        (4, 4, "matmul_reduce_scatter_n", {"tile_m": 128, "tile_n": 256, "stages": 4, "epilogue": "all"}),
-    ],
-)
-def test_sums_by_ring_assemble_without_spills(devices: int, processes: int, op: str, fields: dict[str, Any]) -> None:
-    config = {"op": op, "out": "bfloat16", "transport": "ring", **fields}
-    case = Case(
-        "tests.assembly.assembly_products:scattered", devices, (4096, 4096, 2048), config=config, processes=processes
-    )
-    report = assembly.assemble_case(case)[-1]
-    assert (report.spills, report.stack_frame_bytes, report.remarks) == (0, 0, ())
-    of_config = {name: value for name, value in fields.items() if name != "epilogue"}
-    # The ring uses only one of the chunk buffers that a configuration asks for.
-    assert report.shared_memory_bytes <= smem_bytes(overlap.Config(**of_config), "bfloat16", "push")
-
-
-def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled() -> None:
+@pytest.mark.one_jax
+def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled():
     with pytest.raises(RuntimeError, match="shared memory"):
-        assembly.assemble_case(Case("all_gather_lhs_matmul", 4, SHAPE, config={"stages": 5}))
+        assemble_case(Case(GATHER, 4, SHAPE, config={"stages": 5}))
+
+
+@pytest.mark.one_jax
+def test_too_few_registers_are_noticed():
+    kernel = next(kernel for kernel in EVERY if kernel.tile[:2] == (128, 256) and not kernel.tile[-1])
+    _, ptx = ptx_of(next(members.members(kernel)).case)
+    stated, accumulator = registers.stated(ptx), 128
+    assert registers.suffices(ptx, stated)
+    assert not registers.suffices(ptx, Registers(accumulator, stated.transfer))
+
+
+@pytest.mark.slow
+def test_the_fewest_registers_are_found():
+    kernel = next(kernel for kernel in EVERY if kernel.tile[:2] == (128, 256) and not kernel.epilogue)
+    _, ptx = ptx_of(next(members.members(kernel)).case)
+    needed, accumulator = registers.needed(ptx), 128
+    assert needed is not None and accumulator < needed.compute < registers.stated(ptx).compute
+    assert not registers.suffices(ptx, Registers(needed.compute - registers.STEP, needed.transfer))
+    assert not registers.leaves(ptx, Registers(registers.stated(ptx).compute - accumulator, 0))

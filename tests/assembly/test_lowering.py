@@ -12,7 +12,10 @@ from overlap.kernels.target import Target
 from tests import oracle
 from tests.oracle import make_mesh
 
-MESHES = [{"x": 1}, {"x": 2}, {"x": 3}, {"x": 8}, {"data": 2, "x": 2}, {"x": 2, "data": 2}]
+MESHES = [
+    {"x": 8}, {"data": 2, "x": 2}, {"x": 2, "data": 2},
+    *(pytest.param({"x": size}, marks=pytest.mark.slow) for size in (1, 2, 3)),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
 import logging
 import math
 import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -15,16 +17,14 @@ import tomllib
 
 import jax
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import overlap
-from overlap.choice import choose, crossover, tables
+from overlap.choice import choose, tables
 from overlap.choice import problem as problems
-from overlap.choice.crossover import Cause, Verdict
 from overlap.cli import arguments as types
 from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 from tests.choice.tuning_cases import (
     H200,
     MISSING,
@@ -38,7 +38,6 @@ from tests.choice.tuning_cases import (
     users_table,
     write,
 )
-from tests.ops.explained import answer
 
 __all__ = ["no_tables"]
 pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
@@ -52,7 +51,8 @@ def explained(of=None):
     """Returns what `overlap.matmul` would choose on an H200. This machine needs no such GPU."""
     of = of or problem()
     lhs, rhs = (jax.ShapeDtypeStruct(shape, of.dtype) for shape in ((of.m, of.k), (of.k, of.n)))
-    return answer(overlap.matmul, lhs, rhs, mesh=ON_H200)
+    (choice,) = overlap.explain(overlap.matmul, lhs, rhs, mesh=ON_H200)
+    return choice
 
 
 # --- One bad entry ----------------------------------------------------------------------------------------------------
@@ -68,72 +68,42 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", BAD, ids=[str(number) for number in range(len(BAD))])
-def test_a_bad_entry_is_left_out_and_the_others_serve(caplog, change):
-    path = write(line(**change), "no entry", line(problem("8192x8192x8192")))
+def test_bad_entries_are_left_out_and_the_others_serve(caplog):
+    """One warning says how many there are."""
+    path = write(*(line(**change) for change in BAD), "no entry", line(problem("8192x8192x8192")))
     with caplog.at_level(logging.WARNING, "overlap"):
         for _ in range(2):
             assert explained().source == "heuristic"
             assert explained(problem("8192x8192x8192")).config == TUNED
-    assert len(caplog.records) == 1
-    assert f"{path}: 2 entries of this tuning table are ignored, the first: entries[0]: " in caplog.text
+    ignored = f"{path}: {len(BAD) + 1} entries of this tuning table are ignored, the first: entries[0]: "
+    assert len(caplog.records) == 1 and ignored in caplog.text
 
 
-def test_of_two_entries_for_the_same_a_complete_one_is_used():
-    write(line(config=vars(Config(stages=2)), complete=False), line(config=vars(Config(stages=4))))
-    assert explained().config == Config(stages=4)
-
-
-def test_an_entry_whose_configuration_cannot_run_is_not_used(monkeypatch):
-    monkeypatch.setattr(crossover, "verdict", lambda *_: Verdict(False, "faster", Cause.PREDICTED))
-    write(line(config=vars(Config(tile_m=256, tile_n=256))))
-    assert explained().source == "heuristic"
-
-
-_TEXTS = st.sampled_from(["xla", "nt", "matmul", "float16", "", "\ud800"]) | st.text(max_size=9)
-_NUMBERS = st.sampled_from([0, 1, -1, 2**31 - 1, 2**31, 10**400, -(10**4000)]) | st.integers(0, 300) | st.floats()
-ODD = st.recursive(
-    st.none() | st.booleans() | _TEXTS | _NUMBERS | st.just(nested(40)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXTS, inner, max_size=3),
-    max_leaves=6,
-)
+ODD = [None, True, -1, 0, 2**31, 10**400, 0.5, math.nan, "", "xla", [], {}, nested(50)]
 
 
 def places(value, here=()):
-    """Yields the path to every value in a JSON document."""
-    yield here
-    for name, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
-        yield from places(inner, (*here, name))
+    """Yields the path to every value in a JSON object."""
+    for name, inner in value.items():
+        yield (*here, name)
+        if isinstance(inner, dict):
+            yield from places(inner, (*here, name))
 
 
-VALID = {"format": 1, "entries": [line(), line(problem("8192x8192x8192"))]}
+def odd_line(place, value):
+    changed = copy.deepcopy(line())
+    inner = functools.reduce(dict.__getitem__, place[:-1], changed)
+    inner[place[-1]] = value
+    return changed
 
 
-@pytest.fixture
-def one_heuristic_each(monkeypatch):
-    """Caches the heuristic, so that it runs once for each problem that the tables lack."""
+def test_any_value_in_any_place_leaves_calls_decided(monkeypatch):
     monkeypatch.setattr(choose, "heuristic", functools.cache(choose.heuristic))
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(list(places(VALID))), ODD)
-def test_any_value_in_place_of_any_part_leaves_calls_decided(one_heuristic_each, place, value):
-    content = copy.deepcopy(VALID)
-    if not place:
-        content = value
-    else:
-        inner = content
-        for name in place[:-1]:
-            inner = inner[name]
-        inner[place[-1]] = value
-    write(text=json.dumps(content))
-    first = [explained(problem(shape)) for shape in SHAPES[:2]]
-    tables._load.cache_clear()
-    assert [explained(problem(shape)) for shape in SHAPES[:2]] == first
-    if place[:2] == ("entries", 0):
-        assert first[1].config == TUNED
+    for place, value in itertools.product(places(line()), ODD):
+        write(odd_line(place, value), line(problem("8192x8192x8192")))
+        tables._load.cache_clear()
+        choose.choose_config(problem(), H200)
+        assert choose.choose_config(problem("8192x8192x8192"), H200)[0] == TUNED, (place, value)
 
 
 def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
@@ -150,23 +120,24 @@ def test_the_largest_sizes_that_an_entry_may_have_can_be_traced():
 
 BROKEN = [
     "", "{", "[]", "null", '{"format": 1}', "\x00\xff", '{"format": 1, "entries": {"a": 1}}', "[" * 200_000,
-    '{"format": 99, "entries": []}',
-    f'{{"format": 1, "entries": [{"9" * 5000}]}}',
+    '{"format": 99, "entries": []}', f'{{"format": 1, "entries": [{"9" * 5000}]}}',
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
-def test_a_file_that_is_no_table_is_reported_once_and_never_overwritten(caplog, content):
-    path = write(text=content)
-    with caplog.at_level(logging.WARNING, "overlap"):
-        assert [explained().source for _ in range(3)] == ["heuristic"] * 3
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(path) in caplog.text
-    for action in (lambda: tables.read(path), lambda: tables.add(path, [entry(problem())])):
-        with pytest.raises(ValueError, match=r"nvidia_h200\.json is no tuning table .* move it away"):
-            action()
-    assert path.read_text(encoding="latin-1") == content
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
+def test_a_file_that_is_no_table_is_reported_once_and_never_overwritten(caplog):
+    for content in BROKEN:
+        path = write(text=content)
+        tables._load.cache_clear()
+        with caplog.at_level(logging.WARNING, "overlap"):
+            assert [explained().source for _ in range(3)] == ["heuristic"] * 3
+        (said,) = caplog.records
+        assert said.levelname == "WARNING" and str(path) in said.getMessage()
+        caplog.clear()
+        for action, arguments in ((tables.read, ()), (tables.add, ([entry(problem())],))):
+            with pytest.raises(ValueError, match=r"nvidia_h200\.json is no tuning table .* move it away"):
+                action(path, *arguments)
+        assert path.read_text(encoding="latin-1") == content
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_what_is_no_regular_file_counts_as_empty(monkeypatch, tmp_path):
@@ -185,31 +156,22 @@ def test_what_is_no_regular_file_counts_as_empty(monkeypatch, tmp_path):
 # --- What `explain` says ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("versions", "said"),
-    [
+def test_explain_names_the_file_and_other_versions():
+    for versions, said in (
         ({}, ""),
         ({"overlap": MISSING}, ""),  # As in older tables.
         ({"jax": "0.0.1"}, f", measured with jax 0.0.1, and {jax.__version__} runs"),
         ({"overlap": "0.0.1"}, f", measured with overlap 0.0.1, and {overlap.__version__} runs"),
-    ],
-)
-def test_explain_names_the_file_and_other_versions(versions, said):
-    path = write(line(**versions))
-    choice = explained()
-    assert choice.source == f"table {path}: 4096x8192x4096{said}"
-    assert f"({choice.source})" in str(choice)
-    # The same file may be why XLA runs.
-    write(line(others={"xla": 50.0}, **versions))
-    choice = explained()
-    assert (choice.implementation, choice.config) == ("xla", None)
-    assert f"XLA was measured to be 2.00 x as fast for {problem()} (table {path}: 4096x8192x4096{said})" in str(choice)
-
-
-def test_what_is_written_says_which_versions_measured_it():
-    tables.add(users_table(), [entry(problem())])
-    (saved,) = json.loads(users_table().read_text())["entries"]
-    assert (saved["jax"], saved["overlap"]) == (jax.__version__, overlap.__version__)
+    ):
+        path = write(line(**versions))
+        choice = explained()
+        assert choice.source == f"table {path}: 4096x8192x4096{said}"
+        assert f"({choice.source})" in str(choice)
+        # The same file may be why XLA runs.
+        write(line(others={"xla": 50.0}, **versions))
+        choice = explained()
+        assert (choice.implementation, choice.config) == ("xla", None)
+        assert f"2.00 x as fast for {problem()} (table {path}: 4096x8192x4096{said})" in str(choice)
 
 
 def test_each_fact_that_stands_twice_is_the_same(repository):
@@ -220,7 +182,53 @@ def test_each_fact_that_stands_twice_is_the_same(repository):
     assert set(types.DTYPES.values()) == set(tables.DTYPES)
 
 
+def test_the_shipped_tables_hold_what_the_kernels_accept():
+    files = list((pathlib.Path(tables.__file__).parent / "tables").glob("*.json"))
+    assert files
+    for path in files:
+        entries = tables.read(path)
+        assert len(entries) == len(json.loads(path.read_text())["entries"])
+        for e in entries:
+            e.problem.check(e.config, Target("gpu", e.kind, 132))
+
+
 # --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_reads_back_what_was_added(tmp_path):
+    path = tmp_path / "new" / "table.json"
+    entries = [entry(problem(shape), tried=7, date="2026-11-21") for shape in SHAPES]
+    tables.add(path, entries[:2])
+    tables.add(path, entries[2:])
+    assert sorted(tables.read(path), key=str) == sorted(entries, key=str)
+    assert [p.name for p in path.parent.iterdir()] == ["table.json"]
+    assert len(path.read_text().splitlines()) == len(entries) + 2  # One line per entry, for diffs.
+    saved = json.loads(path.read_text())["entries"]
+    assert {(e["jax"], e["overlap"]) for e in saved} == {(jax.__version__, overlap.__version__)}
+
+
+def test_a_partial_result_does_not_replace_a_complete_one(tmp_path):
+    path = tmp_path / "table.json"
+    for us, complete, expected in ((5.0, False, 5.0), (9.0, True, 9.0), (4.0, False, 9.0), (8.0, True, 8.0)):
+        tables.add(path, [entry(problem(), us=us, complete=complete)])
+        assert [e.us for e in tables.read(path)] == [expected]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    tables.add(path, [entry(problem())])
+    before = path.read_text()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for step in ("chmod", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(tables.os, step, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                tables.add(path, [entry(problem("128x128x128"))])
+        assert path.read_text() == before
+        assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
 
 
 def test_lines_that_cannot_be_used_outlast_those_that_are_added():
@@ -230,12 +238,8 @@ def test_lines_that_cannot_be_used_outlast_those_that_are_added():
     as_text = lambda value: json.dumps(value, sort_keys=True)  # noqa: E731  (NaN is not equal to itself.)
     lines = [as_text(value) for value in json.loads(path.read_text())["entries"]]
     assert len(lines) == 5 and {as_text(newer), as_text(odd), '"no entry"'} <= set(lines)
-
-
-def test_what_would_not_be_read_again_is_not_written():
-    with pytest.raises(ValueError, match="times must be numbers"):
+    with pytest.raises(ValueError, match="times must be numbers"):  # It could not be read again.
         tables.add(users_table(), [entry(problem(), us=math.inf)])
-    assert not users_table().exists()
 
 
 _WRITES = """
@@ -251,7 +255,10 @@ for m in range(first, first + 25):
 
 
 def test_processes_and_threads_that_write_at_once_lose_nothing(repository, tmp_path):
-    path = tmp_path / "table.json"
+    """The table is a link: the file behind it is replaced."""
+    (tmp_path / "real").mkdir()
+    path, real = tmp_path / "table.json", tmp_path / "real" / "table.json"
+    path.symlink_to("real/table.json")
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
     other = subprocess.Popen(
         [sys.executable, "-c", _WRITES, path, "1000"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -260,7 +267,7 @@ def test_processes_and_threads_that_write_at_once_lose_nothing(repository, tmp_p
         assert other.stdout is not None and other.stdout.readline() == "ready\n"
         adds = [
             threading.Thread(target=tables.add, args=(path, [entry(problem(f"{m}x128x128"))])) for m in range(1, 26)
-        ]  # fmt: skip
+        ]
         for thread in adds:
             thread.start()
         other.communicate("\n", timeout=60)
@@ -271,13 +278,5 @@ def test_processes_and_threads_that_write_at_once_lose_nothing(repository, tmp_p
         other.kill()
         other.wait()
     assert sorted(e.problem.m for e in tables.read(path)) == [*range(1, 26), *range(1000, 1025)]
-    assert [p.name for p in tmp_path.iterdir()] == ["table.json"] and path.stat().st_mode & 0o777 == 0o644
-
-
-def test_of_a_link_the_file_behind_it_is_replaced(tmp_path):
-    (tmp_path / "real").mkdir()
-    link = tmp_path / "table.json"
-    link.symlink_to("real/table.json")
-    tables.add(link, [entry(problem())])
-    tables.add(link, [entry(problem("128x128x128"))])
-    assert link.is_symlink() and len(tables.read(tmp_path / "real" / "table.json")) == 2
+    assert path.is_symlink() and [p.name for p in real.parent.iterdir()] == ["table.json"]
+    assert real.stat().st_mode & 0o777 == 0o644

@@ -55,26 +55,14 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},
     "core_count_of_devices": dict,
     "emulate": lambda: {"f": fused, "x": matrix(64, 64)},
-    "run_sequence": lambda: {
-        "emulation": emulation,
-        "along_x": fused,
-        "along_y": fused,
-        "a": matrix(64, 64),
-        "b": matrix(64, 64),
-    },
+    "run_sequence": lambda: {"emulation": emulation, "along_x": fused, "along_y": fused, "a": matrix(64, 64),
+                             "b": matrix(64, 64)},
     "stoppable": lambda: {"emulation": emulation, "f": fused, "x": matrix(64, 64)},
     "wait_timeout_s": dict,
-}
+}  # fmt: skip
 # Per-shard operands, for lines that stand inside a layer.
-SHARDS = {
-    "a": (64, 64),
-    "b": (64, 32),
-    "u": (64, 64),
-    "v": (32, 64),
-    "x_shard": (16, 64),
-    "w_gate": (64, 64),
-    "w_up": (64, 64),
-}
+SHARDS = {"a": (64, 64), "b": (64, 32), "u": (64, 64), "v": (32, 64), "x_shard": (16, 64), "w_gate": (64, 64),
+          "w_up": (64, 64)}  # fmt: skip
 
 
 def run(example: doctest.Example, names: dict[str, Any]) -> None:

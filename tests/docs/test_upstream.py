@@ -37,15 +37,6 @@ def loop_in_a_warp():
     lower(body, plgpu.Barrier())
 
 
-def arrival_of_a_warp():
-    def body(_, done):
-        @plgpu.warp_map
-        def _(warp):
-            pl.when(warp == 0)(lambda: plgpu.barrier_arrive(done))
-
-    lower(body, plgpu.ClusterBarrier(collective_axes=("rank",)), cluster=(2,), cluster_names=("rank",))
-
-
 def product_of_tiles(lhs_rows, rhs_rows):
     def body(out_gmem, lhs_smem, rhs_smem, out_smem):
         def multiply(acc):
@@ -76,7 +67,6 @@ def trace_without_a_mesh():
 
 REPRODUCERS = {
     "loops-in-warps": loop_in_a_warp,
-    "arrivals-of-warps-at-cluster-barriers": arrival_of_a_warp,
     "square-tiles": lambda: product_of_tiles(64, 64),
     "unequal-tiles": lambda: product_of_tiles(8, 64),
     "varying-axes": trace_without_a_mesh,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -145,4 +147,60 @@ def scope_in_a_loop(rounds: int, rows: int, columns: int, defects=NO_DEFECTS):
         scratch_types=[plgpu.ClusterBarrier(collective_axes=("rank",))],
         cluster=(CLUSTER,),
         cluster_names=("rank",),
+    )(x)
+
+
+TILE = (64, 64)
+
+
+def sums(size, rounds, defects=NO_DEFECTS):
+    """x[rounds, size, size, *TILE] -> x.sum(axis=1): CTA r sends part p of x[round, r] to CTA p, which adds the parts.
+
+    Each CTA receives all parts in one buffer, its own included. Every round uses the same buffer.
+    """
+
+    def body(x_gmem, out_gmem, parts_smem, received, consumed):
+        rank = lax.axis_index("rank")
+
+        @pl.loop(0, rounds)
+        def _round(i):
+            if "no wait for the reader" not in defects:
+
+                @pl.when(i > 0)
+                def _wait():
+                    plgpu.barrier_wait(consumed)
+
+            for ahead in range(size - 1 if "one part is not sent" in defects else size):
+                peer = lax.rem(rank + ahead, size)
+                part = plgpu.load(x_gmem.at[i, rank, peer], layout=plgpu.Layout.WGMMA, optimized=False)
+                plgpu.async_store_smem(part, parts_smem.at[rank], received, cluster_idx=peer, cluster_dim="rank")
+
+            unheard = "the last round is not awaited" in defects
+
+            @pl.when(((i + 1 < rounds) | (rank != 0) | jnp.bool_(not unheard))
+                     & jnp.bool_("no wait before the read" not in defects))  # fmt: skip
+            def _wait_for_parts():
+                plgpu.barrier_wait(received)
+
+            @pl.when((i + 1 < rounds) | jnp.bool_(not unheard))
+            def _add():
+                total = functools.reduce(jnp.add, [parts_smem[sender] for sender in range(size)])
+                out_gmem[i, rank] = total
+
+            @pl.when(i + 1 < rounds)
+            def _arrive():
+                plgpu.barrier_arrive(consumed)
+
+    arrivals = size + ("an arrival too many is expected" in defects)
+    return lambda x: plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rounds, size, *TILE), jnp.float32),
+        scratch_types=[
+            plgpu.SMEM((size, *TILE), jnp.float32),
+            plgpu.Barrier(num_arrivals=arrivals),
+            plgpu.ClusterBarrier(collective_axes=("rank",)),
+        ],
+        cluster=(size,),
+        cluster_names=("rank",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(x)

@@ -20,9 +20,7 @@ def tiled(shape, dtype):
     bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)),
+        shape, dtype, transforms=(plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     )
 
 

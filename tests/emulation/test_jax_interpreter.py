@@ -47,16 +47,6 @@ def interpret(function, *, detect_races=False):
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def copy():
-    def body(x, o, smem, loaded):
-        plgpu.copy_gmem_to_smem(x, smem, loaded)
-        plgpu.barrier_wait(loaded)
-        plgpu.copy_smem_to_gmem(smem, o)
-        plgpu.wait_smem_to_gmem(0)
-
-    return run(body, X, out_type=out_type(X.shape), scratch_types=[SMEM, plgpu.Barrier()])
-
-
 def between_warpgroups(waits_before=True):
     def body(x, o, smem, ready):
         @pl.when(lax.axis_index("wg") == 0)
@@ -180,7 +170,6 @@ def tcgen05_matmul(kernel):
 
 
 KERNELS = {
-    "copy": copy,
     "warpgroups": between_warpgroups,
     "warps": warps_of_a_warpgroup,
     "multicast": multicast_in_a_cluster,

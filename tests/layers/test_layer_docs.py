@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import pathlib
 import re
 from typing import Any
@@ -49,32 +51,28 @@ def test_the_page_runs(repository: pathlib.Path) -> None:
     assert np.isfinite(names["loss"]) and set(names["grads"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
 
 
-def kept_bytes(layer: nnx.Module, x: jax.Array) -> int:
-    """Returns the number of bytes that each device keeps from the forward to the backward pass."""
-    graph, state = nnx.split(layer)
-    back = jax.jit(lambda state, x: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1])(state, x)
-    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
-
-
 def test_what_the_backward_pass_keeps() -> None:
-    """The input and the weights of a column-parallel layer: kept as shards, or gathered."""
-    devices, mesh = 2, make_mesh(2, 2, EXPLICIT)
+    """The input and the weights of a column-parallel layer: each device keeps them as shards, or gathered."""
+    devices, mesh, states, backs = 2, make_mesh(2, 2, EXPLICIT), {}, {}
     x_bytes = 4 * 16 * 32 * 2 // 2  # All rows of one index along "data".
     kernel_bytes = 32 * 64 * 2 // devices  # All rows of one index along "tensor".
-    kept = {}
+    column = functools.partial(layers.ColumnParallelLinear, 32, 64, use_bias=False, dtype=jnp.bfloat16, **AXES)
     with jax.set_mesh(mesh):
         x = put(draw(0, dtype=jnp.bfloat16), mesh, BETWEEN)
-        for implementation, keep in (("fused", False), ("fused", True), ("xla", False), ("xla", True)):
-            layer = layers.ColumnParallelLinear(
-                32, 64, use_bias=False, dtype=jnp.bfloat16, implementation=implementation, keep_gathered=keep,
-                rngs=nnx.Rngs(0), **AXES,
-            )  # fmt: skip
-            kept[implementation, keep] = kept_bytes(layer, x)
-    assert kept["fused", False] == (x_bytes + kernel_bytes) // 2
-    assert kept["xla", False] == x_bytes + kernel_bytes // 2
-    assert kept["xla", True] == x_bytes + kernel_bytes
+        for how in itertools.product(("fused", "xla"), (False, True)):
+            layer = column(implementation=how[0], keep_gathered=how[1], rngs=nnx.Rngs(0))
+            graph, states[how] = nnx.split(layer)
+            backs[how] = lambda state, graph=graph: jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)[1]
+        found = jax.jit(lambda states: {how: backs[how](state) for how, state in states.items()})(states)
+    of_each = {
+        how: sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(back))
+        for how, back in found.items()
+    }
+    assert of_each["fused", False] == (x_bytes + kernel_bytes) // 2
+    assert of_each["xla", False] == x_bytes + kernel_bytes // 2
+    assert of_each["xla", True] == x_bytes + kernel_bytes
     # The kernel keeps the shard too.
-    assert kept["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
+    assert of_each["fused", True] - x_bytes - kernel_bytes in (0, x_bytes // 2)
 
 
 @pytest.fixture

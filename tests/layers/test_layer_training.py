@@ -1,14 +1,13 @@
-"""The layers in training: scan, remat with policies, gradient accumulation, donation, bf16, export, profiles."""
+"""The layers in training: scan over stacked layers, policies of `jax.checkpoint`, export, checkpoints."""
 
 from __future__ import annotations
 
-import re
+import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -17,27 +16,37 @@ from overlap import layers
 from tests.layers.layer_cases import (
     AXES,
     BETWEEN,
+    EXPLICIT,
     EXPLICIT_FIRST,
-    Block,
-    PlainBlock,
+    Every,
+    Plain,
+    assert_near,
     draw,
-    loss,
     make_mesh,
     numbers,
     put,
+    spread,
 )
 
 STACKED = {nnx.PARTITION_NAME: None}  # The dimension of the layers has no mesh axis.
 
 
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm, self.mlp = layers.RMSNorm(32, rngs=rngs, **AXES), layers.GatedMLP(32, 64, rngs=rngs, **AXES)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.mlp(self.norm(x), x)
+
+
 class Stack(nnx.Module):
     """Blocks with stacked parameters, run by one scan; the backward pass computes each block again."""
 
-    def __init__(self, count: int, rngs: nnx.Rngs, **options: Any):
+    def __init__(self, count: int, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=count)
         @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=STACKED)
         def make(rngs: nnx.Rngs) -> Block:
-            return Block(rngs, **options)
+            return Block(rngs)
 
         self.blocks = make(rngs)
 
@@ -54,25 +63,25 @@ class Stack(nnx.Module):
 @EXPLICIT_FIRST
 def test_scan_over_layers(kind: Any) -> None:
     """Compares one scan over stacked, rematerialized blocks with the same blocks run in turn on one device."""
-    mesh, x, target = make_mesh(kind=kind), draw(1), draw(2)
+    mesh, x = make_mesh(2, 2, kind), draw(1)
     with jax.set_mesh(mesh):
-        stack = Stack(2, nnx.Rngs(0))
-        value, grads = nnx.jit(nnx.value_and_grad(loss))(stack, put(x, mesh, BETWEEN), put(target, mesh, BETWEEN))
+        stack = nnx.jit(lambda: Stack(2, nnx.Rngs(0)))()
+        loss = nnx.jit(nnx.value_and_grad(lambda stack, x: jnp.mean(stack(x) ** 2)))
+        value, grads = loss(stack, put(x, mesh, BETWEEN))
     kernel = stack.blocks.mlp.gate.kernel
     assert kernel[...].sharding.spec == P(None, "data", "tensor") == P(*kernel.get_metadata("out_sharding"))
-    assert jax.typeof(grads["blocks"]["mlp"]["gate"]["kernel"][...]).shape == (2, 32, 64)
-
-    # The same parameters in blocks of flax's own layers, one after the other.
-    graph, _ = nnx.split(PlainBlock(nnx.Rngs(0)))
 
     def plain(stacked: Any) -> jax.Array:
-        out, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, nnx.State(block))(x), None), x, stacked)
-        return jnp.mean((out - target) ** 2)
+        out = x
+        for i in range(2):
+            norm, mlp = (jax.tree.map(lambda leaf, i=i: leaf[i], stacked[name]) for name in ("norm", "mlp"))
+            normed = out * jax.lax.rsqrt(jnp.mean(out**2, -1, keepdims=True) + 1e-6) * norm["scale"]
+            gate, up, down = (mlp[name]["kernel"] for name in ("gate", "up", "down"))
+            out = jax.nn.silu(normed @ gate) * (normed @ up) @ down + out
+        return jnp.mean(out**2)
 
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(numbers(stack)["blocks"])
-    np.testing.assert_allclose(value, expected, rtol=1e-4)
-    found = jax.device_get(nnx.to_pure_dict(grads))["blocks"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected_grads)
+    expected = jax.jit(jax.value_and_grad(plain))(numbers(stack)["blocks"])
+    assert_near((value, nnx.to_pure_dict(grads)["blocks"]), expected, 1e-4)
 
 
 def count_of(primitive: str, program: Any) -> int:
@@ -86,96 +95,68 @@ def count_of(primitive: str, program: Any) -> int:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.one_jax
 def test_policies_of_checkpoint() -> None:
     """A policy can keep each product's result by the layer's name: the backward pass then does not compute it again."""
-    mesh = make_mesh(1, 4)
+    mesh = make_mesh(1, 2)
     with jax.set_mesh(mesh):
-        graph, state = nnx.split(layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
-        x = put(draw(1), mesh, P(None, "tensor", None))
+        mlp = nnx.eval_shape(lambda: layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(mlp)
+        x, policies = put(draw(1), mesh, P(None, "tensor", None)), jax.checkpoint_policies
 
-        def forward(state: Any, x: jax.Array) -> jax.Array:
-            return jnp.sum(nnx.merge(graph, state)(x) ** 2)
+        def products(policy: Any) -> int:
+            def forward(state: Any, x: jax.Array) -> jax.Array:
+                return jnp.sum(nnx.merge(graph, state)(x) ** 2)
 
-        counts, grads = {}, {}
-        policies = jax.checkpoint_policies
-        for name, policy in {
-            "nothing": policies.nothing_saveable,
-            "by name": policies.save_only_these_names("before_activation"),
-            "all": policies.everything_saveable,
-        }.items():
-            grad = jax.grad(jax.checkpoint(forward, policy=policy))
-            program = jax.make_jaxpr(grad)(state, x)
-            counts[name] = count_of("dot_general", program)
-            if name != "nothing":
-                grads[name] = jax.device_get(jax.jit(grad)(state, x))
-    # Gate and up are kept. Down is computed again, since the loss squares its result.
-    assert counts["nothing"] - counts["by name"] == 2 and counts["by name"] - counts["all"] == 1, counts
-    jax.tree.map(np.testing.assert_array_equal, grads["by name"], grads["all"])
+            return count_of("dot_general", jax.make_jaxpr(jax.grad(jax.checkpoint(forward, policy=policy)))(state, x))
+
+        nothing, every = products(policies.nothing_saveable), products(policies.everything_saveable)
+        # Gate and up are kept. Down is computed again, since the loss squares its result.
+        assert products(policies.save_only_these_names("before_activation")) == nothing - 2 == every + 1
+        assert products(policies.save_only_these_names("down")) == nothing - 1
 
 
-def steps(block: Any, x: jax.Array, target: jax.Array, *, parts: int, count: int = 3) -> tuple[list[float], str]:
-    """Returns the losses of some Adam steps (gradients are accumulated over `parts` parts), and the compiled step."""
-    optimizer = nnx.Optimizer(block, optax.adamw(3e-3), wrt=nnx.Param)
-
-    def step(block: Any, optimizer: nnx.Optimizer, x: jax.Array, target: jax.Array) -> jax.Array:
-        graph, state = nnx.split(block)
-
-        def add(sums: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            found = jax.value_and_grad(lambda state: loss(nnx.merge(graph, state), *part))(state)
-            return jax.tree.map(jnp.add, sums, found), None
-
-        zero = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state)
-        (value, grads), _ = jax.lax.scan(add, zero, (x, target))
-        optimizer.update(block, jax.tree.map(lambda g: g / parts, grads))
-        return value / parts
-
-    jitted = nnx.jit(step, donate_argnums=(0, 1))
-    text = jitted.lower(block, optimizer, x, target).compile().as_text()
-    return [float(jitted(block, optimizer, x, target)) for _ in range(count)], text
-
-
-@pytest.mark.slow
-@EXPLICIT_FIRST
-def test_training_steps(kind: Any) -> None:
-    """Training in bf16 (f32 masters, accumulated gradients, donated state) agrees with training on one device."""
-    mesh, x, target = make_mesh(kind=kind), draw(1, (2, 4, 16, 32)), draw(2, (2, 4, 16, 32))
-    with jax.set_mesh(mesh):
-        block = Block(nnx.Rngs(0), dtype=jnp.bfloat16)
-        donated = block.mlp.gate.kernel.get_value()
-        spec = P(None, *BETWEEN)
-        losses, text = steps(block, put(x, mesh, spec), put(target, mesh, spec), parts=2)
-    # Profiles show the HLO's metadata, which names layer and product, forward and backward.
-    names = " ".join(set(re.findall(r'op_name="([^"]*)"', text)))
-    for name in ("RMSNorm", "QKVProjection", "OutputProjection", "LayerNorm", "GatedMLP"):
-        assert f"/jvp({name})/" in names and f"/transpose(jvp({name}))/" in names
-    for name in ("gate_up/sharded_matmul.all_gather_lhs_matmul", "down/sharded_matmul.matmul_reduce_scatter"):
-        assert f"/jvp(GatedMLP)/{name}" in names
-    assert donated.is_deleted() and "input_output_alias" in text
-    assert block.mlp.gate.kernel[...].dtype == jnp.float32
-    assert block.mlp.gate.kernel[...].sharding.spec == P("data", "tensor")
-    plain = PlainBlock(nnx.Rngs(0), dtype=jnp.bfloat16)  # Both models draw the same parameters.
-    expected, _ = steps(plain, x, target, parts=2)
-    np.testing.assert_allclose(losses, expected, rtol=2e-2)
-    assert losses[2] < losses[0] * 0.9
-
-
+@pytest.mark.one_jax
 def test_export() -> None:
     """Gradients are lowered for CPU and GPU in one export, and run after loading."""
-    mesh = make_mesh()
+    mesh = make_mesh(2, 2)
     with jax.set_mesh(mesh):
-        graph, state = nnx.split(layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0), **AXES))
+        graph, state = nnx.split(layers.ColumnParallelLinear(32, 64, rngs=nnx.Rngs(0), implementation="xla", **AXES))
         leaves, tree = jax.tree.flatten(state)
         x = put(draw(1), mesh, BETWEEN)
 
         @jax.jit
         def grads(leaves: Any, x: jax.Array) -> Any:
-            def forward(leaves: Any) -> jax.Array:
-                return jnp.sum(nnx.merge(graph, jax.tree.unflatten(tree, leaves))(x) ** 2)
-
-            return jax.grad(forward)(leaves)
+            return jax.grad(lambda leaves: jnp.sum(nnx.merge(graph, jax.tree.unflatten(tree, leaves))(x) ** 2))(leaves)
 
         exported = jax.export.export(grads, platforms=("cpu", "cuda"))(leaves, x)
-        assert exported.nr_devices == 8 and exported.platforms == ("cpu", "cuda")
-        for a, b in zip(jax.jit(exported.call)(leaves, x), grads(leaves, x), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        assert exported.nr_devices == 4 and exported.platforms == ("cpu", "cuda")
+        assert_near(jax.jit(exported.call)(leaves, x), grads(leaves, x), 1e-5)
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(
+    "written_by", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("layers", "state"))]
+)
+def test_checkpoints_are_interchangeable_with_flax(written_by: str, tmp_path: pathlib.Path) -> None:
+    """By orbax, each device reads only its own part; or by nnx.state and nnx.update."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed (extra `examples`)")
+    theirs = Plain(nnx.Rngs(1))
+    with jax.set_mesh(make_mesh(2, 2, EXPLICIT)):
+        ours = Every(nnx.Rngs(0), **AXES)
+    writer, reader = (ours, theirs) if written_by == "layers" else (theirs, ours)
+    spread(writer)
+    shardings = jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(reader, nnx.Param)))
+    if written_by == "state":
+        nnx.update(reader, jax.device_put(nnx.to_pure_dict(nnx.state(writer, nnx.Param)), shardings))
+    else:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "checkpoint", nnx.state(writer, nnx.Param))
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), nnx.state(reader, nnx.Param)
+        )
+        with ocp.StandardCheckpointer() as checkpointer:
+            nnx.update(reader, checkpointer.restore(tmp_path / "checkpoint", wanted))
+    assert jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(reader, nnx.Param))) == shardings
+    jax.tree.map(np.testing.assert_array_equal, numbers(ours), numbers(theirs))
+    assert len(jax.tree.leaves(numbers(ours))) == 17

@@ -1,7 +1,6 @@
-"""`sharded_matmul` in training: remat, scan, vmap, donation, export, manual axes, names in profiles."""
+"""`sharded_matmul` in training: remat, scan, vmap, donation, export, manual axes, what is kept and communicated."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from overlap.kernels import target
 from tests.layers.sharded_cases import assert_near, make_mesh, put
 
 BATCH, SEQ, WIDTH, HIDDEN = 4, 8, 16, 32
-AUTO, EXPLICIT = make_mesh(AxisType.Auto, data=2, tensor=4), make_mesh(data=2, tensor=4)
+AUTO, EXPLICIT = make_mesh(AxisType.Auto, data=2, tensor=2), make_mesh(data=2, tensor=2)
 BETWEEN, INSIDE = P("data", "tensor", None), P("data", None, "tensor")
 # The weights are sharded twice: FSDP over "data".
 UP, DOWN = P("data", "tensor"), P("tensor", "data")
@@ -40,12 +39,21 @@ def block(x, up, down, *, mesh=AUTO, **more):
     return overlap.sharded_matmul(hidden, down, out_sharding=BETWEEN, mesh=mesh, addend=x, **of_down, **more)
 
 
-def plain(x, up, down):
-    return jnp.tanh(jnp.matmul(x, up, precision="highest")) @ down + x
-
-
-def stack(block, x, ups, downs):
-    return lax.scan(lambda x, weights: (block(x, *weights), None), x, (ups, downs))[0]
+def expected(x, ups, downs, residual=True):
+    """The result of a stack of blocks, and the gradients of the sum of its squares, in NumPy."""
+    x, ups, downs = (np.asarray(given, np.float32) for given in (x, ups, downs))
+    shape, x, states = x.shape, x.reshape(-1, WIDTH), []
+    ups, downs = (w if w.ndim == 3 else w[None] for w in (ups, downs))
+    for up, down in zip(ups, downs):
+        states.append((x, hidden := np.tanh(x @ up)))
+        x = hidden @ down + residual * x
+    d, of_weights = 2 * x, []
+    for up, down, (before, hidden) in zip(ups[::-1], downs[::-1], states[::-1]):
+        inner = d @ down.T * (1 - hidden**2)
+        of_weights.append((before.T @ inner, hidden.T @ d))
+        d = inner @ up.T + residual * d
+    of_ups, of_downs = (np.stack(w[::-1]).squeeze() for w in zip(*of_weights))
+    return x.reshape(shape), (d.reshape(shape), of_ups, of_downs)
 
 
 def operands(layers=None, mesh=AUTO):
@@ -58,15 +66,20 @@ def operands(layers=None, mesh=AUTO):
     )
 
 
-def gradients(layer, given):
-    return jax.jit(jax.grad(lambda *given: (layer(*given) ** 2).sum(), (0, 1, 2)))(*given)
+def with_gradients(layer):
+    def both(*given):
+        def loss(*given):
+            out = layer(*given)
+            return (out**2).sum(), out
 
+        (_, out), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*given)
+        return out, gradients
 
-def bare(given):
-    return [jnp.asarray(np.asarray(x)) for x in given]
+    return jax.jit(both)
 
 
 POLICIES: dict[str, Any] = {
+    "names": jax.checkpoint_policies.save_only_these_names("hidden"),
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -76,24 +89,17 @@ POLICIES: dict[str, Any] = {
 }  # fmt: skip
 
 
-POLICIES["names"] = jax.checkpoint_policies.save_only_these_names("hidden")
-
-
 @pytest.mark.parametrize(
     "policy", ["names", *(pytest.param(x, marks=pytest.mark.slow) for x in ("nothing", "dots", "offload", None))]
 )
 def test_scan_over_layers_with_remat(policy):
-    given, layer = operands(layers=3), block
-    if policy is not None:
-        layer = jax.checkpoint(layer, policy=POLICIES[policy])
-    expected = gradients(functools.partial(stack, plain), bare(given))
-    assert_near(gradients(functools.partial(stack, layer), given), expected)
+    given = operands(layers=3)
+    layer = block if policy is None else jax.checkpoint(block, policy=POLICIES[policy])
 
+    def stack(x, ups, downs):
+        return lax.scan(lambda x, weights: (layer(x, *weights), None), x, (ups, downs))[0]
 
-def collectives(layer, given):
-    """Counts how often each collective occurs in a program."""
-    text = jax.jit(layer).lower(*given).as_text()
-    return {name: text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce")}
+    assert_near(with_gradients(stack)(*given), expected(*given), 1e-5)
 
 
 def test_gathers_of_the_weights_are_not_kept():
@@ -101,11 +107,11 @@ def test_gathers_of_the_weights_are_not_kept():
     x, up, down = operands()
 
     def kept(**more):
-        # The backward function holds the kept values: a part of each of the 8 devices, stacked.
+        # The backward function holds the kept values: a part of each of the 4 devices, stacked.
         back = jax.eval_shape(lambda *given: jax.vjp(functools.partial(block, **more), *given)[1], x, up, down)
         return {leaf.shape for leaf in jax.tree.leaves(back)}
 
-    gathered = {(8 * WIDTH, HIDDEN // 4), (8 * HIDDEN // 4, WIDTH)}
+    gathered = {(4 * WIDTH, HIDDEN // 2), (4 * HIDDEN // 2, WIDTH)}
     assert not gathered & kept()
     assert gathered <= kept(keep_gathered=True)
 
@@ -113,10 +119,14 @@ def test_gathers_of_the_weights_are_not_kept():
 def test_cotangents_of_the_weights_are_reduce_scattered():
     """Along "data", over which they are sharded. Only replicated weights have their cotangents summed."""
     given = operands()
-    forward, both = (collectives(f, given) for f in (block, lambda *given: gradients(block, given)))
+    forward, both = (
+        {name: text.count(f"stablehlo.{name}") for name in ("all_gather", "reduce_scatter", "all_reduce")}
+        for text in (jax.jit(f).lower(*given).as_text() for f in (block, with_gradients(block)))
+    )
     # Forward: gathers of two weights and of the rows of x, and the sum of the second product.
     assert forward == {"all_gather": 3, "reduce_scatter": 1, "all_reduce": 0}
-    assert both["reduce_scatter"] >= forward["reduce_scatter"] + 2 and both["all_reduce"] == 0
+    assert both["reduce_scatter"] >= forward["reduce_scatter"] + 2
+    assert both["all_reduce"] <= 1  # That of the loss.
 
 
 @pytest.mark.one_jax
@@ -127,35 +137,24 @@ def test_masters_in_float32():
     def layer(x, up, down):
         return block(x.astype(jnp.bfloat16), up.astype(jnp.bfloat16), down.astype(jnp.bfloat16)).astype(jnp.float32)
 
-    found = gradients(layer, given)
+    out, found = with_gradients(layer)(*given)
     assert {x.dtype for x in found} == {jnp.dtype(jnp.float32)}
+    assert_near((out, found), expected(*given), 1e-2)
     text = jax.jit(layer).lower(*given).as_text()
-    gathers = [line for line in text.splitlines() if re.match(r"\s*}\) : \(tensor<.*x(bf16|f32)>\) -> ", line)]
+    gathers = [line for line in text.splitlines() if line.lstrip().startswith("}) : (tensor<")]
+    gathers += [line for line in text.splitlines() if "stablehlo.all_gather" in line and "tensor<" in line]
     assert gathers and all("bf16" in line for line in gathers)
-
-    exact = gradients(plain, bare(given))
-
-    def rounded(x, up, down):
-        x, up, down = (y.astype(jnp.bfloat16) for y in (x, up, down))
-        return (jnp.tanh(x @ up) @ down + x).astype(jnp.float32)
-
-    for a, b, c in zip(found, gradients(rounded, bare(given)), exact, strict=True):
-        assert np.linalg.norm(np.asarray(a) - c) <= 2 * np.linalg.norm(np.asarray(b) - c)
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(AUTO, marks=pytest.mark.slow, id="auto"), pytest.param(EXPLICIT, id="explicit")]
+    "mesh", [pytest.param(AUTO, marks=pytest.mark.slow, id="auto"), pytest.param(EXPLICIT, id="explicit")]
 )
-def test_vmap(kind):
-    x, up, down = operands(mesh=kind)
-    several = put(kind, np.stack([np.asarray(x), -np.asarray(x)]), P(None, *BETWEEN))
-    layer = jax.vmap(functools.partial(block, mesh=kind), (0, None, None))
-    with jax.set_mesh(kind):
-        assert_near(jax.jit(layer)(several, up, down), jax.vmap(plain, (0, None, None))(*bare((several, up, down))))
-        assert_near(
-            gradients(layer, (several, up, down)),
-            gradients(jax.vmap(plain, (0, None, None)), bare((several, up, down))),
-        )
+def test_vmap(mesh):
+    x, up, down = operands(mesh=mesh)
+    several = put(mesh, np.stack([np.asarray(x), -np.asarray(x)]), P(None, *BETWEEN))
+    layer = jax.vmap(functools.partial(block, mesh=mesh), (0, None, None))
+    with jax.set_mesh(mesh):
+        assert_near(with_gradients(layer)(several, up, down), expected(several, up, down), 1e-5)
 
 
 def test_vmap_over_a_dimension_that_is_sharded():
@@ -176,7 +175,7 @@ def test_vmap_over_a_dimension_that_is_sharded():
 )
 def test_inside_a_shard_map_over_other_axes(kind, check_vma):
     """The caller handles data parallelism, with a gather, and sums over the remaining axes."""
-    mesh = make_mesh(kind, data=2, tensor=4)
+    mesh = EXPLICIT if kind == AxisType.Explicit else AUTO
     named = [
         dict(lhs_sharding=lhs, rhs_sharding=rhs) if kind == AxisType.Auto else {}
         for lhs, rhs in ((P(None, "tensor"), P(None, "tensor")), (P(None, None, "tensor"), P("tensor")))
@@ -191,19 +190,8 @@ def test_inside_a_shard_map_over_other_axes(kind, check_vma):
     )
     specs = BETWEEN, P(None, "tensor"), P("tensor")
     given = [put(mesh, np.asarray(x), spec) for x, spec in zip(operands(), specs, strict=True)]
-    without_residual = lambda x, up, down: plain(x, up, down) - x  # noqa: E731
     with jax.set_mesh(mesh):
-        assert_near(jax.jit(layer)(*given), without_residual(*bare(given)))
-        assert_near(gradients(layer, given), gradients(without_residual, bare(given)))
-
-
-def test_axes_that_are_manual_already():
-    layer = lambda x, w: overlap.sharded_matmul(  # noqa: E731
-        x, w, lhs_sharding=P("data"), rhs_sharding=P(), out_sharding=P("data")
-    )
-    mapped = jax.shard_map(layer, mesh=AUTO, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"})
-    with pytest.raises(ValueError, match=r"`lhs_sharding` must not name an axis that is manual here, got 'data'"):
-        jax.eval_shape(mapped, *operands()[:2])
+        assert_near(with_gradients(layer)(*given), expected(*given, residual=False), 1e-5)
 
 
 @pytest.mark.one_jax
@@ -212,23 +200,7 @@ def test_donation():
     x, up, down = operands()
     out = jax.jit(block, donate_argnums=0)(x, up, down)
     assert x.is_deleted()
-    assert_near(out, plain(*bare(operands())))
-
-
-@pytest.mark.one_jax
-def test_names_in_profiles():
-    """The names of the operations, within the caller's own scopes, in both passes."""
-
-    def step(*given):
-        with jax.named_scope("decoder_7"):
-            return jax.grad(lambda *given: (block(*given) ** 2).sum(), (0, 1, 2))(*given)
-
-    text = jax.jit(step).lower(*operands()).compile().as_text()
-    names = set(re.findall(r'op_name="([^"]*)"', text))
-    for operation in ("all_gather_lhs_matmul", "matmul_reduce_scatter"):
-        for direction in ("jvp", "transpose"):
-            pattern = rf"decoder_7/{direction}\(.*sharded_matmul\.{operation}\b"
-            assert any(re.search(pattern, name) for name in names), (pattern, names)
+    assert_near(out, expected(*operands())[0], 1e-5)
 
 
 def test_export(monkeypatch):
@@ -243,4 +215,4 @@ def test_export(monkeypatch):
     )
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     exported = jax.export.export(jax.jit(layer), platforms=["cuda"], disabled_checks=unchecked)(*types)
-    assert exported.nr_devices == 8 and exported.mlir_module().count("@mosaic_gpu_v2") == 1
+    assert exported.nr_devices == 4 and exported.mlir_module().count("@mosaic_gpu_v2") == 1

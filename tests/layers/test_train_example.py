@@ -1,7 +1,8 @@
-"""examples/train.py: it learns, a stopped run resumes with the same losses, and invalid options are refused."""
+"""examples/train.py: it learns, a killed or stopped run goes on with the same losses, wrong options are refused."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import pathlib
@@ -12,20 +13,44 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from tests.layers.train_cases import TINY, environment, told  # First: it puts examples/ on the path.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+for package in ("flax", "optax", "orbax.checkpoint"):
+    pytest.importorskip(package, reason=f"{package} is not installed (extra `examples`)")
 
-import gpt  # isort: skip
-import train  # isort: skip
-from overlap.cli.arguments import WrongArguments  # isort: skip
+import gpt  # noqa: E402  # isort: skip
+import train  # noqa: E402  # isort: skip
+from overlap.cli.arguments import WrongArguments  # noqa: E402  # isort: skip
 
-MESH = "--data 2 --tensor 2"
+MESH = "--data 1 --fsdp 2 --tensor 2 --accumulate 2"
+TINY = (
+    "--layers 1 --features 32 --heads 4 --hidden 64 --sequence 32 --batch 8 --learning-rate 1e-2 --steps 12 --warmup 2 "
+    "--dtype float32 --checkpoint-every 4"
+)
+
+
+def told(out: pathlib.Path, arguments: str = "", *, devices: int = 8) -> argparse.Namespace:
+    """Parses the options of a tiny model, followed by further arguments."""
+    given = train.parser().parse_args([*TINY.split(), "--out", str(out), *arguments.split()])
+    train.complete(given, devices=devices, gpus=False)
+    return given
+
+
+def environment(repository: pathlib.Path) -> dict[str, str]:
+    """Returns the environment for a child process, with the same compilation settings as this process."""
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "COLUMNS": "200",
+    }  # fmt: skip
+
+
+def losses_of(steps: list[train.Step]) -> list[float]:
+    return [step["loss"] for step in steps]
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +58,9 @@ def text():
     return train.stories(1 << 20, 0)
 
 
-def call_at(patched: pytest.MonkeyPatch, at: int, function: Callable[[], object]) -> None:
-    """Calls a function while a step is being prepared."""
-    batch = train.batch
-
-    def calling(text, options, step):
-        if step == at:
-            function()
-        return batch(text, options, step)
-
-    patched.setattr(train, "batch", calling)
-
-
-def losses_of(steps: list[train.Step]) -> list[float]:
-    return [step["loss"] for step in steps]
-
-
-# --- The text ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_sums_of_the_text_are_right(text):
+def test_the_sums_of_the_text_are_right_and_batches_depend_on_seed_and_step_alone(text, tmp_path):
     sums = re.findall(r"has (\d+) \w+ and gives (\d+) to \w+\. Now \w+ has (\d+) ", bytes(text).decode())
     assert len(sums) > 1000 and all(int(before) - int(given) == int(after) for before, given, after in sums)
-
-
-def test_batches_depend_on_seed_and_step_alone(text, tmp_path):
     options = told(tmp_path, f"{MESH} --batch 4 --sequence 16 --seed 3")
     batch = train.batch(text, options, 7)
     assert batch.shape == (4, 17)
@@ -71,9 +74,10 @@ def test_batches_depend_on_seed_and_step_alone(text, tmp_path):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once():
-    """Runs that differ only in their folder share a compiled program: most of their time is compilation."""
+def compiled_once(tmp_path_factory):
+    """Runs that differ only in their folder share a program, and child processes the compilation cache on disk."""
     made: dict[str, gpt.Program] = {}
+    folder = tmp_path_factory.mktemp("cache")
 
     def shared(chosen):
         key = str(sorted((name, str(value)) for name, value in vars(chosen).items() if name != "out"))
@@ -81,7 +85,12 @@ def compiled_once():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(train, "Program", shared)
-        yield
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        compilation_cache.reset_cache()  # Programs of other tests were compiled without it.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        yield {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +100,52 @@ def whole_run(tmp_path_factory, text):
     return train.train(told(folder, MESH), text), folder
 
 
-def test_the_loss_falls_and_the_step_is_compiled_once(whole_run):
+def test_the_loss_falls_and_the_step_is_compiled_once(whole_run, text, capfd):
     steps, folder = whole_run
     first, *_, last = losses_of(steps)
     assert len(steps) == 12 and steps == train.read(folder / "losses.jsonl")
     assert abs(first - math.log(256)) < 1.5  # No loss is known yet.
     assert last < first - 1.5
     assert train.Program(told(folder, MESH))._step._cache_size() == 1
+    train.train(told(folder, MESH), text)
+    assert "all steps are done after step 12" in capfd.readouterr().err
+    with pytest.raises(WrongArguments, match="another model"):
+        train.train(told(folder, f"{MESH} --features 64"), text)
 
 
-# The test of another mesh below uses the first case's program, and checks the same about it.
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
-def test_mesh_and_memory_change_nothing_but_rounding(tmp_path, text, whole_run, arguments):
-    spread = train.train(told(tmp_path, arguments), text)
-    np.testing.assert_allclose(losses_of(spread), losses_of(whole_run[0]), rtol=1e-4)
-
-
-@pytest.mark.one_jax
-def test_weights_and_moments_are_sharded(tmp_path):
-    state = gpt.Program(told(tmp_path, "--data 2 --fsdp 2 --tensor 2")).first()
+def test_a_step_is_that_of_one_device(whole_run):
+    """Loss and gradient of the first step; weights and moments are sharded along two axes, in float32."""
+    steps, folder = whole_run
+    options = told(folder, MESH)
+    program, alone = train.Program(options), gpt.Program(told(folder, "--data 1 --tensor 1"))
+    state, tokens = program.first(), train.batch(train.stories(1 << 20, 0), options, 1)
+    params = jax.tree.map(np.asarray, state["params"])
+    with jax.set_mesh(alone._mesh):
+        loss, gradient = jax.jit(jax.value_and_grad(alone._loss))(params, tokens)
+    norm = math.sqrt(sum(float((np.asarray(leaf) ** 2).sum()) for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose((steps[0]["loss"], steps[0]["gradient_norm"]), (loss, norm), rtol=1e-4)
     up = state["params"]["blocks"][0]["mlp"]["up"]["kernel"][...]
     assert up.addressable_shards[0].data.shape == (32 // 2, 64 // 2)
     large = [leaf for leaf in jax.tree.leaves(state["optimizer"]) if leaf.shape == up.shape]
     assert large and all(leaf.sharding.is_equivalent_to(up.sharding, 2) for leaf in large)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
+
+
+def moved_to(folder: pathlib.Path, whole_run) -> pathlib.Path:
+    """Returns a copy of the whole run's folder, without the last checkpoint."""
+    shutil.copytree(whole_run[1], folder)
+    shutil.rmtree(folder / "checkpoints" / "12")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", ["--data 2 --fsdp 2 --tensor 2 --remat", "--data 1 --tensor 4", "--fsdp 8"])
+def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd, arguments):
+    """Mesh and memory change nothing but rounding."""
+    moved = train.train(told(moved_to(tmp_path / "moved", whole_run), arguments), text)
+    assert "goes on after step 8" in capfd.readouterr().err
+    assert losses_of(moved[:8]) == losses_of(whole_run[0][:8])
+    np.testing.assert_allclose(losses_of(moved), losses_of(whole_run[0]), rtol=1e-4)
 
 
 @pytest.mark.one_jax
@@ -138,69 +168,52 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path, text, monkeypatch):
 # --- Stopped and resumed ----------------------------------------------------------------------------------------------
 
 
+def run_command(monkeypatch: pytest.MonkeyPatch, out: pathlib.Path) -> int:
+    """Runs the command in this process, which has its devices already."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *TINY.split(), *MESH.split(), "--out", str(out)])
+    monkeypatch.setattr(train, "start", lambda options: train.complete(options, devices=8, gpus=False))
+    return train.main()
+
+
 @pytest.mark.one_jax
-def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path, text, whole_run, monkeypatch):
+def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path, whole_run, monkeypatch, capfd):
     """The signal comes while step 6 is prepared. Step 7 tells all processes, and its state is saved."""
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, batch = signal.getsignal(signal.SIGUSR1), train.batch
+
+    def signalled(text, options, step):
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return batch(text, options, step)
+
     with monkeypatch.context() as patched:
-        call_at(patched, 6, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(train.Stopped) as stopped:
-            train.train(told(tmp_path, MESH), text)
-    assert stopped.value.args == (7, 128 + signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is handler
+        patched.setattr(train, "batch", signalled)
+        assert run_command(monkeypatch, tmp_path) == 128 + signal.SIGUSR1
+    assert "stopped after step 7, which is saved. The same command goes on" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGUSR1) is handler
     with (tmp_path / "losses.jsonl").open("a") as file:
         file.write('{"step": 8')  # As if the process had been killed while it wrote.
     assert len(train.read(tmp_path / "losses.jsonl")) == 7
-    assert losses_of(train.train(told(tmp_path, MESH), text)) == losses_of(whole_run[0])
-
-
-def test_a_run_goes_on_on_another_mesh(tmp_path, text, whole_run, capfd):
-    steps, folder = whole_run
-    shutil.copytree(folder, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / "checkpoints" / "12")
-    moved = train.train(told(tmp_path / "moved", "--data 1 --fsdp 2 --tensor 2 --accumulate 2"), text)
-    assert "goes on after step 8" in capfd.readouterr().err
-    assert losses_of(moved[:8]) == losses_of(steps[:8])
-    np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
-
-
-def test_a_run_that_is_done_says_so_and_another_model_is_refused(text, whole_run, capfd):
-    _, folder = whole_run
-    train.train(told(folder, MESH), text)
-    assert "all steps are done after step 12" in capfd.readouterr().err
-    with pytest.raises(WrongArguments, match="another model"):
-        train.train(told(folder, f"{MESH} --features 64"), text)
-
-
-def start(repository: pathlib.Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "examples/train.py", *TINY.split(), *arguments]
-    return subprocess.Popen(command, env=environment(repository) | variables, cwd=repository, text=True,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    assert run_command(monkeypatch, tmp_path) == 0
+    assert losses_of(train.read(tmp_path / "losses.jsonl")) == losses_of(whole_run[0])
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
-def test_the_command_goes_on_with_the_same_losses(number, repository, tmp_path, whole_run):
+def test_a_process_that_was_killed_goes_on_with_the_same_losses(
+    repository, tmp_path, whole_run, compiled_once, monkeypatch, capfd
+):
     """SIGKILL comes while a checkpoint is half written."""
-    arguments, out = (*MESH.split(), "--out", str(tmp_path / "run")), tmp_path / "run" / "checkpoints"
-    # The second process uses the first one's compilation cache.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    with start(repository, *arguments, **cache) as process:
-        while not any("4" in path.name for path in out.glob("*")):
+    command = [sys.executable, "examples/train.py", *TINY.split(), *MESH.split(), "--out", str(tmp_path / "run")]
+    pipes: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment(repository) | compiled_once, cwd=repository, **pipes) as process:
+        while not any("4" in path.name for path in (tmp_path / "run" / "checkpoints").glob("*")):
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.002)
-        process.send_signal(number)
-        _, error = process.communicate()
-    if number == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL
-    else:
-        assert process.returncode == 128 + signal.SIGUSR1
-        assert "which is saved. The same command goes on" in error
-    with start(repository, *arguments, **cache) as process:
-        output, error = process.communicate(timeout=100)
-    assert process.returncode == 0, error
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert run_command(monkeypatch, tmp_path / "run") == 0
     assert losses_of(train.read(tmp_path / "run" / "losses.jsonl")) == losses_of(whole_run[0])
-    assert re.search(r"Loss \d\.\d+ at step 1, \d\.\d+ at step 12. Plot: ", output)
+    assert re.search(r"Loss \d\.\d+ at step 1, \d\.\d+ at step 12. Plot: ", capfd.readouterr().out)
     assert (tmp_path / "run" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -211,20 +224,17 @@ def test_two_processes_of_mpirun(repository, tmp_path, whole_run):
     mpirun = pathlib.Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():
         pytest.skip("no mpirun beside Python (extra `mpi`)")
-    steps, folder = whole_run
-    shutil.copytree(folder, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / "checkpoints" / "12")
+    out = moved_to(tmp_path / "moved", whole_run)
     command = [repository / "launch" / "mpirun.sh", "-np", "2", "--", sys.executable, "examples/train.py"]
-    command += [*TINY.split(), "--out", tmp_path / "moved"]
     left_out = ("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC")
     kept = {name: value for name, value in environment(repository).items() if not name.startswith(left_out)}
+    command += [*TINY.split(), "--out", out]
     process = subprocess.run(command, env=kept | {"MPIRUN": str(mpirun)}, cwd=repository, stdin=subprocess.DEVNULL,
                              timeout=200, capture_output=True, text=True, check=False)  # fmt: skip
     assert process.returncode == 0, process.stderr
     assert "1 data × 1 fsdp × 2 tensor" in process.stderr
     assert process.stderr.count("goes on after step 8") == 1  # Only one process prints.
-    moved = train.read(tmp_path / "moved" / "losses.jsonl")
-    np.testing.assert_allclose(losses_of(moved), losses_of(steps), rtol=1e-4)
+    np.testing.assert_allclose(losses_of(train.read(out / "losses.jsonl")), losses_of(whole_run[0]), rtol=1e-4)
 
 
 # --- Fused and XLA compared -------------------------------------------------------------------------------------------
@@ -235,20 +245,20 @@ def drifting(scale: float, seed: int) -> list[train.Step]:
     return [{"step": n + 1, "loss": 5.0 - 0.05 * n + float(noise[n]), "seconds": None} for n in range(50)]
 
 
-@pytest.mark.parametrize(("fused_scale", "status"), [(1e-3, 0), (2e-2, 1)])
-def test_the_comparison_tells_rounding_from_error(tmp_path, text, monkeypatch, capsys, fused_scale, status):
+def test_the_comparison_tells_rounding_from_error(tmp_path, monkeypatch, capsys):
     """Within rounding the fused run passes; beyond it, as with a wrong gradient, it fails."""
-    made = {"xla": drifting(0, 0), "xla-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2)}
-    chosen = {}
+    for fused_scale, status in ((1e-3, 0), (2e-2, 1)):
+        made = {"xla": drifting(0, 0), "xla-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2)}
+        chosen = {}
 
-    def run(options, text):
-        chosen[options.out.name] = options.implementation, options.data, options.tensor
-        return made[options.out.name]
+        def run(options, text, made=made, chosen=chosen):
+            chosen[options.out.name] = options.implementation, options.data, options.tensor
+            return made[options.out.name]
 
-    monkeypatch.setattr(train, "train", run)
-    assert train.compare(told(tmp_path, "--data 2 --tensor 4 --compare"), text) == status
-    assert ("NOT within" in capsys.readouterr().out) == bool(status)
-    assert chosen == {"xla": ("xla", 2, 4), "xla-other-order": ("xla", 4, 2), "fused": ("fused", 2, 4)}
+        monkeypatch.setattr(train, "train", run)
+        assert train.compare(told(tmp_path, "--data 2 --tensor 4 --compare"), np.zeros(1, np.uint8)) == status
+        assert ("NOT within" in capsys.readouterr().out) == bool(status)
+        assert chosen == {"xla": ("xla", 2, 4), "xla-other-order": ("xla", 4, 2), "fused": ("fused", 2, 4)}
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -275,28 +285,20 @@ def test_the_commands_of_the_page_are_taken_and_it_names_all_files(repository):
     assert {"train.py", "gpt.py"} <= set(re.findall(r"(\w+\.py)`", page.split("## Your own model")[1]))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_arguments_that_do_not_go_together_and_axes_that_are_chosen(tmp_path):
+    for arguments, message in (
         ("--features 30", "--features 30 is not divisible by --heads 4: choose --features 32, say"),
         ("--hidden 65 --tensor 2", "--hidden 65 is not divisible by --tensor 2: choose --hidden 66, say"),
         ("--batch 8 --data 2 --accumulate 3", "--accumulate 3: choose --batch 12, say"),
         ("--data 4 --tensor 4", "--data 4 × --fsdp 1 × --tensor 4 asks for 16 devices, and there are 8"),
         ("--compare --tensor 2 --implementation xla", "--compare takes --tensor 2 or more, and no --implementation"),
         ("--compare --tensor 1 --data 8", "--compare takes --tensor 2 or more"),
-    ],
-)
-def test_arguments_that_do_not_go_together(tmp_path, arguments, message):
-    with pytest.raises(WrongArguments) as refused:
-        told(tmp_path, arguments)
-    assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "devices", "mesh"),
-    [("", 4, (1, 1, 4)), ("--data 2", 4, (2, 1, 2)), ("--fsdp 2 --tensor 2", 8, (2, 2, 2)), ("", 16, (2, 1, 8))],
-)
-def test_axes_that_are_not_given_are_chosen(tmp_path, arguments, devices, mesh):
-    heads = "--heads 8 --features 32 --batch 16 " + arguments
-    chosen = told(tmp_path, heads, devices=devices)
-    assert (chosen.data, chosen.fsdp, chosen.tensor) == mesh
+    ):
+        with pytest.raises(WrongArguments) as refused:
+            told(tmp_path, arguments)
+        assert message in str(refused.value)
+    for arguments, devices, mesh in (
+        ("", 4, (1, 1, 4)), ("--data 2", 4, (2, 1, 2)), ("--fsdp 2 --tensor 2", 8, (2, 2, 2)), ("", 16, (2, 1, 8)),
+    ):  # fmt: skip
+        chosen = told(tmp_path, f"--heads 8 --features 32 --batch 16 {arguments}", devices=devices)
+        assert (chosen.data, chosen.fsdp, chosen.tensor) == mesh

@@ -1,15 +1,18 @@
-"""Tests on real GPUs. Run `pytest tests/multi_gpu` in one process, or under `launch/mpirun.sh` in a process per GPU."""
+"""Tests on real GPUs. Run `pytest tests/multi_gpu` in one process, or under `launch/mpirun.sh` in a process per GPU.
+
+`test_contract.py` runs the cases of tests/ops on the GPUs. The other files have what only GPUs show.
+"""
 
 import jax
 import pytest
 
 import overlap
 
-MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpus(n): needs n Hopper or Blackwell GPUs in the job")
+    config.addinivalue_line("markers", "every_count: runs on 2, 4 and 8 GPUs, and not only on as many as there are")
+    config.addinivalue_line("markers", "one_process: starts processes of its own, so the suite must be one process")
     overlap.initialize()
 
 
@@ -25,10 +28,14 @@ def pytest_collection_modifyitems(items):
         if (mark := item.get_closest_marker("gpus")) and available < mark.args[0]:
             reason = f"needs {mark.args[0]} Hopper or Blackwell GPUs, found {available}"
             item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("one_process") and jax.process_count() > 1:
+            item.add_marker(pytest.mark.skip(reason="starts processes of its own"))
 
 
 def pytest_generate_tests(metafunc):
     # With one process per GPU, every mesh must use all GPUs of the job: a rank without a shard has nothing to run.
     if "devices" in metafunc.fixturenames:
-        counts = [2, 4, 8] if jax.process_count() == 1 else [jax.device_count()]
+        every = any(mark.name == "every_count" for mark in metafunc.definition.iter_markers())
+        most = max((n for n in (2, 4, 8) if n <= gpus_with_kernels()), default=2)
+        counts = [jax.device_count()] if jax.process_count() > 1 else [2, 4, 8] if every else [most]
         metafunc.parametrize("devices", [pytest.param(n, marks=pytest.mark.gpus(n), id=f"{n}gpus") for n in counts])

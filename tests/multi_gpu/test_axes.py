@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from tests.ops.axes_cases import count_wrong
+from tests.multi_gpu.axes_program import count_wrong
 from tests.oracle import make_mesh
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -23,11 +23,10 @@ def test_no_launch_is_taken_for_another(apart):
     assert count_wrong(mesh, 1, 40, apart=apart) == 0
 
 
+@pytest.mark.one_process
 def test_negative_control_with_one_key_for_all_they_are():
     """With one key for all axes, some launches never end, or compute with operands that have not arrived."""
-    if jax.process_count() > 1:
-        pytest.skip("starts a process of its own")
-    command = [sys.executable, "-m", "tests.ops.axes_cases", "--one-key", "--repeats", "60"]
+    command = [sys.executable, "-m", "tests.multi_gpu.axes_program", "--one-key", "--repeats", "60"]
     environment = os.environ | {"OVERLAP_WAIT_TIMEOUT_S": "4", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert "gave up waiting" in done.stderr or ("wrong" in done.stdout and "0 wrong" not in done.stdout)

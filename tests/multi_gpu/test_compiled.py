@@ -64,10 +64,9 @@ def test_exported(devices):
         assert_exact(jax.jit(loaded.call)(*arrays), expected)
 
 
+@pytest.mark.one_process
 def test_persistent_cache(tmp_path):
     """A second start takes its kernels from the cache and computes the same result."""
-    if jax.process_count() > 1:
-        pytest.skip("starts processes of its own")
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05",

@@ -5,23 +5,16 @@ launch/mpirun.sh -np 4 -- sh -c 'JAX_PARTITION_INDEX=$((OMPI_COMM_WORLD_RANK / 2
 """
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
-import overlap
 from overlap.primitives import host_mesh
-from tests import oracle
-from tests.ops import mesh_cases
-from tests.ops.mesh_cases import layout
+from tests.ops.contract import FORMS
+from tests.ops.mesh_cases import check_on, layout
 
 pytestmark = [
     pytest.mark.gpus(4),
     pytest.mark.skipif(not host_mesh.several_hosts(), reason="one host, and no JAX_PARTITION_INDEX"),
 ]
-SHAPE = (1024, 1024, 2048)
-TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
 
 
 def within_hosts():
@@ -30,51 +23,14 @@ def within_hosts():
     return layout("x", data=hosts, x=jax.device_count() // hosts)
 
 
-@TRANSPORTS
-@pytest.mark.parametrize("shape", [SHAPE, (200, 136, 264)], ids=str)
-def test_error_within_twice_the_unfused_product(shape, transport):
-    """XLA's collectives over the same axis and over all devices run in the same program."""
-    case = within_hosts()
-    measure = mesh_cases.errors(case, mesh_cases.fused(case, transport=transport))
-    for seed in range(3):
-        oracle.assert_close(measure(*mesh_cases.operands(case, shape, jnp.bfloat16, seed)))
-
-
-@TRANSPORTS
-def test_launches_in_a_loop_with_operands_that_change(transport):
-    case = within_hosts()
-    loop = mesh_cases.errors_in_a_loop(case, mesh_cases.fused(case, transport=transport), 20)
-    assert float(loop(*mesh_cases.operands(case, SHAPE, jnp.bfloat16, 7))) < 5e-3
-
-
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_gathered_weights(dimension):
-    case = within_hosts()
-    mesh, size = case.mesh(), case.size
-    spec = P("x", None) if dimension == 0 else P(None, "x")
-
-    def measure(lhs, rhs):
-        lhs = lhs * (1 + lax.axis_index("data")).astype(lhs.dtype)
-        ours = overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=dimension, implementation="fused")
-        gathered = lax.all_gather(rhs, "x", axis=dimension, tiled=True)
-        expected = lax.dot(lhs.astype(jnp.float32), gathered.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-        worst = lambda value: oracle.worst(oracle.distance(value, expected), mesh)  # noqa: E731
-        return worst(ours), worst(oracle.rounded(lhs @ gathered))
-
-    def make():
-        keys = jax.random.split(jax.random.key(3))
-        shapes = (1024, 1024 * size), (1024 * size, 1024 * size)
-        return tuple(jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True))
-
-    shardings = tuple(jax.NamedSharding(mesh, s) for s in (P(), spec))
-    lhs, rhs = jax.jit(make, out_shardings=shardings)()
-    oracle.assert_close(oracle.on_mesh(mesh, measure, in_specs=(P(), spec), out_specs=(P(), P()))(lhs, rhs))
+@pytest.mark.parametrize("name", ["pull", "ring", "joined", "weights n", "weights k", "scatter m", "one shot"])
+def test_every_bit_of_launches_in_a_row(name):
+    check_on(within_hosts(), FORMS[name].but(config=None, k=128), launches=3)
 
 
 def test_an_axis_across_the_hosts_is_refused():
     case = layout("x", x=jax.device_count())
-    shapes = (case.size * 256, 512), (512, case.size * 512)
-    lhs, rhs, out = case.specs()
-    call = oracle.on_mesh(case.mesh(), mesh_cases.fused(case), in_specs=(lhs, rhs), out_specs=out)
+    call = FORMS["pull"].but(config=None)
+    types = call.types(case.size)
     with pytest.raises(NotImplementedError, match="several hosts"):
-        call.lower(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))
+        call.program(case.mesh(), types).lower(types)

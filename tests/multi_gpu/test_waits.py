@@ -20,13 +20,11 @@ LIMIT_S = 6
 # Upper bound on the time from the limit to the end, including the start of jax and MPI (about 15 s on these machines).
 GRACE_S = 45
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-pytestmark = [pytest.mark.gpus(2)]
+pytestmark = [pytest.mark.gpus(2), pytest.mark.one_process]
 
 
 def run(mode, transport="pull", processes=None):
-    if jax.process_count() > 1:
-        pytest.skip("starts jobs of its own")
-    command = [sys.executable, "-m", "tests.ops.waits_program", mode, transport]
+    command = [sys.executable, "-m", "tests.multi_gpu.waits_program", mode, transport]
     if processes:
         if (version := _cuda.nccl().version) < _cuda.NCCL_OF_PROCESSES:
             pytest.skip(f"one process per GPU needs NCCL 2.32.3, found {version}")

@@ -12,10 +12,10 @@ import overlap
 from overlap.emulation import emulate
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.kernels.target import Target
-from overlap.primitives.integers import ceil_div
-from tests import oracle
 
 # Operands and oracles use NumPy: jax would compile a program for each new shape.
+
+B200 = Target("gpu", "NVIDIA B200", 148)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -41,20 +41,6 @@ def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs:
     return exact if activation is None else np.asarray(activation(exact))
 
 
-def check(lhs: Any, rhs: Any, *, config: Any = None, cores: int = 2, limit: Any = None, **kwargs: Any) -> jax.Array:
-    """Runs `matmul` and compares with the f32 oracle. Default limit: twice the error of rounding the exact result."""
-    exact = oracle_of(lhs, rhs, **kwargs)
-    with emulate(cores=cores):
-        actual = jax.jit(lambda a, b: overlap.matmul(a, b, config=config, implementation="fused", **kwargs))(lhs, rhs)
-        ours = float(oracle.distance(actual, exact))
-    rounding = float(oracle.distance(jnp.asarray(exact.astype(actual.dtype)), exact))
-    assert ours <= (limit or oracle.ALLOWED * rounding + 1e-6), (ours, rounding)
-    with_xla = overlap.matmul(lhs, rhs, implementation="xla", **kwargs)
-    assert with_xla.shape == actual.shape and with_xla.dtype == actual.dtype
-    assert float(oracle.distance(with_xla, exact)) <= (limit or 4 * rounding + 1e-6)
-    return actual
-
-
 def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores: int, batch: tuple[int, ...] = (),
                   dtype: Any = jnp.bfloat16, settings: Any = None, **kwargs: Any) -> Any:  # fmt: skip
     """Runs the product of integer operands under the emulator and compares every bit of the result.
@@ -75,19 +61,6 @@ def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores:
     return run
 
 
-def check_gathered(devices: int, cores: int, shape: tuple[int, int, int], config: overlap.Config,
-                   transport: str | None = None) -> None:  # fmt: skip
-    """Compares every bit of the fused all-gather matmul under two schedules; per-shard sizes (m_shard, n_shard, k)."""
-    (m, n, k), mesh = shape, oracle.make_mesh(x=devices)
-    lhs, rhs = integers(3, devices * m, k, dtype=jnp.float16), integers(4, k, devices * n, dtype=jnp.float16)
-    call = oracle.on_mesh(mesh, lambda a, b: oracle.fused(a, b, config=config, transport=transport))
-    for seed, completion in enumerate(("late", "random")):
-        with emulate(cores=cores, completion=completion, seed=seed) as run:
-            actual = call(lhs, rhs)
-            run.check()
-        np.testing.assert_array_equal(in_f32(actual), in_f32(oracle_of(lhs, rhs).astype(np.float16)))
-
-
 def pieces_of(work: StreamK, cta: int) -> list[Piece]:
     return [work.piece(cta, ordinal) for ordinal in range(work.pieces(cta))]
 
@@ -95,10 +68,3 @@ def pieces_of(work: StreamK, cta: int) -> list[Piece]:
 def handed_over(work: StreamK) -> int:
     """Returns the number of pieces that share their tile. For these, CTAs hand over sums that other CTAs finish."""
     return sum(piece.pieces_per_tile > 1 for cta in range(work.num_ctas) for piece in pieces_of(work, cta))
-
-
-def work_of(shape: tuple[int, int, int], config: overlap.Config, cores: int, may_spread: bool = False) -> StreamK:
-    """Returns the work list that the kernel of a product walks."""
-    (m, n, k), (rows, columns) = shape, config.cluster_tile
-    tiles = ceil_div(m, rows) * ceil_div(n, columns)
-    return StreamK.on(Target("cpu", "cpu", cores), config, tiles, ceil_div(k, 64), may_spread)

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
-from overlap.kernels.target import Target
 from overlap.primitives import addresses
 from tests import oracle
 from tests.assembly import assembly
+from tests.ops.contract import H200
 from tests.ops.mesh_cases import layout
 from tests.ops.test_meshes import PERMUTED, ids_for_xla
 
@@ -29,7 +29,7 @@ assembled = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_the_table_is_xlas_and_where_the_buffers_are(tmp_path):
 
 
 @assembled
-@pytest.mark.parametrize("m", [1024, 16])
+@pytest.mark.parametrize("m", [1024, pytest.param(16, marks=pytest.mark.slow)])
 def test_xla_copies_what_is_gathered_and_nothing_else(m, tmp_path):
     """XLA copies neither weights nor result: operands come from outside the program, and the result leaves it."""
     case = assembly.Case("all_gather_lhs_matmul", 4, (m, 1024, 512), processes=4)

@@ -180,11 +180,12 @@ def test_each_wrong_value_by_itself(op):
     needed, possible = OPERATIONS[op]
     right = {name: values[0] for name, (values, _) in needed.items()}
     for name, (_, wrong) in (needed | possible).items():
-        for value in wrong:
+        # What all operations check alike is tested in full with one of them.
+        for value in wrong if op is overlap.matmul or name not in COMMON else wrong[::3]:
             judge(op, right | {name: value}, {name}, traces=False)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls(), st.booleans())
 def test_right_and_wrong_ones_together(drawn, traces):
     op, arguments, wrong = drawn
@@ -229,13 +230,13 @@ def test_types_are_for_explain(op):
         op(**arguments | {"rhs": jax.ShapeDtypeStruct((K, N), BF16)})
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.sampled_from([*vars(overlap.Config())]),
     st.sampled_from([1, 64, 0, -1, True, False, 1.0, "m", "n", "k", "pingpong", None, [], np.zeros(2), (1,), 2**70]),
 )
 def test_configurations(name, value):
-    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "n"), "schedule": ("cooperative", "pingpong")}
+    words = {"order_minor": ("m", "n"), "cluster_along": ("m", "k"), "schedule": ("cooperative", "pingpong")}
     right = (
         isinstance(value, str) and value in words[name]
         if name in words
@@ -259,45 +260,28 @@ def test_autotune(name, value):
         overlap.autotune(**keywords)
 
 
-def test_explain_of_a_product_on_the_devices_of_a_mesh(monkeypatch):
-    """Arguments of `explain` may be types instead of arrays, also for scales."""
-    from overlap.choice import dispatch
-    from overlap.kernels.target import Target
-
-    h200 = Target("gpu", "NVIDIA H200", 132)
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: h200)
-    lhs, rhs = (jax.ShapeDtypeStruct((4096, 4096), BF16) for _ in range(2))
-    rows, columns = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1), (4096,)))
-    choice = answer(overlap.matmul, lhs, rhs, mesh=MESH, lhs_scale=rows, rhs_scale=columns)
-    assert choice.target == h200 and choice.implementation == "fused"
+@pytest.mark.one_jax
+def test_configurations_take_integers_of_numpy():
+    config = overlap.Config(tile_m=np.int64(64), stages=np.uint8(3), chunk_bytes=np.int32(4096))
+    assert repr(config) == repr(overlap.Config(tile_m=64, stages=3, chunk_bytes=4096))
+    for wrong in (np.True_, np.int64(0), np.float64(64), np.arange(2)):
+        with pytest.raises(ValueError, match="`tile_m` must be an int of at least 1"):
+            overlap.Config(tile_m=wrong)
 
 
-def test_explain_of_the_devices_of_an_abstract_mesh():
-    operands = array(M, K)[0], array(K, N)[0]
-    choices = [
-        answer(overlap.all_gather_lhs_matmul, *operands, axis_name="x", mesh=mesh)
-        for mesh in (MESH, MESH.abstract_mesh)
-    ]
-    assert choices[0].implementation == choices[1].implementation
-
-
-# --- Valid calls that were once refused -------------------------------------------------------------------------------
-
-
-def test_sizes_of_zero_by_xla():
+@pytest.mark.parametrize("op", [overlap.matmul, overlap.all_gather_lhs_matmul, overlap.matmul_reduce_scatter])
+def test_sizes_of_zero(op):
+    """XLA runs, with every keyword."""
     for m, k, n in ((0, K, N), (M, 0, N), (M, K, 0), (0, 0, 0)):
-        lhs, rhs = jnp.ones((m, k), BF16), jnp.ones((k, n), BF16)
-        for keywords in ({}, {"bias": jnp.ones(n), "activation": jax.nn.relu, "lhs_scale": 2.0}):
-            out = overlap.matmul(lhs, rhs, **keywords)
-            np.testing.assert_array_equal(out, lhs @ rhs + (1 if keywords else 0))
-
-
-def test_64_bits_by_xla_are_computed_in_64_bits():
-    with jax.enable_x64(True):
-        lhs, rhs = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate(((M, K), (K, N))))
-        out = overlap.matmul(
-            lhs, rhs, lhs_scale=1 / 3, bias=np.full(N, 1e-9), addend=np.ones((M, N)),
-            activation=lambda y: y * np.sqrt(2.0),
-        )  # fmt: skip
-        np.testing.assert_allclose(out, np.sqrt(2.0) * (lhs @ rhs / 3 + 1e-9 + 1), rtol=1e-12)
-        assert out.dtype == np.float64
+        lhs, rhs = np.ones((m, k), BF16), np.ones((k, n), BF16)
+        arguments = {
+            "lhs": lhs,
+            "rhs": rhs,
+            "bias": np.ones(n, np.float32),
+            "activation": jax.nn.relu,
+            "lhs_scale": 2.0,
+        }
+        axis = {} if op is overlap.matmul else {"axis_name": "x"}
+        assert call_of(op, arguments | axis) is not None
+    if op is overlap.matmul:
+        np.testing.assert_array_equal(op(np.ones((M, 0), BF16), np.ones((0, N), BF16), bias=jnp.ones(N)), 1)

@@ -1,6 +1,5 @@
 """A mesh axis may have any name: it never equals a kernel's own axis, and the emulator reports a clash."""
 
-import functools
 import re
 
 import jax
@@ -12,34 +11,21 @@ from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-import overlap
 from overlap.choice import dispatch
 from overlap.emulation import emulate, enable
 from overlap.kernels.ladder import RUNGS
-from overlap.kernels.target import Target
-from tests.ops.product_cases import integers
+from tests.ops.contract import FORMS, H200, JOINED, SMALL, struct
 from tests.oracle import make_mesh
 
-SMALL = overlap.Config(tile_n=64, stages=2, cluster=2)
-JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, cluster=2, stream_k=2, joined=True)
 # Names that our kernels, the ladder's lessons or their readers would give to a kernel's own axes.
 NAMES, LESSONS_NAMES = ("cluster", "warpgroup", "rank"), ("cta", "m", "n")
-
-
-def gather(**keywords):
-    return lambda lhs, rhs, axis: overlap.all_gather_lhs_matmul(lhs, rhs, axis, implementation="fused", **keywords)
-
-
 CALLS = {
-    "matmul": lambda lhs, rhs, axis: overlap.matmul(lhs, rhs, config=SMALL, implementation="fused"),
-    "pull": gather(config=SMALL),
-    "ring": gather(config=SMALL, transport="ring"),
-    "joined": gather(config=JOINED),
-    "gathered rhs": lambda lhs, rhs, axis: overlap.all_gather_rhs_matmul(
-        lhs, rhs, axis, dimension=1, config=SMALL, implementation="fused"
-    ),
+    "ring": FORMS["ring"].but(config=SMALL),
+    "joined": FORMS["joined"].but(config=JOINED.replace(stream_k=2)),
+    "weights n": FORMS["weights n"].but(config=SMALL),
+    "scatter m": FORMS["scatter m"],
 }
-LESSONS = {rung.name: lambda lhs, rhs, axis, rung=rung: rung.matmul(lhs, rhs) for rung in RUNGS}
+LESSONS = {rung.name: rung for rung in RUNGS}
 
 
 @pytest.fixture
@@ -53,40 +39,31 @@ def modules(monkeypatch):
         return result
 
     monkeypatch.setattr(lowering, "lower_unpipelined_jaxpr_to_module", keep)
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     return texts
 
 
-@pytest.mark.parametrize("name", [*CALLS, *LESSONS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("joined", "scatter m", list(LESSONS)[-1]) else pytest.mark.slow)
+        for n in [*CALLS, *LESSONS]
+    ],
+)
 def test_the_compiler_makes_the_same_kernel_whatever_the_axes_are_called(name, modules):
-    operand = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    """test_numbers.py runs every form emulated on axes with such names."""
     for names in (("x", "y", "z"), LESSONS_NAMES if name in LESSONS else NAMES):
         mesh = make_mesh(**dict.fromkeys(names, 2))
-        layer = functools.partial((CALLS | LESSONS)[name], axis=names[0])
-        call = jax.shard_map(layer, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-        jax.jit(call).trace(operand, operand).lower(lowering_platforms=("cuda",))
+        if name in LESSONS:
+            rung, operand = LESSONS[name], struct(256, 256)
+            call = jax.shard_map(rung.matmul, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+            jax.jit(call).trace(operand, operand).lower(lowering_platforms=("cuda",))
+            continue
+        call = CALLS[name].but(axis=names[0], m=64, n=128)
+        types = call.types(2)
+        call.program(mesh, types).trace(types).lower(lowering_platforms=("cuda",))
     assert "block_id" in modules[0]
     assert set(modules) == {modules[0]}
-
-
-@pytest.mark.parametrize("name", ["matmul", "pull", "ring", "joined", "gathered rhs", "cluster_multicast"])
-def test_emulated_on_axes_with_the_names_of_the_kernels(name):
-    names = ("cluster", "warpgroup")
-    lhs, rhs = integers(1, 256, 256), integers(2, 256, 256)
-
-    def run(call):
-        mesh = make_mesh(**dict.fromkeys(names, 2))
-        shifted = lambda a, b: call(a + lax.axis_index(names[0]), b, names[0])  # noqa: E731
-        return jax.jit(jax.shard_map(shifted, mesh=mesh, in_specs=P(), out_specs=P(names), check_vma=False))(lhs, rhs)
-
-    def expected(a, b, axis):
-        if name in ("pull", "ring", "joined"):
-            return lax.all_gather(a, axis, tiled=True) @ b
-        return a @ (lax.all_gather(b, axis, axis=1, tiled=True) if name == "gathered rhs" else b)
-
-    with emulate(cores=4, seed=1):
-        out = run((CALLS | LESSONS)[name])
-    np.testing.assert_array_equal(np.asarray(out), np.asarray(run(expected)))
 
 
 # --- A deliberate clash of names --------------------------------------------------------------------------------------
@@ -109,12 +86,6 @@ def on_two_devices(function):
     call = jax.shard_map(function, mesh=make_mesh(x=2), in_specs=(), out_specs=P("x"), check_vma=False)
     with emulate(detect_races=False):
         return np.asarray(jax.jit(call)()).reshape(2, 2, 2, 2)
-
-
-def test_names_of_their_own_count_ctas_and_threads():
-    out = on_two_devices(lambda: numbers("cta", "thread"))
-    expected = np.stack(np.meshgrid([0, 1], [0, 1], indexing="ij"), axis=-1)
-    np.testing.assert_array_equal(out, [expected, expected])
 
 
 @pytest.mark.parametrize("clash", ["grid", "threads"])

@@ -1,45 +1,61 @@
-"""Calls with block scales (mxfp8): exact with XLA in all operations, and through all of the frame.
+"""Calls with block scales (mxfp8): exact by XLA in all operations, in the emulated kernel of Blackwell, in the frame.
 
-tests/ops/test_block_scales_kernel.py tests what the emulated kernel does with block scales.
+Injected defects of the kernel's scales must show. Gathered scales: tests/ops/test_block_scales_gathered.py.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import functools
-import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.emulation import emulate
+from overlap.choice import crossover, dispatch, space, tables
+from overlap.choice.problem import Problem
+from overlap.emulation import EmulationError, emulate
+from overlap.kernels import target
+from overlap.kernels.blackwell import limits, scales
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import emulating
+from overlap.tuning import operations
 from tests import oracle
-from tests.ops.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product
+from tests.ops.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product, config
 from tests.ops.explained import answer
+from tests.ops.product_cases import in_f32
 
-# --- By XLA --------------------------------------------------------------------------------------
+B200, H200 = target.Target("gpu", "NVIDIA B200", 148), target.Target("gpu", "NVIDIA H200", 132)
 
 
-@pytest.mark.parametrize(("left", "right"), list(itertools.product(["mk", "km"], ["nk", "kn"])))
-@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-def test_by_xla(left, right, batch):
-    product = Product(5, 32, 48, 96, left=left, right=right, batch=batch, both=len(batch) == 2)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# --- By XLA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "batch", "both"),
+    [("mk", "nk", (), False), ("km", "nk", (2,), True), ("mk", "kn", (2, 3), False), ("km", "kn", (2, 3), True)],
+)
+def test_by_xla(left, right, batch, both):
+    product = Product(5, 32, 48, 96, left=left, right=right, batch=batch, both=both)
     np.testing.assert_array_equal(product(), product.exact)
-    assert product(preferred_element_type=None).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: product(preferred_element_type=None)).dtype == jnp.bfloat16
     types = jax.tree.map(jax.typeof, (product.lhs, product.rhs, product.scales))
-    lhs, rhs, scales = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
+    lhs, rhs, given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)
     with emulating("blackwell"):
-        explained = answer(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **scales)
+        explained = answer(overlap.matmul, lhs, rhs, implementation="fused", **product.transposes, **given)
     assert explained.implementation == "fused" and explained.config.tile_n <= 128
-
-
-@functools.cache
-def mesh(devices):
-    return oracle.make_mesh(x=devices)
 
 
 COLLECTIVES = [  # The operation, its keywords, specs of both operands (k is the second dimension), the result's spec.
@@ -52,7 +68,7 @@ COLLECTIVES = [  # The operation, its keywords, specs of both operands (k is the
 ]
 
 
-@pytest.mark.parametrize(("devices", "check_vma"), [(2, True), (4, False)])
+@pytest.mark.parametrize(("devices", "check_vma"), [(2, True), slow(4, False)])
 @pytest.mark.parametrize(("operation", "keywords", "lhs", "rhs", "out"), COLLECTIVES)
 def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_vma):
     product = Product(6, 32, 64, 256)
@@ -65,7 +81,9 @@ def test_collectives_by_xla(operation, keywords, lhs, rhs, out, devices, check_v
 
     def mapped(**more):
         one = functools.partial(call, **more)
-        return jax.jit(jax.shard_map(one, mesh=mesh(devices), in_specs=(specs,), out_specs=out, check_vma=check_vma))
+        return jax.jit(
+            jax.shard_map(one, mesh=oracle.make_mesh(x=devices), in_specs=(specs,), out_specs=out, check_vma=check_vma)
+        )
 
     arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales)
     np.testing.assert_array_equal(mapped()(arrays), product.exact)
@@ -88,7 +106,9 @@ def test_several_right_operands_and_the_gathered_one():
             lhs, rhs, "x", lhs_scale=lhs_scale, rhs_scale=rhs_scale, transpose_rhs=True, return_gathered=True, **F32
         )
 
-    mapped = jax.shard_map(call, mesh=mesh(2), in_specs=P("x", None), out_specs=(P(None, "x"), P()), check_vma=False)
+    mapped = jax.shard_map(
+        call, mesh=oracle.make_mesh(x=2), in_specs=P("x", None), out_specs=(P(None, "x"), P()), check_vma=False
+    )
     rhs, rhs_scale = [x.rhs for x in products], [x.rhs_scale for x in products]
     outs, gathered = jax.jit(mapped)(first.lhs, rhs, first.lhs_scale, rhs_scale)
     for out, product in zip(outs, products, strict=True):
@@ -96,37 +116,157 @@ def test_several_right_operands_and_the_gathered_one():
     assert gathered.dtype == E4M3 and (gathered == first.lhs).all()
 
 
-def by_either(function):
-    """Calls `function(implementation)` with XLA and with the emulated kernel, and compares the results."""
-    expected = function("xla")
+# --- The kernel, emulated ---------------------------------------------------------------------------------------------
+
+SIZES = [  # cores, shape, configuration, what else differs
+    slow(1, (128, 128, 128), config(stages=2), {}),
+    slow(2, (300, 272, 32), config(), {}),
+    (2, (200, 192, 416), config(tile_n=64), dict(dtypes=(E4M3, E4M3))),
+    (3, (1, 16, 1056), config(stages=2), {}),
+    (4, (130, 144, 288), config(order_minor="n"), dict(dtypes=(E5M2, E5M2))),
+    slow(2, (300, 272, 288), config(cluster=2), {}),
+    (4, (513, 144, 608), config(cluster=2, stages=2), {}),
+    slow(3, (260, 144, 544), config(stream_k=3), {}),
+    (4, (384, 144, 544), config(stream_k=3, cluster=2), dict(dtypes=(E5M2, E4M3))),
+    (4, (64, 144, 544), config(split_k=5), {}),
+    # Layouts on a batch.
+    (2, (144, 272, 160), config(), dict(batch=(2,))),
+    (2, (144, 144, 160), config(), dict(batch=(2,), right="kn")),
+    slow(2, (144, 144, 160), config(), dict(batch=(2,), left="km", both=True)),
+    (2, (144, 144, 160), config(), dict(batch=(2,), left="km", right="kn", both=True)),
+]
+
+
+@pytest.mark.parametrize(("cores", "shape", "config", "more"), SIZES)
+def test_results_are_exact(cores, shape, config, more):
+    Product(0, *shape, **more).check(cores, dict(laps=2), config=config)
+
+
+def test_with_an_epilogue():
+    product, bias = Product(3, 136, 144, 160), jnp.arange(144.0) - 70
     with emulating("blackwell"), emulate(cores=2):
-        jax.tree.map(np.testing.assert_array_equal, function("fused"), expected)
+        out = product("fused", bias=bias, addend=jnp.ones((136, 144)), activation=jax.nn.relu, config=config())
+    np.testing.assert_array_equal(out, np.maximum(product.exact + np.asarray(bias) + 1, 0))
+
+
+@pytest.mark.parametrize("completion", ["eager", "late", "random"])
+@pytest.mark.parametrize("seed", [slow(seed) for seed in range(20)])
+def test_drawn_shapes_and_schedules(seed, completion):
+    chance = np.random.default_rng(seed)
+    shape = int(chance.integers(1, 420)), 16 * int(chance.integers(1, 20)), 32 * int(chance.integers(1, 24))
+    cluster = int(chance.integers(1, 3))
+    sizes = dict(tile_n=128 if cluster == 2 else int(chance.choice([64, 128])), stages=int(chance.integers(2, 5)))
+    drawn = config(cluster=cluster, stream_k=int(chance.integers(1, 3)), **sizes)
+    Product(seed, *shape).check(2 * (1 + seed % 2), dict(completion=completion, seed=seed), config=drawn)
+
+
+# --- Defects, each injected by a patch --------------------------------------------------------------------------------
+
+
+def of_another_step(patch):
+    load = scales.load
+    patch.setattr(
+        scales, "load", lambda loop, buffers, tile, k_step, stage: load(loop, buffers, tile, k_step + 1, stage)
+    )
+
+
+def of_another_row_of_tiles(patch):
+    load = scales.load
+    beside = lambda tile: dataclasses.replace(tile, m=tile.m + 1)  # noqa: E731
+    patch.setattr(scales, "load", lambda loop, buffers, tile, *rest: load(loop, buffers, beside(tile), *rest))
+
+
+def into_a_stage_that_is_still_read(patch):
+    """The scales go to the next stage, whose product may still be running."""
+    load = scales.load
+
+    def early(loop, buffers, tile, k_step, stage):
+        load(loop, buffers, tile, k_step, jax.lax.rem(stage + 1, loop.config.stages))
+
+    patch.setattr(scales, "load", early)
+
+
+def not_awaited(patch):
+    """The barrier of a stage counts only the copies of the operand tiles."""
+    patch.setattr(scales, "COPIES", 0)
+
+
+def swapped(patch):
+    to_tensor_memory = scales.to_tensor_memory
+
+    def other(*args):
+        given = to_tensor_memory(*args)
+        return dict(a_scale=given["b_scale"], b_scale=given["a_scale"])
+
+    patch.setattr(scales, "to_tensor_memory", other)
+
+
+def of_the_peer_not_awaited(patch):
+    """The first CTA of a pair does not wait for the scales that the second one loads."""
+
+    def copy(*args, leader_tracked=None, collective_axes=None, **rest):
+        shared = dict(leader_tracked=leader_tracked, collective_axes=collective_axes)
+        is_replicated = leader_tracked is plgpu.CopyPartition.REPLICATED
+        plgpu.copy_gmem_to_smem(*args, **rest, **({} if is_replicated else shared))
+
+    patch.setattr(scales, "plgpu", types.SimpleNamespace(**{**vars(plgpu), "copy_gmem_to_smem": copy}))
+
+
+DEFECTS = [  # The defect, the size of a cluster, whether the emulator reports it; otherwise the result is wrong.
+    (of_another_step, 1, False), slow(of_another_step, 2, False),
+    slow(of_another_row_of_tiles, 1, False), (of_another_row_of_tiles, 2, False),
+    (into_a_stage_that_is_still_read, 1, True), slow(into_a_stage_that_is_still_read, 2, True),
+    slow(not_awaited, 1, True), (not_awaited, 2, True),
+    (swapped, 1, False), slow(swapped, 2, False),
+    (of_the_peer_not_awaited, 2, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("defect", "cluster", "reported"), DEFECTS)
+def test_a_defect_is_reported(defect, cluster, reported, monkeypatch):
+    defect(monkeypatch)
+    with pytest.raises(EmulationError if reported else AssertionError):
+        Product(4, 384, 128, 320).check(2, config=config(cluster=cluster, stages=2))
+
+
+# --- The frame --------------------------------------------------------------------------------------------------------
+
+
+def by_either(function):
+    """Calls the jitted `function(implementation)` with XLA and with the emulated kernel, and compares the results."""
+    expected = jax.jit(functools.partial(function, "xla"))()
+    with emulating("blackwell"), emulate(cores=2):
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(functools.partial(function, "fused"))(), expected)
     return expected
 
 
 @pytest.mark.parametrize(
-    "mapped", ["lhs lhs_scale", "lhs", "lhs_scale", "rhs rhs_scale", "lhs lhs_scale rhs_scale bias"]
+    "mapped", ["lhs lhs_scale", slow("lhs"), slow("lhs_scale"), "rhs rhs_scale", "lhs lhs_scale rhs_scale bias"]
 )
 def test_vmap(mapped):
-    elements = [Product(seed, 40, 64, 96) for seed in (8, 9)]
+    elements, biases = [Product(seed, 40, 64, 96) for seed in (8, 9)], np.arange(64.0) * np.array([[1.0], [2.0]])
     arrays = {name: getattr(elements[0], name) for name in ("lhs", "rhs", "lhs_scale", "rhs_scale")}
-    arrays |= {"bias": jnp.arange(64.0)}
+    arrays |= {"bias": jnp.asarray(biases[0], jnp.float32)}
     for name in mapped.split():
-        arrays[name] = jnp.stack([getattr(x, name, i * jnp.arange(64.0)) for i, x in enumerate(elements)])
+        both = biases if name == "bias" else [np.asarray(getattr(x, name)) for x in elements]
+        arrays[name] = jnp.asarray(np.stack(both), arrays[name].dtype)
     axes = {name: 0 if name in mapped.split() else None for name in arrays}
 
-    def of_one(arrays, implementation):
-        keywords = dict(implementation=implementation, transpose_rhs=True, **F32)
-        return overlap.matmul(**arrays, **keywords)
+    def of_one(arrays, how):
+        return overlap.matmul(**arrays, implementation=how, transpose_rhs=True, **F32)
 
-    out = by_either(lambda how: jax.vmap(functools.partial(of_one, implementation=how), in_axes=(axes,))(arrays))
-    ones = [{name: x if axes[name] is None else x[i] for name, x in arrays.items()} for i in range(2)]
-    np.testing.assert_array_equal(out, jnp.stack([of_one(one, "xla") for one in ones]))
+    out = by_either(lambda how: jax.vmap(functools.partial(of_one, how=how), in_axes=(axes,))(arrays))
+    wide = lambda x, scale: in_f32(x) * np.repeat(in_f32(scale), BLOCK, -1)  # noqa: E731
+    for i in range(2):
+        one = {name: x if axes[name] is None else x[i] for name, x in arrays.items()}
+        exact = wide(one["lhs"], one["lhs_scale"]) @ wide(one["rhs"], one["rhs_scale"]).T + in_f32(one["bias"])
+        np.testing.assert_array_equal(out[i], exact)
 
 
 def test_gradients():
     product = Product(10, 24, 48, 96)
-    weights = jnp.asarray(np.random.default_rng(11).integers(-1, 2, (24, 48)), jnp.float32).at[:, 4:].set(0)
+    weights = np.random.default_rng(11).integers(-1, 2, (24, 48)).astype(np.float32)
+    weights[:, 4:] = 0
 
     def loss(lhs, rhs, lhs_scale, how):
         out = overlap.matmul(
@@ -135,85 +275,120 @@ def test_gradients():
         return (out * weights).sum()
 
     operands = product.lhs, product.rhs, product.lhs_scale
-    d_lhs, d_rhs = by_either(lambda how: jax.grad(loss, (0, 1))(*operands, how))
-    assert (d_lhs.dtype, d_rhs.dtype) == (E4M3, E5M2)
-    wide = lambda x, scale: x.astype(np.float32) * np.repeat(np.asarray(scale, np.float32), BLOCK, -1)  # noqa: E731
-    right, of_left = wide(np.asarray(product.rhs), product.rhs_scale), wide(np.ones((24, 96)), product.lhs_scale)
-    exact = (np.asarray(weights) @ right * of_left).astype(E4M3)
-    np.testing.assert_array_equal(np.asarray(d_lhs, np.float32), exact.astype(np.float32))
-    by_either(lambda how: jax.jvp(lambda x: loss(x, *operands[1:], how), operands[:1], operands[:1]))
+
+    def derivatives(how):
+        forward = jax.jvp(lambda x: loss(x, *operands[1:], how), operands[:1], operands[:1])
+        return jax.grad(loss, (0, 1))(*operands, how), forward
+
+    (d_lhs, d_rhs), (value, slope) = by_either(derivatives)
+    assert (d_lhs.dtype, d_rhs.dtype) == (E4M3, E5M2) and value == slope == (product.exact * weights).sum()
+    of_left, of_right = (np.repeat(in_f32(x), BLOCK, -1) for x in (product.lhs_scale, product.rhs_scale))
+    for found, exact in (
+        (d_lhs, weights @ (in_f32(product.rhs) * of_right) * of_left),
+        (d_rhs, weights.T @ (in_f32(product.lhs) * of_left) * of_right),
+    ):
+        np.testing.assert_array_equal(in_f32(found), in_f32(exact.astype(found.dtype)))
     for how in ("xla", "fused"):
         with emulating("blackwell"), emulate(), pytest.raises(TypeError, match="have no derivative: apply"):
             jax.grad(loss, 2)(*operands, how)
 
 
-@pytest.mark.parametrize(("lhs", "rhs", "out"), [(P("x"), P(), P("x", None)), (P(), P("y"), P(None, "y"))])
-def test_sharded_operands(lhs, rhs, out):
+def test_sharded_operands():
     explicit = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     product = Product(12, 48, 96, 64)
-    put = lambda x, spec: jax.device_put(x, jax.NamedSharding(explicit, spec))  # noqa: E731
-    product.lhs, product.lhs_scale = put(product.lhs, lhs), put(product.lhs_scale, lhs)
-    product.rhs, product.rhs_scale = put(product.rhs, rhs), put(product.rhs_scale, rhs)
-
-    def run(how):
-        with jax.set_mesh(explicit):
+    for name, axis in (("lhs", "x"), ("lhs_scale", "x"), ("rhs", "y"), ("rhs_scale", "y")):
+        setattr(product, name, jax.device_put(getattr(product, name), jax.NamedSharding(explicit, P(axis))))
+    for how in ("xla", "fused"):
+        with emulating("blackwell"), emulate(cores=2), jax.set_mesh(explicit):
             result = product(how)
-        assert result.sharding.spec == out or how == "xla"
-        return result
-
-    np.testing.assert_array_equal(by_either(run), product.exact)
+        assert result.sharding.spec == P("x", "y") or how == "xla"
+        np.testing.assert_array_equal(result, product.exact)
 
 
-# --- Wrong calls --------------------------------------------------------------------------------------
+# --- The choice -------------------------------------------------------------------------------------------------------
 
 
-def wrong(**changes):
-    """Returns a call of a product of 24 x 40 x 96 with some arguments changed."""
-    product = Product(13, 24, 40, changes.pop("k", 96) // 32 * 32)
-    arrays = dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes
-    return lambda: overlap.matmul(**arrays, transpose_rhs=True)
+def test_wrong_configurations_and_devices():
+    product = Product(14, 128, 256, 128)
+    with emulating("blackwell"), pytest.raises(ValueError, match=r"`tile_n` must be at most 128 .* got 256"):
+        product("fused", config=config(tile_n=256))
+    sizes = OperandTypes(128, E4M3, E4M3, jnp.bfloat16, OperandLayouts(False, True), block_scaled=True)
+    with pytest.raises(
+        ValueError, match=r"needs 520 columns of tensor memory, and there are 512: reduce `stages` .33."
+    ):
+        limits.check_config(sizes, config(stages=33), B200)
+    with pytest.raises(NotImplementedError, match=r'Hopper take no block scales: .*implementation="xla", which runs'):
+        product("fused")
+
+
+def test_xla_runs_what_the_kernel_cannot(monkeypatch):
+    product, unaligned = Product(16, 128, 128, 128), Product(16, 128, 120, 128, right="kn")
+
+    def reason(kind, product):
+        monkeypatch.setattr(dispatch, "target", lambda mesh=None: kind)
+        explained = answer(overlap.matmul, product.lhs, product.rhs, **product.scales, **product.transposes)
+        assert explained.implementation == "xla" and explained.config is None
+        return explained.reason
+
+    assert "the tensor cores of Hopper take no block scales" in reason(H200, product)
+    assert "needs the rows of rhs to be multiples of 16 bytes, got n=120" in reason(B200, unaligned)
+    assert reason(B200, product) == crossover.NOTHING_MEASURED.reason
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [((4096, 4096, 4096), "nn"), ((16, 8192, 8192), "nt"), ((320, 272, 288), "tn"), ((320, 272, 288), "tt")],
+)
+def test_a_configuration_is_found(shape, layout):
+    problem = Problem("matmul", *shape, "float8_e4m3fn", "bfloat16", layout=layout, block_scaled=True)
+    found = space.candidates(problem, B200)
+    assert found and all(x.tile_n <= 128 and problem.accepts(x, B200) for x in found)
+    assert not space.candidates(problem, H200)
+    assert str(problem).endswith("with scales of blocks") and problem.bucket.block_scaled
+
+
+def test_tables_and_the_tuner_know_such_problems():
+    problem = Problem("matmul", 128, 128, 128, "float8_e4m3fn", "bfloat16", layout="nt", block_scaled=True)
+    entry = tables.Entry(problem, "NVIDIA B200", jax.__version__, config(), 1.0)
+    assert tables.Entry.from_json(entry.to_json()) == entry
+    before = {name: value for name, value in entry.to_json().items() if name != "block_scaled"}
+    assert not tables.Entry.from_json(before).problem.block_scaled
+    product = Product(15, 128, 128, 128)
+    with emulating("blackwell"), emulate():
+        out = operations.call_operation(problem, product.lhs, product.rhs, config(), "fused")
+    unscaled = overlap.matmul(product.lhs, product.rhs, transpose_rhs=True)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(unscaled, np.float32))
+
+
+# --- Wrong calls ------------------------------------------------------------------------------------------------------
 
 
 def ones(*shape, dtype=E8M0):
     return jnp.ones(shape, dtype)
 
 
-WRONG = [
-    (wrong(lhs_scale=ones(24, 2)), r"`lhs_scale` of .* must have shape \(24, 3\), .* got \(24, 2\): reshape it"),
-    (wrong(rhs_scale=ones(3, 40)), r"`rhs_scale` of .* must have shape \(40, 3\), .* got \(3, 40\)"),
-    (wrong(lhs_scale=ones()), r"must have shape \(24, 3\), .* got \(\): .* cast it to float32 if it scales rows"),
-    (
-        wrong(lhs_scale=ones(24, 3, dtype=jnp.float32)),
-        r"`lhs_scale` of shape \(24, 3\) .* must have dtype float8_e8m0fnu",
-    ),
-    (wrong(rhs_scale=ones(40, 3, dtype=jnp.float32)), r"`rhs_scale` of shape \(40, 3\) .* got float32: cast it"),
-    (wrong(rhs_scale=None), r"must both be of blocks or neither, got nothing as `rhs_scale`: .* shape \(40, 3\), ones"),
-    (wrong(lhs_scale=2.0), r"must both be of blocks or neither, got 2.0 as `lhs_scale`"),
-    (
-        wrong(lhs_scale=ones(24, 1, dtype=jnp.float32)),
-        r"got ArrayImpl of shape \(24, 1\) and dtype float32 as `lhs_scale`",
-    ),
-    (
-        wrong(lhs=ones(24, 100, dtype=E4M3), rhs=ones(40, 100, dtype=E4M3)),
-        r"k must be a multiple of 32, got k=100 in `lhs` \(24, 100\): pad both operands with zeros to k=128",
-    ),
-    (
-        wrong(lhs=ones(24, 96, dtype=jnp.bfloat16), rhs=ones(40, 96, dtype=jnp.bfloat16)),
-        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them",
-    ),
-    (wrong(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
-    (
-        wrong(lhs_scale=ones(24, 6, dtype=E4M3)),
-        r"\(24, 6\) scales blocks of 16 .* \(nvfp4\), and only blocks of 32 with",
-    ),
-    (
-        wrong(lhs=ones(24, 96, dtype=jnp.float4_e2m1fn), rhs=ones(40, 96, dtype=jnp.float4_e2m1fn)),
-        "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype float4_e2m1fn: cast one of them",
-    ),
-]
+BF16, F4, F32_ = jnp.bfloat16, jnp.float4_e2m1fn, jnp.float32
+WRONG = [  # What differs from a right product of 24 × 40 × 96, and the message.
+    (dict(lhs_scale=ones(24, 2)), r"`lhs_scale` of .* must have shape \(24, 3\), .* got \(24, 2\): reshape it"),
+    (dict(rhs_scale=ones(3, 40)), r"`rhs_scale` of .* must have shape \(40, 3\), .* got \(3, 40\)"),
+    (dict(lhs_scale=ones()), r"must have shape \(24, 3\), .* got \(\): .* cast it to float32 if it scales rows"),
+    (dict(lhs_scale=ones(24, 3, dtype=F32_)), r"`lhs_scale` of shape \(24, 3\) .* must have dtype float8_e8m0fnu"),
+    (dict(rhs_scale=ones(40, 3, dtype=F32_)), r"`rhs_scale` of shape \(40, 3\) .* got float32: cast it"),
+    (dict(rhs_scale=None), r"both be of blocks or neither, got nothing as `rhs_scale`: .* shape \(40, 3\), ones"),
+    (dict(lhs_scale=2.0), r"must both be of blocks or neither, got 2.0 as `lhs_scale`"),
+    (dict(lhs_scale=ones(24, 1, dtype=F32_)), r"got ArrayImpl of shape \(24, 1\) and dtype float32 as `lhs_scale`"),
+    (dict(lhs=ones(24, 100, dtype=E4M3), rhs=ones(40, 100, dtype=E4M3)),
+     r"k must be a multiple of 32, got k=100 in `lhs` \(24, 100\): pad both operands with zeros to k=128"),
+    (dict(lhs=ones(24, 96, dtype=BF16), rhs=ones(40, 96, dtype=BF16)),
+     "scales blocks of float8_e4m3fn or float8_e5m2, got `lhs` of dtype bfloat16: cast one of them"),
+    (dict(lhs=ones(24, 96, dtype=F4), rhs=ones(40, 96, dtype=F4)), "got `lhs` of dtype float4_e2m1fn: cast one"),
+    (dict(rhs_scale=[ones(40, 3)]), "`rhs_scale`"),
+    (dict(lhs_scale=ones(24, 6, dtype=E4M3)), r"\(24, 6\) scales blocks of 16 .* \(nvfp4\), and only blocks of 32"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_wrong_calls(call, message):
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_calls(changes, message):
+    product = Product(13, 24, 40, 96)
     with pytest.raises(ValueError, match=message):
-        call()
+        overlap.matmul(**dict(lhs=product.lhs, rhs=product.rhs, **product.scales) | changes, transpose_rhs=True)

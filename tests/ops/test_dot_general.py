@@ -14,16 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from overlap import layers
 from overlap.emulation import emulate
-from tests.layers.layer_cases import (
-    BETWEEN,
-    EXPLICIT,
-    EXPLICIT_FIRST,
-    INSIDE,
-    draw,
-    make_mesh,
-    put,
-    same,
-)
+from tests.layers.layer_cases import BETWEEN, EXPLICIT, EXPLICIT_FIRST, INSIDE, draw, make_mesh, put, same
 
 
 @EXPLICIT_FIRST
@@ -52,7 +43,7 @@ def test_dot_general_of_nnx_linear(kind: Any) -> None:
 @pytest.mark.one_jax
 def test_dot_general_of_nnx_attention() -> None:
     """nnx.MultiHeadAttention with its own kernels: its products, forward and backward, run as fused kernels."""
-    mesh, x = make_mesh(1, 2), draw(0, (1, 128, 128), jnp.bfloat16)
+    mesh, x = make_mesh(1, 2), draw(0, (1, 32, 64), jnp.bfloat16)
     between, heads, kernel = P(None, "tensor", None), P(None, None, "tensor", None), P(None, "tensor", None)
     adapters: Any = {
         "qkv_dot_general": layers.ShardedDotGeneral(between, kernel, heads, implementation="fused"),
@@ -65,8 +56,8 @@ def test_dot_general_of_nnx_attention() -> None:
 
     with jax.set_mesh(mesh):
         attention = nnx.MultiHeadAttention(
-            2, 128, dtype=jnp.bfloat16, use_bias=False, decode=False, rngs=nnx.Rngs(0), **adapters,
-            kernel_init=lambda _, shape, dtype: draw(1, shape, dtype) / 11,
+            2, 64, dtype=jnp.bfloat16, use_bias=False, decode=False, rngs=nnx.Rngs(0), **adapters,
+            kernel_init=lambda _, shape, dtype: draw(1, shape, dtype) / 8,
             kernel_metadata={"out_sharding": kernel}, out_kernel_metadata={"out_sharding": P("tensor")},
         )  # fmt: skip
         with emulate(cores=2, detect_races=False) as run:

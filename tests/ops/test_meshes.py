@@ -1,7 +1,6 @@
-"""Tests meshes with one axis or a tuple of axes, any number and order of devices: emulated, lowered and assembled."""
+"""Meshes with one axis or a tuple of axes, any number and order of devices: emulated, and lowered for CUDA."""
 
 import itertools
-import math
 import re
 
 import jax
@@ -13,123 +12,77 @@ from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
 from jax.experimental import mesh_utils
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import _compat
 from overlap.choice import dispatch
 from overlap.collectives.collective import peer_group_of
-from overlap.emulation import EmulationError, emulate
-from overlap.kernels.target import Target
+from overlap.emulation import EmulationError
 from overlap.primitives import PeerGroup, host_mesh
 from tests import oracle
-from tests.assembly import assembly
-from tests.ops import mesh_cases
-from tests.ops.explained import answer
-from tests.ops.mesh_cases import layout
-from tests.ops.product_cases import normal
+from tests.ops.contract import EVERY, FORMS, H200, running, struct
+from tests.ops.mesh_cases import check_on, layout
 
-CONFIG = overlap.Config(tile_n=128)
-SHAPE = (128, 128, 64)
-PERMUTED = (2, 0, 3, 1)
-TRANSPOSED = (0, 3, 1, 4, 2, 5)
-
-LAYOUTS = [
-    *(layout("x", x=devices) for devices in (3, 5, 6, 7)),
-    *(layout(over, a=2, b=3) for over in ("a", "b", ("a", "b"), ("b", "a"))),
-    *(layout(over, a=2, b=2, c=2) for over in itertools.permutations("abc", 2)),
-    layout(("c", "a", "b"), a=2, b=2, c=2),
-    layout(("b", "a"), a=1, b=3),
-    layout("x", PERMUTED, x=4),
-    layout("x", (4, 2, 0, 1, 3), x=5),
-    *(layout(over, PERMUTED, a=2, b=2) for over in ("a", "b", ("a", "b"), ("b", "a"))),
-    *(layout(over, TRANSPOSED, a=3, b=2) for over in ("a", ("b", "a"))),
-    layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2),
+PERMUTED, TRANSPOSED = (2, 0, 3, 1), (0, 3, 1, 4, 2, 5)
+slow = pytest.mark.slow
+LAYOUTS = [  # With each of them, the forms of the kernels that `make test` runs.
+    (layout("x", x=6), ["ring"]),
+    (layout("x", PERMUTED, x=4), ["one shot"]),
+    (layout("x", (4, 2, 0, 1, 3), x=5), ["joined"]),
+    (layout("a", a=2, b=3), ["weights n"]),
+    (layout("b", a=2, b=3), ["scatter by ring"]),
+    (layout(("a", "b"), PERMUTED, a=2, b=2), ["ring", "scatter n"]),
+    (layout(("b", "a"), PERMUTED, a=2, b=2), ["weights k", "scatter m"]),
+    (layout(("b", "a"), TRANSPOSED, a=3, b=2), ["ring"]),
+    (layout(("c", "a", "b"), a=2, b=2, c=2), []),
+    (layout(("b", "a"), a=1, b=3), ["joined", "all, rows"]),
+    (layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2), ["weights n"]),
+    *((layout(over, a=2, b=2, c=2), []) for over in itertools.permutations("abc", 2)),
+    *((layout("x", x=devices), []) for devices in (3, 5, 7)),
+    *((layout(over, PERMUTED, a=2, b=2), []) for over in ("a", "b")),
+]
+CASES = [
+    pytest.param(case, name, marks=[] if name in fast else slow, id=f"{case} {name}")
+    for case, fast in LAYOUTS
+    for name in (FORMS if case.order == PERMUTED else {"pull": 0, "ring": 0} | dict.fromkeys(fast))
 ]
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["pull", "ring"])
-# On the ring, a device sends to the one before it. Fewer layouts show everything that can go wrong there.
-CASES = [*((case, "pull") for case in LAYOUTS), *((case, "ring") for case in (*LAYOUTS[::3], layout("x", x=6)))]
+@pytest.mark.parametrize(("case", "name"), CASES)
+def test_every_peer_group_computes_its_own_product(case, name):
+    """Rows and columns are where `PartitionSpec` puts them, since NumPy has the global product."""
+    call = FORMS[name]
+    check_on(case, call.but(extras=EVERY) if call.spec.sums else call.but(m=min(call.m, 40), n=72))
 
 
-def fused(case, transport=None):
-    return mesh_cases.fused(case, config=CONFIG, transport=transport)
-
-
-def check(case, shape=SHAPE, seed=1, transport=None):
-    with emulate(cores=2, seed=seed):
-        measure = mesh_cases.errors(case, fused(case, transport))
-        oracle.assert_close(measure(*mesh_cases.operands(case, shape, jnp.bfloat16, seed)))
-
-
-# ---- The operation, emulated -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("case", "transport"), CASES, ids=str)
-def test_error_within_twice_the_unfused_product(case, transport):
-    check(case, transport=transport)
-
-
-@TRANSPORTS
-@pytest.mark.parametrize("case", [layout("x", x=7), layout(("b", "a"), TRANSPOSED, a=3, b=2)], ids=str)
-def test_ragged_shards(case, transport):
-    check(case, shape=(72, 136, 40), transport=transport)
-
-
-@pytest.mark.parametrize("case", [layout(("b", "a"), PERMUTED, a=2, b=2), layout(("b", "a"), a=2, b=3)], ids=str)
-@pytest.mark.parametrize("implementation", ["fused", "xla"])
-def test_shards_lie_as_the_partition_spec_says(case, implementation):
-    """Compares with the global product in NumPy: rows and columns must be where `PartitionSpec` puts them."""
-    lhs, rhs = mesh_cases.operands(case, SHAPE, jnp.bfloat16, seed=2)
-    lhs_spec, rhs_spec, out_spec = case.specs()
-    config = CONFIG if implementation == "fused" else None
-
-    def op(lhs, rhs):
-        return overlap.all_gather_lhs_matmul(lhs, rhs, case.over, implementation=implementation, config=config)
-
-    with emulate(cores=2):
-        out = oracle.on_mesh(case.mesh(), op, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec)(lhs, rhs)
-    expected = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
-    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=1e-2, atol=1e-1)
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3), pytest.param((3, 2), marks=slow)], ids=str)
 def test_a_mesh_from_mesh_utils(shape):
     devices = mesh_utils.create_device_mesh(shape, devices=jax.devices()[:6])
     order = tuple(device.id for device in devices.flat)
-    check(layout(("b", "a"), order, a=shape[0], b=shape[1]))
+    check_on(layout(("b", "a"), order, a=shape[0], b=shape[1]), FORMS["pull"])
 
 
-@pytest.mark.parametrize("case", [layout(("b", "a"), PERMUTED, a=2, b=2), layout(("a", "b"), a=2, b=3)], ids=str)
-def test_gradients(case):
-    lhs, rhs = mesh_cases.operands(case, SHAPE, jnp.bfloat16, seed=3)
-    with emulate(cores=2):
-        errors = mesh_cases.gradient_errors(case, fused(case))(lhs * 0.1, rhs * 0.1)
-    assert max(map(float, errors)) < 2e-2
+@pytest.mark.parametrize("name", ["pull", pytest.param("ring", marks=slow), "scatter m"])
+def test_two_groups_of_one_mesh_in_one_program(name):
+    """Along one axis, and along both in reverse: their flags and scratch must not be taken for each other's."""
+    mesh = layout("a", TRANSPOSED, a=3, b=2).mesh()
+    first, second = (FORMS[name].but(axis=over) for over in ("a", ("b", "a")))
+    arrays = first.but(op="matmul_all_reduce", k=24).arrays(1)
+
+    def body(arrays):
+        factor = (1 + lax.axis_index(("a", "b"))).astype(arrays["lhs"].dtype)
+        outs = [(call(given), call.plain(given)) for call in (first, second)
+                for given in [{"lhs": arrays["lhs"] * factor, "rhs": arrays["rhs"]}]]  # fmt: skip
+        return lax.pmax(jnp.stack([oracle.distance(a, b.astype(jnp.float32)) for a, b in outs]), ("a", "b"))
+
+    with running():
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        assert np.asarray(jax.jit(mapped)(arrays)).max() < 5e-3
 
 
-@TRANSPORTS
-def test_launches_in_a_loop_with_operands_that_change(transport):
-    case = layout(("b", "a"), PERMUTED, a=2, b=2)
-    with emulate(cores=2):
-        loop = mesh_cases.errors_in_a_loop(case, fused(case, transport), 3)
-        worst = loop(*mesh_cases.operands(case, SHAPE, jnp.bfloat16, 4))
-    assert float(worst) < 5e-3
-
-
-@TRANSPORTS
-def test_two_rings_of_one_mesh_in_one_program(transport):
-    first, second = (layout(over, TRANSPOSED, a=3, b=2) for over in ("a", ("b", "a")))
-    lhs = normal(5, 128, 64)
-    rhs = normal(6, 64, 128)
-    with emulate(cores=2):
-        errors = mesh_cases.errors_of_two_rings(first, second, lambda case: fused(case, transport))(lhs, rhs)
-    assert max(map(float, errors)) < 5e-3
-
-
-# ---- The ring --------------------------------------------------------------------------------------------------------
+# --- The peer group ---------------------------------------------------------------------------------------------------
 
 MESH_SHAPE = (("a", 2), ("b", 3), ("c", 1))
 TUPLES = [axes for count in (1, 2, 3) for axes in itertools.permutations("abc", count)]
@@ -169,7 +122,7 @@ def test_a_tuple_of_one_axis_is_that_axis():
     assert groups == [PeerGroup("x", (("x", 2),))] * 3
 
 
-# ---- Injected defects: the tests above would detect them -------------------------------------------------------------
+# --- Injected defects: the tests above would detect them -------------------------------------------------------------
 
 
 def take_ids_of_devices(patch, order):
@@ -202,7 +155,7 @@ def reach_into_the_first_ring(patch):
 
 def fails(case):
     try:
-        check(case)
+        check_on(case, FORMS["pull"])
     except (AssertionError, EmulationError):
         return True
     return False
@@ -214,16 +167,12 @@ def test_ids_of_devices_are_no_logical_ids(monkeypatch):
     assert fails(layout("x", PERMUTED, x=4))
 
 
-def test_ids_of_devices_serve_where_they_are_positions(monkeypatch):
-    take_ids_of_devices(monkeypatch, (0, 1, 2, 3))
-    check(layout("x", x=4))
-
-
 @pytest.mark.filterwarnings("ignore:device_id_type is deprecated")
 def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
     take_the_position_for_a_logical_id(monkeypatch)
-    check(layout("x", PERMUTED, x=4))  # On the whole mesh the result is right, however its devices are permuted.
-    check(layout(("a", "b"), PERMUTED, a=2, b=2))
+    # On the whole mesh the result is right, however its devices are permuted.
+    check_on(layout("x", PERMUTED, x=4), FORMS["pull"])
+    check_on(layout(("a", "b"), PERMUTED, a=2, b=2), FORMS["pull"])
     assert fails(layout("b", a=2, b=2))
     assert fails(layout(("b", "a"), a=2, b=2))
 
@@ -236,25 +185,22 @@ def test_injected_defects(defect, over, monkeypatch):
     assert fails(layout(over, a=2, b=3))
 
 
-# ---- The way to a GPU ------------------------------------------------------------------------------------------------
+# --- The way to a GPU ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
-def lowered(case, mesh, *, sharded=False, transport=None):
-    """Lowers the operation on `mesh` for CUDA, and returns the text of the program."""
-    specs = case.specs()
-    shapes = (case.size * 256, 512), (512, case.size * 512)
-    arguments = [
-        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=jax.NamedSharding(case.mesh(), spec) if sharded else None)
-        for s, spec in zip(shapes, specs)
-    ]
-    op = mesh_cases.fused(case, transport=transport)
-    call = oracle.on_mesh(mesh, op, in_specs=specs[:2], out_specs=specs[2])
-    return call.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+def lowered(case, mesh, *, sharded=False, name="pull"):
+    """Lowers a form of an operation on `mesh` for CUDA, and returns the text of the program."""
+    call = FORMS[name].but(axis=case.over, m=256, n=512, k=512, config=None)
+    types = call.types(case.size)
+    if sharded:
+        specs = call.specs(types)
+        types = {n: struct(*x.shape, sharding=jax.NamedSharding(case.mesh(), specs[n])) for n, x in types.items()}
+    return call.program(mesh, types).trace(types).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def ids_for_xla(text):
@@ -262,11 +208,20 @@ def ids_for_xla(text):
     return [int(i) for i in ids.split(",")]
 
 
-@pytest.mark.parametrize(("case", "transport"), CASES, ids=str)
-def test_xla_is_given_positions(case, transport, hopper):
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        *((layout("x", x=3), name) for name in ("pull", "weights k", "scatter n", "all, rows")),
+        (layout("x", data=2, x=2), "weights n"), (layout("x", x=2, data=2), "scatter m"),
+        (layout("x", (4, 2, 0, 1, 3), x=5), "ring"), (layout(("b", "a"), PERMUTED, a=2, b=2), "pull"),
+        (layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2), "weights k"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_xla_is_given_positions(case, name, hopper):
     """Mosaic can compute on the host to which device each device sends, along any axes."""
     mesh = case.mesh()
-    text = lowered(case, mesh, transport=transport)
+    text = lowered(case, mesh, name=name)
     assert ids_for_xla(text) == list(range(mesh.size)) and "skip_device_barrier = true" in text
 
 
@@ -299,7 +254,7 @@ def test_the_lowering_is_set_up_once():
 
 def test_a_mesh_of_other_devices_is_refused_with_the_way_out(hopper):
     case = layout("x", x=4)
-    mesh = Mesh(np.array(jax.devices()[4:8]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[4:8]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(
         NotImplementedError, match=r"devices \[0, 1, 2, 3\].* \[4, 5, 6, 7\].*CUDA_VISIBLE_DEVICES.*\"xla\""
     ):
@@ -308,68 +263,8 @@ def test_a_mesh_of_other_devices_is_refused_with_the_way_out(hopper):
 
 def test_a_kernel_without_peers_takes_any_devices(hopper):
     _compat.apply(host_mesh.ON_HOST_MESHES)
-    mesh = Mesh(np.array(jax.devices()[4:6]), ("x",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[4:6]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     call = oracle.on_mesh(mesh, lambda a, b: overlap.matmul(a, b, implementation="fused"))
     shapes = (512, 512), (512, 1024)
     text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in text.as_text()
-
-
-@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-@TRANSPORTS
-@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 3}], ids=str)
-def test_assembled_over_both_axes_in_reverse_of_permuted_devices(sizes, transport):
-    """The kernel needs no more registers or shared memory than along one axis, and does not spill."""
-    given, devices = {"transport": transport}, math.prod(sizes.values())
-    along_one = assembly.Case("tests.ops.several_sides_cases:assembled", devices=devices, config=given)
-    along_both = assembly.Case("tests.ops.mesh_cases:reversed_axes_of_permuted_devices", mesh=sizes, config=given)
-    (one,), (both,) = assembly.assemble_case(along_one), assembly.assemble_case(along_both)
-    assert both.spill_store_bytes == both.spill_load_bytes == 0 and both.architecture == "sm_90a"
-    assert both.shared_memory_bytes == one.shared_memory_bytes and both.registers == one.registers
-
-
-# ---- Choice and errors -----------------------------------------------------------------------------------------------
-
-OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-
-
-@pytest.mark.parametrize("order", [None, PERMUTED], ids=["ordered", "permuted"])
-def test_explain_takes_a_tuple_for_an_axis_of_as_many_devices(order, hopper):
-    two, one = layout(("b", "a"), order, a=2, b=2).mesh(), layout("x", order, x=4).mesh()
-    by_tuple = answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("b", "a"), mesh=two)
-    by_name = answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=one)
-    assert by_tuple.implementation == "fused" and by_tuple == by_name
-    half = answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("b",), mesh=two)
-    assert half == answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=layout("x", x=2).mesh())
-
-
-@pytest.mark.parametrize(
-    ("axis_name", "manual", "fragments"),
-    [
-        (("a", "z"), None, ["`axis_name`", "'z'", "('a', 'z')", "('a', 'b')"]),
-        ("z", None, ["`axis_name`", "'z'", "('a', 'b')"]),
-        (("a", "b", "a"), None, ["`axis_name`", "once", "'a' 2 times", "('a', 'b', 'a')"]),
-        ((), None, ["`axis_name`", "at least one", "()"]),
-        (("a", "b"), {"a"}, ["`all_gather_lhs_matmul`", "'b'", "('a',)", "axis_names"]),
-    ],
-)
-def test_wrong_axes(axis_name, manual, fragments):
-    mesh = layout("a", a=2, b=2).mesh()
-    extra = {} if manual is None else {"axis_names": manual}
-
-    def call():
-        lhs, rhs = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
-        return overlap.all_gather_lhs_matmul(lhs, rhs, axis_name)
-
-    with pytest.raises(ValueError) as caught:
-        jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False, **extra))
-    for fragment in fragments:
-        assert fragment in str(caught.value)
-    if manual is None:
-        with pytest.raises(ValueError, match="`axis_name`"):
-            answer(overlap.all_gather_lhs_matmul, *OPERANDS, axis_name, mesh=mesh)
-
-
-def test_a_tuple_outside_shard_map():
-    with pytest.raises(ValueError, match=r"inside `jax.shard_map`.*\('a', 'b'\)"):
-        answer(overlap.all_gather_lhs_matmul, *OPERANDS, ("a", "b"))

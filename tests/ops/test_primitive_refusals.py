@@ -93,63 +93,47 @@ def test_the_ways_out_of_vmap(mapped):
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
-LAYER: Any = prim  # The arguments below have wrong types.
-WRONG = [
-    (lambda flag, group: LAYER.semaphore_wait(flag, "1"), TypeError, "`value` of `semaphore_wait`.*'1' (str)"),
-    (lambda flag, group: LAYER.semaphore_wait(flag, 1.5), TypeError, "`value` of `semaphore_wait`.*1.5 (float)"),
-    (lambda flag, group: LAYER.semaphore_wait(flag, True), TypeError, "`value` of `semaphore_wait`.*True (bool)"),
-    (lambda flag, group: LAYER.semaphore_wait(flag, jnp.float32(1)), TypeError, "`value`.*float32 and shape ()"),
-    (
-        lambda flag, group: LAYER.semaphore_wait(flag, -1),
-        ValueError,
-        "`value`.*at least 0 and.*got -1",
-    ),
-    (lambda flag, group: LAYER.semaphore_wait(flag, 1 << 31), ValueError, "`value`.*less than 2³¹, got 2147483648"),
-    (lambda flag, group: LAYER.semaphore_signal(flag, 1.5), TypeError, "`increment` of `semaphore_signal`.*1.5"),
-    (lambda flag, group: LAYER.semaphore_signal(flag, group.me()), TypeError, "`increment`.*int32.*by a constant"),
-    (lambda flag, group: LAYER.semaphore_signal(flag, 0), ValueError, "`increment`.*at least 1, got 0"),
-    (
-        lambda flag, group: LAYER.semaphore_signal_peer(flag, group, None),
-        TypeError,
-        "`position` of `semaphore_signal_peer` must be a position in the group.*got None",
-    ),
-    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 1.0), TypeError, "`position`.*1.0 (float)"),
-    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 2), ValueError, "`position`.*in 0 … 1, got 2"),
-    (lambda flag, group: LAYER.semaphore_signal_peer(flag, group, 1, "2"), TypeError, "`increment`.*'2'"),
-    (lambda flag, group: LAYER.semaphore_wait_peer(flag, "1", group, 1), TypeError, "`value` of `semaphore_wait_peer`"),
-    (lambda flag, group: LAYER.semaphore_wait_peer(flag, 1, group, None), TypeError, "`position`.*None (NoneType)"),
-    (lambda flag, group: group.remote_ref(flag, 1.0), TypeError, "`position` of `PeerGroup.remote_ref`.*1.0"),
-    (lambda flag, group: group.device_id(None), TypeError, "`position` of `PeerGroup.device_id`.*None"),
-    (lambda flag, group: group.peer(3), ValueError, "`distance` of `PeerGroup.peer`.*in 0 … 2, got 3"),
-    (lambda flag, group: LAYER.draw(flag, group.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
-    (lambda flag, group: LAYER.each_drawn(flag, 0, -1, print), ValueError, "`end` of `each_drawn`.*at least 0, got -1"),
-    (lambda flag, group: LAYER.draw(flag, 1 << 31), ValueError, "`end` of `draw`.*less than 2³¹, got 2147483648"),
-    (lambda flag, group: LAYER.draw(3, 2), TypeError, "`counter` of `draw` must be one semaphore.*got 3 (int)"),
-    (lambda flag, group: LAYER.Handshake(flag, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got shape ()"),
-    (lambda flag, group: LAYER.Handshake(3, group, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got 3: take"),
-    (
-        lambda flag, group: LAYER.Handshake(jnp.zeros(prim.HANDSHAKE_FLAGS), group, 0, "of mine"),
-        TypeError,
-        "`flags` of `Handshake`.*got an array of float32",
-    ),
-    (
-        lambda flag, group: LAYER.semaphore_signal_peer(flag, "x", 1),
-        TypeError,
-        "`group` of `semaphore_signal_peer`.*'x'",
-    ),
-    (
-        lambda flag, group: LAYER.semaphore_wait_peer(flag, 1, 2, 1),
-        TypeError,
-        "`group` of `semaphore_wait_peer`.*2: take",
-    ),
-    (
-        lambda flag, group: LAYER.Handshake(flag, "x", 0, "of mine"),
-        TypeError,
-        "`group` of `Handshake` must be a PeerGroup, got 'x': take `PeerGroup.of(axis_name)`",
-    ),
-    (lambda flag, group: LAYER.semaphore_signal(3), TypeError, "`flag` of `semaphore_signal` must be one semaphore"),
-    (lambda flag, group: group.remote_ref(jnp.ones(8), 1), TypeError, "`ref` of `PeerGroup.remote_ref` must be a ref"),
-]
+P_: Any = prim  # The arguments below have wrong types.
+WRONG = [  # Of one semaphore and the group of two devices; the message names these words.
+    (lambda f, g: P_.semaphore_wait(f, "1"), TypeError, "`value` of `semaphore_wait`.*'1' (str)"),
+    (lambda f, g: P_.semaphore_wait(f, 1.5), TypeError, "`value` of `semaphore_wait`.*1.5 (float)"),
+    (lambda f, g: P_.semaphore_wait(f, True), TypeError, "`value` of `semaphore_wait`.*True (bool)"),
+    (lambda f, g: P_.semaphore_wait(f, jnp.float32(1)), TypeError, "`value`.*float32 and shape ()"),
+    (lambda f, g: P_.semaphore_wait(f, -1), ValueError, "`value`.*at least 0 and.*got -1"),
+    (lambda f, g: P_.semaphore_wait(f, 1 << 31), ValueError, "`value`.*less than 2³¹, got 2147483648"),
+    (lambda f, g: P_.semaphore_signal(f, 1.5), TypeError, "`increment` of `semaphore_signal`.*1.5"),
+    (lambda f, g: P_.semaphore_signal(f, g.me()), TypeError, "`increment`.*int32.*by a constant"),
+    (lambda f, g: P_.semaphore_signal(f, 0), ValueError, "`increment`.*at least 1, got 0"),
+    (lambda f, g: P_.semaphore_signal(3), TypeError, "`flag` of `semaphore_signal` must be one semaphore"),
+    (lambda f, g: P_.semaphore_signal_peer(f, g, None), TypeError,
+     "`position` of `semaphore_signal_peer` must be a position in the group.*got None"),
+    (lambda f, g: P_.semaphore_signal_peer(f, g, 1.0), TypeError, "`position`.*1.0 (float)"),
+    (lambda f, g: P_.semaphore_signal_peer(f, g, 2), ValueError, "`position`.*in 0 … 1, got 2"),
+    (lambda f, g: P_.semaphore_signal_peer(f, g, 1, "2"), TypeError, "`increment`.*'2'"),
+    (lambda f, g: P_.semaphore_signal_peer(f, "x", 1), TypeError, "`group` of `semaphore_signal_peer`.*'x'"),
+    (lambda f, g: P_.semaphore_wait_peer(f, "1", g, 1), TypeError, "`value` of `semaphore_wait_peer`"),
+    (lambda f, g: P_.semaphore_wait_peer(f, 1, g, None), TypeError, "`position`.*None (NoneType)"),
+    (lambda f, g: P_.semaphore_wait_peer(f, 1, 2, 1), TypeError, "`group` of `semaphore_wait_peer`.*2: take"),
+    (lambda f, g: g.remote_ref(f, 1.0), TypeError, "`position` of `PeerGroup.remote_ref`.*1.0"),
+    (lambda f, g: g.remote_ref(jnp.ones(8), 1), TypeError, "`ref` of `PeerGroup.remote_ref` must be a ref"),
+    (lambda f, g: g.device_id(None), TypeError, "`position` of `PeerGroup.device_id`.*None"),
+    (lambda f, g: g.peer(3), ValueError, "`distance` of `PeerGroup.peer`.*in 0 … 2, got 3"),
+    (lambda f, g: P_.draw(f, g.me()), TypeError, "`end` of `draw` must be a Python int.*int32"),
+    (lambda f, g: P_.draw(f, 1 << 31), ValueError, "`end` of `draw`.*less than 2³¹, got 2147483648"),
+    (lambda f, g: P_.draw(3, 2), TypeError, "`counter` of `draw` must be one semaphore.*got 3 (int)"),
+    (lambda f, g: P_.each_drawn(f, 0, -1, print), ValueError, "`end` of `each_drawn`.*at least 0, got -1"),
+    (lambda f, g: P_.Handshake(f, g, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got shape ()"),
+    (lambda f, g: P_.Handshake(3, g, 0, "of mine"), TypeError, "`flags` of `Handshake`.*got 3: take"),
+    (lambda f, g: P_.Handshake(jnp.zeros(prim.HANDSHAKE_FLAGS), g, 0, "of mine"), TypeError,
+     "`flags` of `Handshake`.*got an array of float32"),
+    (lambda f, g: P_.Handshake(f, "x", 0, "of mine"), TypeError,
+     "`group` of `Handshake` must be a PeerGroup, got 'x': take `PeerGroup.of(axis_name)`"),
+]  # fmt: skip
+
+
+def spelled(words):
+    """Returns the regular expression of `words`, in which only `.*` is special."""
+    return ".*".join(map(re.escape, words.split(".*")))
 
 
 @pytest.mark.parametrize(
@@ -175,42 +159,36 @@ def test_wrong_arguments(call, error, words):
         (flags,) = prim.shared_semaphores((1,))
         in_one_warp(lambda: call(flags.at[0], prim.PeerGroup.of("x")))
 
-    with pytest.raises(error, match=".*".join(map(re.escape, words.split(".*")))):
+    with pytest.raises(error, match=spelled(words)):
         run(body, devices=2)
 
 
 LOAD, STORE = prim.tma_load, prim.tma_store
 WRONG_COPIES = [
-    (
-        lambda x, tile, loaded: LOAD(x[...], tile, loaded),
-        "`source_gmem` of `tma_load`.*an array of float32.*references",
-    ),
-    (lambda x, tile, loaded: LOAD(x, tile[...], loaded), "`tile_smem` of `tma_load`.*an array of float32"),
-    (
-        lambda x, tile, loaded: LOAD(tile, x, loaded),
-        "`source_gmem` of `tma_load`.*global memory, got one to shared memory",
-    ),
-    (lambda x, tile, loaded: LOAD(x, x, loaded), "`tile_smem` of `tma_load`.*shared memory, got one to global memory"),
-    (lambda x, tile, loaded: LOAD(x, tile, None), "`loaded` of `tma_load` must be an mbarrier, got None"),
-    (lambda x, tile, loaded: LOAD(x, tile, tile.at[0]), "`loaded` of `tma_load` must be an mbarrier, got float32"),
-    (lambda x, tile, loaded: STORE(jnp.ones((8, 128)), x), "`tile_smem` of `tma_store`.*an array of float32"),
-    (lambda x, tile, loaded: STORE(x.at[0], tile.at[0]), "`tile_smem` of `tma_store`.*(float32 of shape (128,))"),
-    (lambda x, tile, loaded: STORE(tile, tile), "`destination_gmem` of `tma_store`.*got one to shared memory"),
+    (lambda x, tile, b: LOAD(x[...], tile, b), "`source_gmem` of `tma_load`.*an array of float32.*references"),
+    (lambda x, tile, b: LOAD(x, tile[...], b), "`tile_smem` of `tma_load`.*an array of float32"),
+    (lambda x, tile, b: LOAD(tile, x, b), "`source_gmem` of `tma_load`.*global memory, got one to shared memory"),
+    (lambda x, tile, b: LOAD(x, x, b), "`tile_smem` of `tma_load`.*shared memory, got one to global memory"),
+    (lambda x, tile, b: LOAD(x, tile, None), "`loaded` of `tma_load` must be an mbarrier, got None"),
+    (lambda x, tile, b: LOAD(x, tile, tile.at[0]), "`loaded` of `tma_load` must be an mbarrier, got float32"),
+    (lambda x, tile, b: STORE(jnp.ones((8, 128)), x), "`tile_smem` of `tma_store`.*an array of float32"),
+    (lambda x, tile, b: STORE(x.at[0], tile.at[0]), "`tile_smem` of `tma_store`.*(float32 of shape (128,))"),
+    (lambda x, tile, b: STORE(tile, tile), "`destination_gmem` of `tma_store`.*got one to shared memory"),
 ]
 
 
 @pytest.mark.parametrize(("call", "words"), WRONG_COPIES)
 def test_wrong_references_of_copies(call, words):
     scratch = [plgpu.SMEM((8, 128), jnp.float32), plgpu.Barrier()]
-    with pytest.raises(TypeError, match=".*".join(map(re.escape, words.split(".*")))):
+    with pytest.raises(TypeError, match=spelled(words)):
         run(call, scratch=scratch)
 
 
 def test_integers_of_numpy_are_integers():
     def body(out):
         (flags,) = prim.shared_semaphores((1,))
-        LAYER.semaphore_signal(flags.at[0], np.int64(2))
-        LAYER.semaphore_wait(flags.at[0], np.int32(2))
+        P_.semaphore_signal(flags.at[0], np.int64(2))
+        P_.semaphore_wait(flags.at[0], np.int32(2))
 
     run(body)
 
@@ -225,7 +203,7 @@ def test_integers_of_numpy_are_integers():
 )
 def test_wrong_chunks(arguments, error, words):
     with pytest.raises(error, match=words):
-        LAYER.Chunking.cut(*arguments)
+        P_.Chunking.cut(*arguments)
 
 
 def test_wrong_chunk_buffers():

@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.launch_context import LaunchContext
 from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import _compat
 from overlap.choice import dispatch
-from overlap.kernels.target import Target
 from overlap.primitives import host_mesh
 from overlap.primitives.host_mesh import HostMesh
 from tests import oracle
 from tests.assembly import assembly
-from tests.ops import mesh_cases
+from tests.ops.contract import H200
 from tests.ops.explained import answer
 from tests.ops.mesh_cases import layout
 from tests.ops.test_meshes import ids_for_xla, lowered
@@ -43,7 +41,7 @@ OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruc
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA H200", 132))
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
 @pytest.fixture
@@ -53,12 +51,15 @@ def two_hosts(monkeypatch):
     return lambda host: monkeypatch.setattr(host_mesh, "_own_host", lambda mesh: host)
 
 
-@pytest.mark.parametrize("transport", ["pull", "ring"])
 @pytest.mark.parametrize("host", [0, 1])
-@pytest.mark.parametrize(("case", "first", "second"), TWO_HOSTS[:-1], ids=str)
-def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, host, transport, two_hosts):
+@pytest.mark.parametrize(
+    ("case", "first", "second", "name"),
+    [(*TWO_HOSTS[1], "pull"), (*TWO_HOSTS[2], "ring"), (*TWO_HOSTS[3], "scatter m")],
+    ids=str,
+)
+def test_xla_is_given_the_devices_of_this_host_in_reverse(case, first, second, name, host, two_hosts):
     two_hosts(host)
-    assert ids_for_xla(lowered(case, case.mesh(), transport=transport)) == (second if host else first)
+    assert ids_for_xla(lowered(case, case.mesh(), name=name)) == (second if host else first)
 
 
 @pytest.mark.parametrize("host", [0, 1])
@@ -66,17 +67,13 @@ def test_a_host_has_a_mesh_of_its_own(host, two_hosts):
     two_hosts(host)
     case, *_ = TWO_HOSTS[-1]
     own = HostMesh.of(case.mesh(), frozenset("x"))
+    rings = HostMesh.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
+    assert dict(rings.mesh.shape) == {"data": 2, "x": 2} and rings.positions == ((7, 6, 5, 4) if host else (3, 2, 1, 0))
     assert dict(own.mesh.shape) == {"x": 4} and own.is_mirrored
     # Ranks follow positions, whatever the devices' ids; the last position has rank 0.
     assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
     assert own.positions == ((7, 5, 3, 1) if host else (6, 4, 2, 0))
     assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
-
-
-def test_two_rings_of_a_host_are_in_one_mesh(two_hosts):
-    two_hosts(1)
-    own = HostMesh.of(layout("x", data=4, x=2).mesh(), frozenset("x"))
-    assert dict(own.mesh.shape) == {"data": 2, "x": 2} and own.positions == (7, 6, 5, 4)
 
 
 def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
@@ -93,24 +90,6 @@ def test_one_host_is_as_it_was():
     assert HostMesh.of(mesh, frozenset()) is None
     # jax keeps what it has made for a mesh: these two have the same ids, of other devices.
     assert own.mesh != HostMesh.of(layout("x", x=4).mesh(), frozenset("x")).mesh
-
-
-def test_the_same_with_xla_s_collectives_over_both_axes_and_in_a_loop(two_hosts):
-    """The list is changed at each call, wherever the call is."""
-    two_hosts(1)
-    case, _, expected = TWO_HOSTS[0]
-
-    def op(lhs, rhs):
-        def step(_, total):
-            out = mesh_cases.fused(case)(lhs + total.astype(lhs.dtype), rhs)
-            return total + jax.lax.psum(jax.lax.psum(out.astype(jnp.float32).sum(), "x"), "data")
-
-        return jax.lax.fori_loop(0, 3, step, jnp.float32(0))
-
-    shapes = (4 * 256, 512), (512, 4 * 512)
-    call = oracle.on_mesh(case.mesh(), op, in_specs=(P("x"), P(None, "x")), out_specs=P())
-    text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
-    assert ids_for_xla(text.as_text()) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,7 +125,7 @@ def test_a_topology_of_several_hosts_is_refused():
     """A program compiled ahead of time is one program, but each host needs its own."""
     program = """
 import jax, numpy as np, overlap
-from tests.assembly.assembly_targets import topology
+from tests.assembly.targets import topology
 from tests.ops.explained import answer
 operands = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
 for hosts, devices in ((1, 8), (2, 4)):
@@ -183,8 +162,8 @@ def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplo
     assert answer(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
 
 
-@pytest.mark.parametrize("transport", ["pull", "ring"])
-def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypatch):
+@pytest.mark.parametrize("name", ["pull", "scatter m"])
+def test_ranks_are_turned_into_positions_and_back(name, two_hosts, monkeypatch):
     """Done on two hosts each time Mosaic asks for the rank or for a peer's memory; never done on one host."""
     _compat.apply(host_mesh.ON_HOST_MESHES)
     device_id, address_on_peer = LaunchContext.device_id, LaunchContext._get_parameter_address_on_peer
@@ -208,20 +187,10 @@ def test_ranks_are_turned_into_positions_and_back(transport, two_hosts, monkeypa
     (case, *_), plain = TWO_HOSTS[0], layout("x", x=4)
     for mesh, host, expected in ((case, 0, True), (case, 1, True), (plain, 0, False)):
         two_hosts(host)
-        lowered(mesh, mesh.mesh(), transport=transport)
+        lowered(mesh, mesh.mesh(), name=name)
         for answers in turned.values():
             assert set(answers) == {expected}
             answers.clear()
-
-
-@pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
-def test_turning_them_costs_no_registers():
-    (alone,) = assembly.assemble_case(assembly.Case("all_gather_lhs_matmul", devices=4))
-    (of_two,) = assembly.assemble_case(
-        assembly.Case("all_gather_lhs_matmul", devices=8, mesh={"data": 2, "x": 4}, hosts=2)
-    )
-    assert of_two.spills == 0 and of_two.registers == alone.registers
-    assert of_two.shared_memory_bytes == alone.shared_memory_bytes
 
 
 def test_every_process_lowers_for_its_own_host(repository):

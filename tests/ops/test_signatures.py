@@ -3,36 +3,23 @@
 `make lint` checks the same types with pyright and mypy on tests/docs/user_program.py.
 """
 
-import functools
 import inspect
 import typing
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import emulation
 from overlap.collectives.gather import all_gather_lhs_matmul
 from overlap.collectives.reduce import matmul_reduce_scatter
-from tests.ops.explained import answer
-from tests.oracle import make_mesh
+from overlap.kernels.operations import BY_NAME
 
-KEYWORDS = {
-    overlap.matmul: {},
-    overlap.all_gather_lhs_matmul: {},
-    overlap.all_gather_rhs_matmul: {"dimension": 1},
-    overlap.matmul_reduce_scatter: {},
-    overlap.matmul_all_reduce: {},
-}
+OPERATIONS = {getattr(overlap, spec.function) for spec in BY_NAME.values()}
 TRANSPORTS = {
     overlap.all_gather_lhs_matmul: all_gather_lhs_matmul.TRANSPORTS,
     overlap.matmul_reduce_scatter: matmul_reduce_scatter.TRANSPORTS,
 }
-NAMES = {(op, "implementation"): ("fused", "xla") for op in KEYWORDS} | {
+NAMES = {(op, "implementation"): ("fused", "xla") for op in OPERATIONS} | {
     (op, "transport"): tuple(transports) for op, transports in TRANSPORTS.items()
 }
 FUNCTIONS = [
@@ -68,36 +55,6 @@ def test_a_name_to_choose_is_a_literal_that_the_docstring_explains(op, name):
     assert documented is op or "see `overlap.matmul`" in inspect.getdoc(op)
     explained = inspect.getdoc(documented).partition("Args:")[2].partition(f"\n  {name}: ")[2].partition("\n\n")[0]
     assert all(f'"{choice}"' in explained for choice in NAMES[op, name])
-
-
-@pytest.mark.parametrize("wrong", ["zz", "XLA", "", b"xla", 3, True, ["xla"], ("xla",), np.zeros(3)], ids=repr)
-@pytest.mark.parametrize(("op", "name"), named(NAMES))
-def test_another_value_is_refused_by_name(op, name, wrong):
-    lhs = rhs = np.zeros((8, 16) if op is overlap.all_gather_rhs_matmul else (8, 8), jnp.bfloat16)
-    if op is overlap.all_gather_rhs_matmul:
-        rhs = np.zeros((16, 8), jnp.bfloat16)
-    axis, mesh = (() if op is overlap.matmul else ("x",)), make_mesh(x=2)
-    call = lambda: op(lhs, rhs, *axis, **KEYWORDS[op], **{name: wrong})  # noqa: E731
-    inside = jax.shard_map(call, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False)
-    for refused in (
-        lambda: jax.eval_shape(call if op is overlap.matmul else inside),
-        lambda: answer(op, lhs, rhs, *axis, mesh=mesh, **KEYWORDS[op], **{name: wrong}),
-    ):
-        with pytest.raises(ValueError) as caught:
-            refused()
-        assert f"`{name}` must be None or one of {NAMES[op, name]}, got " in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["implementation", "config"])
-@pytest.mark.parametrize("wrong", ["zz", 3, np.zeros(3)], ids=repr)
-def test_matmul_refuses_it_too_where_only_xla_can_run(name, wrong):
-    """With k sharded the kernel is excluded early; the argument must be checked even so."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    lhs = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), NamedSharding(mesh, P(None, "x")))
-    rhs = jax.device_put(jnp.ones((16, 8), jnp.bfloat16), NamedSharding(mesh, P()))
-    for refused in (overlap.matmul, functools.partial(overlap.explain, overlap.matmul)):
-        with pytest.raises(ValueError, match=f"`{name}` must be None or "):
-            refused(lhs, rhs, **{name: wrong})
 
 
 @pytest.mark.one_jax

@@ -1,27 +1,27 @@
-"""Helpers of the protocol tests: a small instance of each fused kernel, its exact result, and repeated runs."""
+"""Small instances of the library's kernels with exact results, and repeated runs of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
-from tests.ops import several_sides_cases
-from tests.ops.product_cases import integers, oracle_of
-from tests.ops.rhs_cases import fused, mapped, product
-from tests.ops.scatter_cases import ALONG
-from tests.ops.several_sides_cases import Form
+from overlap.kernels.target import emulating
 from tests.oracle import make_mesh, on_mesh
 
+BF16 = jnp.bfloat16
 # With these chunks, each CTA copies several chunks of each peer's shard.
 PULL = overlap.Config(tile_n=64, stages=2, chunk_bytes=4096)
 JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
@@ -36,7 +36,7 @@ SUMS_BY_RING = "ring m"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel that is traced only once: when `call` first runs. Patches that are active then stay in the kernel.
+    """A kernel that is traced only once: when `call` first runs. Defects that are active then stay in the kernel.
 
     Attributes:
       call: runs the kernel on its own operands.
@@ -67,27 +67,128 @@ class Kernel:
         return None
 
 
-def of_rows(form: Form, config: overlap.Config, devices: int = 3, transport: str | None = None) -> Kernel:
+def integers(seed: int, *shape: int, dtype: Any = BF16, most: int = 3) -> np.ndarray:
+    """Draws small integers. Their products are exact in f32, in any order of summation."""
+    return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(dtype)
+
+
+def _f32(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float32)
+
+
+def _equals(expected: Any, dtype: Any) -> Callable[[Any], None]:
+    """Returns a check that compares every bit with arrays that are rounded to `dtype`."""
+
+    def check(results: Any) -> None:
+        for result, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(_f32(result), _f32(exact.astype(dtype)))
+
+    return check
+
+
+def on_blackwell(kernel: Kernel) -> Kernel:
+    """Returns the same kernel, traced for a Blackwell GPU."""
+
+    def call() -> Any:
+        with emulating("blackwell"):
+            return kernel.call()
+
+    return dataclasses.replace(kernel, call=call)
+
+
+def of_product(
+    shape: tuple[int, int, int],
+    config: overlap.Config,
+    *,
+    out: Any = jnp.float32,
+    extras: tuple[str, ...] = (),
+    transpose_rhs: bool = False,
+) -> Kernel:
+    """Returns the kernel of a call of `matmul`. `extras` names "bias", "activation", "addend" and scales."""
+    m, n, k = shape
+    lhs, rhs = integers(1, m, k), integers(2, k, n)
+    given: dict[str, Any] = {
+        "bias": integers(5, n), "activation": jax.nn.relu, "addend": integers(6, m, n),
+        "lhs_scale": np.resize(np.float32([0.5, 1.0, 2.0]), (m, 1)), "rhs_scale": np.resize(np.float32([0.5, 2.0]), n),
+    }  # fmt: skip
+    given = {name: given[name] for name in extras}
+    exact = _f32(lhs) @ _f32(rhs) * given.get("lhs_scale", 1) * given.get("rhs_scale", 1)
+    exact = exact + _f32(given.get("bias", 0)) + _f32(given.get("addend", 0))
+    exact = np.maximum(exact, 0) if "activation" in given else exact
+    given |= {"transpose_rhs": transpose_rhs, "preferred_element_type": out, "config": config}
+    function = jax.jit(lambda a, b: overlap.matmul(a, b, implementation="fused", **given))
+    operands = lhs, rhs.T if transpose_rhs else rhs
+    return Kernel(lambda: function(*operands), _equals(exact, out))
+
+
+def change_texts(patch: pytest.MonkeyPatch, found: str, replacement: str) -> list[int]:
+    """Changes the PTX of kernels traced from now on. Returns a list that collects the numbers of replacements."""
+    emit, changes = mgpu_utils.inline_ptx, []
+
+    def changed(text: str, *operands: Any, **keywords: Any) -> Any:
+        text, count = re.subn(found, replacement, text)
+        changes.append(count)
+        return emit(text, *operands, **keywords)
+
+    patch.setattr(mgpu_utils, "inline_ptx", changed)
+    return changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The form of a call of `all_gather_lhs_matmul`; sizes are per shard.
+
+    `scales` names the scales that are given: "rows", "columns". `container` is None for a single right operand.
+    """
+
+    m: int
+    widths: tuple[int, ...]
+    k: int
+    batch: tuple[int, ...] = ()
+    gathered: bool = False
+    scales: tuple[str, ...] = ()
+    container: Any = None
+
+
+def of_rows(form: Any, config: overlap.Config, devices: int = 3, transport: str | None = None) -> Kernel:
     """Returns the kernel of a call of `all_gather_lhs_matmul`."""
-    mesh, arrays = make_mesh(x=devices), several_sides_cases.operands(form, devices)
-    given = several_sides_cases.put(form, mesh, arrays)
-    body = several_sides_cases.call(form, implementation="fused", config=config, transport=transport)
-    function = several_sides_cases.on_mesh(form, mesh, body)
-    return Kernel(lambda: function(*given), lambda results: several_sides_cases.assert_exact(form, arrays, results))
+    chance, dtype, several = np.random.default_rng(0), np.float16, form.container is not None
+    lhs = chance.integers(-3, 4, (*form.batch, devices * form.m, form.k)).astype(dtype)
+    sides = [chance.integers(-3, 4, (form.k, devices * n)).astype(dtype) for n in form.widths]
+    power = lambda *shape: 2.0 ** chance.integers(-2, 2, shape).astype(np.float32)  # noqa: E731
+    rows, columns = power(*form.batch, devices * form.m, 1), [power(devices * n) for n in form.widths]
+    one = lambda values: list(values) if several else values[0]  # noqa: E731
+
+    def body(lhs: Any, sides: Any, rows: Any, columns: Any) -> Any:
+        result = overlap.all_gather_lhs_matmul(
+            lhs, one(sides), "x", lhs_scale=rows if "rows" in form.scales else None,
+            rhs_scale=one(columns) if "columns" in form.scales else None, return_gathered=form.gathered,
+            config=config, transport=transport, implementation="fused",
+        )  # fmt: skip
+        outs, gathered = result if form.gathered else (result, None)
+        return outs, [] if gathered is None else gathered[None]
+
+    exact = [_f32(lhs) @ _f32(side) * (rows if "rows" in form.scales else 1) for side in sides]
+    exact = [out * scale if "columns" in form.scales else out for out, scale in zip(exact, columns, strict=True)]
+    lead = (None,) * len(form.batch)
+    of_rows, of_result = P(*lead, "x", None), one([P(*lead, None, "x")] * len(sides))
+    in_specs = of_rows, [P(None, "x")] * len(sides), of_rows, [P("x")] * len(sides)
+    function = on_mesh(make_mesh(x=devices), body, in_specs, (of_result, P("x") if form.gathered else []))
+    expected = one(exact), [np.stack([lhs] * devices)] if form.gathered else []
+    return Kernel(lambda: function(lhs, sides, rows, columns), _equals(expected, dtype))
 
 
 def of_weights(
     along: str, config: overlap.Config = WEIGHTS, devices: int = 3, *, m: int = 64, shard: tuple[int, int] = (64, 64)
 ) -> Kernel:
-    """Returns the kernel of a call of `all_gather_rhs_matmul`."""
-    lhs, rhs = product(devices, along, m, shard)
-    function = mapped(make_mesh(x=devices), along, fused(along, config))
-
-    def check(result: Any) -> None:
-        expected = oracle_of(lhs, rhs).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(np.asarray(result, np.float32), expected.astype(np.float32))
-
-    return Kernel(lambda: function(lhs, rhs), check)
+    """Returns the kernel of a call of `all_gather_rhs_matmul`: "n" or "k" is the gathered dimension."""
+    k, n = (devices * shard[0], shard[1]) if along == "k" else (shard[0], devices * shard[1])
+    lhs, rhs = integers(0, devices * m, k), integers(1, k, n)
+    keywords: Any = {"dimension": 0 if along == "k" else 1, "config": config, "implementation": "fused"}
+    body = lambda a, b: overlap.all_gather_rhs_matmul(a, b, "x", **keywords)  # noqa: E731
+    rows, weights = P("x", None), P("x", None) if along == "k" else P(None, "x")
+    function = on_mesh(make_mesh(x=devices), body, (rows, weights), rows)
+    return Kernel(lambda: function(lhs, rhs), _equals(_f32(lhs) @ _f32(rhs), BF16))
 
 
 def of_sums(
@@ -98,9 +199,12 @@ def of_sums(
     block: tuple[int, int] = (16, 136),
     k: int = 72,
     batch: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: Any = BF16,
     mesh: Any = None,
     axis: str = "x",
+    bias: bool = False,
+    row_scale: bool = False,
+    transpose_lhs: bool = False,
 ) -> Kernel:
     """Returns the kernel of a call of `matmul_reduce_scatter` or `matmul_all_reduce`, and how to check its result.
 
@@ -109,40 +213,56 @@ def of_sums(
     of `lhs` on each device. The check compares the results of all devices with the exact product.
     """
     mesh, (rows, columns), dimension = mesh or make_mesh(x=devices), block, along[-1]
-    if by_ring := along.startswith("ring"):
-        along = dimension
+    by_ring, everywhere = along.startswith("ring"), along.startswith(("spread", "one"))
     m, n = devices * rows if dimension == "m" else rows, devices * columns if dimension == "n" else columns
     lhs, rhs = integers(0, *([batch] if batch else []), m, devices * k), integers(1, devices * k, n)
-    keywords = {"preferred_element_type": dtype, "implementation": "fused"}
-    leading = [None] if batch else []
-    if everywhere := along not in ALONG:
-        keywords["config"] = config.replace(one_shot=along == ONE_SHOT)
+    scales = np.resize(np.float32([0.5, 1.0, 2.0]), (m, 1))
+    given: Any = {"preferred_element_type": dtype, "implementation": "fused", "transpose_lhs": transpose_lhs}
+    given |= {"lhs_scale": scales} if row_scale else {}
+    added = integers(5, n) if bias else np.zeros(n)
+    if everywhere:
+        given |= {"config": config.replace(one_shot=along == ONE_SHOT)} | ({"bias": added} if bias else {})
         problem = Problem("matmul_all_reduce", m, n, k, "bfloat16", "bfloat16", devices)
         assert along == ONE_SHOT or problem.scattered == dimension
     else:
-        transport = "ring" if by_ring else None
-        keywords |= {"config": config, "dimension": ALONG.index(along), "transport": transport}
+        given |= {"config": config, "dimension": "mn".index(dimension), "transport": "ring" if by_ring else None}
 
     def summed(a: jax.Array, b: jax.Array) -> jax.Array:
         if everywhere:
-            return overlap.matmul_all_reduce(a, b, axis, **keywords)[None]
-        return overlap.matmul_reduce_scatter(a, b, axis, **keywords)
+            return overlap.matmul_all_reduce(a, b, axis, **given)[None]
+        return overlap.matmul_reduce_scatter(a, b, axis, **given)
 
-    in_specs, of_result = P(*leading, None, axis), (axis, None) if along == "m" else (None, axis)
-    out_specs = P(axis) if everywhere else P(*leading, *of_result)
-    function = on_mesh(mesh, summed, (in_specs, P(axis, None)), out_specs)
-
-    def check(result: Any) -> None:
-        # k is small, so parts are exact in bfloat16.
-        expected = oracle_of(lhs, rhs).astype(dtype).astype(np.float32)
-        expected = np.broadcast_to(expected, (devices, *expected.shape)) if everywhere else expected
-        np.testing.assert_array_equal(np.asarray(result, np.float32), expected)
-
-    return Kernel(lambda: function(lhs, rhs), check)
+    lead = (None,) * (batch is not None)
+    out_specs = P(axis) if everywhere else P(*lead, *((axis, None) if dimension == "m" else (None, axis)))
+    of_lhs = (axis, None) if transpose_lhs else (None, axis)
+    function = on_mesh(mesh, summed, (P(*lead, *of_lhs), P(axis, None)), out_specs)
+    # k is small, so parts are exact in bfloat16.
+    exact = _f32(lhs) @ _f32(rhs) * (scales if row_scale else 1) + _f32(added)
+    expected = np.stack([exact] * devices) if everywhere else exact
+    operands = lhs.swapaxes(-1, -2) if transpose_lhs else lhs, rhs
+    return Kernel(lambda: function(*operands), _equals(expected, dtype))
 
 
-ONE = Form(72, (64,), 136, container=None)
-FEW = Form(16, (136,), 136, container=None)
+def of_gradient(m: int, k: int, widths: tuple[int, ...], batch: int, devices: int = 3) -> Kernel:
+    """Returns the kernel of a gradient: sums of the products of pairs, with gathered rows as a passenger."""
+    rows, dtype = devices * m, np.float16
+    x = integers(1, batch, rows, k, dtype=dtype, most=2)
+    weights = [integers(2 + i, k, devices * n, dtype=dtype, most=2) for i, n in enumerate(widths)]
+    cotangents = [integers(9 + i, batch, rows, devices * n, dtype=dtype, most=2) for i, n in enumerate(widths)]
+
+    def gradient(x: Any, weights: Any, cotangents: Any) -> Any:
+        gather = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", implementation="fused")
+        return jax.vjp(gather, x, weights)[1](cotangents)
+
+    specs = P(None, "x", None), P(None, "x"), P(None, None, "x")
+    function = on_mesh(make_mesh(x=devices), gradient, specs, specs[:2])
+    of_x = sum(_f32(d) @ _f32(w).T for d, w in zip(cotangents, weights, strict=True))
+    of_weights = [np.einsum("bmk,bmn->kn", _f32(x), _f32(d)) for d in cotangents]
+    return Kernel(lambda: function(x, weights, cotangents), _equals((of_x, of_weights), dtype))
+
+
+ONE = Form(72, (64,), 136)
+FEW = Form(16, (136,), 136)
 KERNELS: dict[str, Callable[[int], Kernel]] = {
     "pull": lambda devices: of_rows(ONE, PULL, devices),
     "pull, scales": lambda devices: of_rows(dataclasses.replace(ONE, scales=("rows",)), PULL, devices),
@@ -161,5 +281,5 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
 
 @functools.cache
 def clean(name: str, devices: int = 3) -> Kernel:
-    """Returns a kernel of `KERNELS`, traced once and shared by all tests that patch nothing."""
+    """Returns a kernel of `KERNELS`, traced once and shared by all tests that inject nothing."""
     return KERNELS[name](devices)

@@ -13,11 +13,9 @@ import functools
 import gc
 import itertools
 import math
-import multiprocessing
 import random
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -248,41 +246,22 @@ def fault_of(trial: Trial) -> str | None:
     return None
 
 
-def _faults(numbers: range, detect: bool) -> list[tuple[Trial, str]]:
-    trials = [trial(number, detect=detect) for number in numbers]
-    return [(each, fault) for each in trials if (fault := fault_of(each)) is not None]
-
-
-def _groups(first: int, count: int) -> Iterator[range]:
-    """Splits the numbers into ranges whose sequences share their calls."""
-    end = first + count
-    while first < end:
-        last = min((first // _TOGETHER + 1) * _TOGETHER, end)
-        yield range(first, last)
-        first = last
-
-
-def _prepare() -> None:
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs sequences on two processes. The exit status is 0 if all are right, else 1."""
+    """Runs sequences. The exit status is 0 if all are right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.protocol.sequences", description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="number of the first one")
     parser.add_argument("--detect", action="store_true", help="races detected in all of them, not in a quarter")
     given = parser.parse_args(arguments)
-    groups = list(_groups(given.seed, given.count))
-    done, failed, began = 0, 0, time.monotonic()
-    job = functools.partial(_faults, detect=given.detect)
-    with multiprocessing.get_context("spawn").Pool(min(2, len(groups)), _prepare) as pool:
-        for numbers, faults in zip(groups, pool.imap(job, groups)):
-            for each, fault in faults:
-                print(f"{each}\n{fault}\n", flush=True)
-            done, failed = done + len(numbers), failed + len(faults)
-            print(f"{done} of {given.count}: {failed} failed, {time.monotonic() - began:.0f} s", flush=True)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    failed = 0
+    for number in range(given.seed, given.seed + given.count):
+        each = trial(number, detect=given.detect)
+        if (fault := fault_of(each)) is not None:
+            failed += 1
+            print(f"{each}\n{fault}\n", flush=True)
+    print(f"{failed} of {given.count} failed")
     return int(failed > 0)
 
 

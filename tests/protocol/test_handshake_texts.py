@@ -5,8 +5,6 @@ than the handshakes: each device gathers all rows.
 """
 
 import functools
-import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +12,22 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap import _settings
-from overlap.emulation import EmulationError, ProtocolError, emulate
-from overlap.emulation.execution import registers
+from overlap.emulation import EmulationError, emulate
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
     Handshake,
     PeerGroup,
     each_drawn,
     fence_async_proxy,
-    semaphore_signal,
     semaphore_signal_peer,
     semaphore_wait_peer,
     shared_semaphores,
-    stalls,
 )
-from overlap.primitives.waits import wait_for_word
-from tests.emulation.inline_cases import inline, on_words
 from tests.oracle import make_mesh
+from tests.protocol.protocol_cases import change_texts
 
 DEVICES, CTAS, SHARD = 3, 2, (1, 64)
 X = np.arange(DEVICES * 64, dtype=np.float32).reshape(DEVICES, 64)
@@ -168,19 +160,6 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def change(monkeypatch, found, replacement):
-    """Changes the texts of kernels traced from now on. Returns a list that collects the numbers of replacements."""
-    emit, changes = mgpu_utils.inline_ptx, []
-
-    def changed(text, *operands, **keywords):
-        text, count = re.subn(found, replacement, text)
-        changes.append(count)
-        return emit(text, *operands, **keywords)
-
-    monkeypatch.setattr(mgpu_utils, "inline_ptx", changed)
-    return changes
-
-
 def test_clean():
     run(8)
 
@@ -210,109 +189,20 @@ def test_a_wait_for_a_peer_ends_at_a_greater_value():
         np.testing.assert_array_equal(jax.jit(mapped)(), 1)
 
 
-@pytest.mark.parametrize("which", REPORTED)
+@pytest.mark.parametrize(
+    "which", [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(REPORTED)]
+)
 def test_a_wrong_text_is_reported(which, monkeypatch):
-    changes = change(monkeypatch, *REPORTED[which])
+    changes = change_texts(monkeypatch, *REPORTED[which])
     with pytest.raises(EmulationError):
         run(8)
     assert any(changes), "the handshakes have no such text any more"
 
 
-@pytest.mark.parametrize("which", HARMLESS)
+@pytest.mark.parametrize(
+    "which", [pytest.param(name, marks=pytest.mark.slow if n % 3 else []) for n, name in enumerate(HARMLESS)]
+)
 def test_a_harmless_text(which, monkeypatch):
-    changes = change(monkeypatch, *HARMLESS[which])
+    changes = change_texts(monkeypatch, *HARMLESS[which])
     run(2)
     assert any(changes), "the handshakes have no such text any more"
-
-
-# --- A wait that takes long -------------------------------------------------------------------------------------------
-
-LIMIT_S = 50
-FIELDS = [stalls.OPERATION, stalls.POSITION, stalls.PEER, stalls.ROLE, stalls.EXPECTED, stalls.GOT, stalls.WAITED]
-
-
-def read_record(state, out, words):
-    """Looks at both records until this is the greater state, then reads the fields of the one that has been written.
-
-    As the host does. The fields are read by plain loads: a race, unless they are released before the state is written.
-    """
-    one, two = stalls.RECORD_BYTES, 3 * stalls.RECORD_BYTES
-    fields = (f"ld.global.b32 field, [at+{4 * f}]; st.global.b32 [$0+{4 * i}], field;" for i, f in enumerate(FIELDS))
-    text = f"""{{ .reg .pred other; .reg .b32 a, b, field; .reg .b64 at;
-        LOOK: ld.relaxed.sys.global.b32 a, [$1+{one}]; ld.relaxed.sys.global.b32 b, [$1+{two}];
-        max.u32 field, a, b; setp.ne.u32 other, field, {state}; @other bra LOOK; fence.acquire.sys;
-        ld.relaxed.sys.global.b32 a, [$1+{one + 4 * stalls.OPERATION}]; setp.eq.u32 other, a, 0;
-        selp.b32 a, {two}, {one}, other; mad.wide.u32 at, a, 1, $1; {"".join(fields)}
-        mov.u32 field, %clock; }}"""
-    inline(text, out, words.at[0])
-
-
-def wait_long(patch, state, seen):
-    """Waits for a word that is raised once the host has seen a record in this state; after `GIVEN_UP`, never.
-
-    The records lie behind the word, in the same array. A look takes a second. `seen` becomes non-empty when the host
-    has seen such a record. Returns what the host has read in this state, and in the state `OVER`: `FIELDS` each.
-    """
-    group, seconds = PeerGroup("x", (("x", 2),)), itertools.count(10**6)
-
-    def clock(thread):
-        seen.extend([True] * (thread.cta.index == 1))  # The host asks for the time when it has read a record.
-        return next(seconds) * 10**9
-
-    def act(words, out):
-        @plgpu.warp_map
-        def _roles(warp):
-            is_host = lax.axis_index("cta") == 1
-            wait = lambda: wait_for_word(words.at[0], 3, group, 1, operation=7, role=stalls.FLAG)  # noqa: E731
-            pl.when((warp == 0) & ~is_host)(wait)
-
-            @pl.when((warp == 0) & is_host)
-            def _host():
-                read_record(state, out.at[0], words)
-                if state != stalls.GIVEN_UP:
-                    semaphore_signal(words.at[0], 3)
-                    read_record(stalls.OVER, out.at[1], words)
-
-    patch.setattr(stalls, "address", lambda: "$0")
-    patch.setattr(stalls, "MOST_DEVICES", 2)
-    patch.setattr(_settings, "wait_timeout_s", lambda: LIMIT_S)
-    patch.setattr(registers, "CLOCK", clock)
-    patch.setattr(PeerGroup, "me", lambda self: 0)
-    return on_words(act, 4 * stalls.RECORD_BYTES // 4, ctas=2, results=(2, len(FIELDS)), step_limit=20_000)
-
-
-def check_long_waits(patch):
-    seen = []
-    (*waiting, ticks), (*over, _) = wait_long(patch, stalls.STILL_WAITING, [])
-    assert waiting == [7, 0, 1, stalls.FLAG, 3, 0] and over == [*waiting[:-1], 3]
-    assert stalls.REPORT_AFTER_S <= ticks * stalls.TICK_S < stalls.REPORT_AFTER_S + 3
-    with pytest.raises(ProtocolError, match="the kernel trapped"):
-        wait_long(patch, stalls.GIVEN_UP, seen)
-    assert seen
-
-
-def test_a_long_wait_is_reported_and_ends(monkeypatch):
-    check_long_waits(monkeypatch)
-
-
-LONG = {
-    "a record without a release": (r"fence\.acq_rel\.sys;(\s*@lane_0 st\S* \[record\+0\])", r"\1"),
-    "a state before the fields": (
-        r"(@lane_0 st[^;]*record\+4\][^;]*;)([^A-Z]*)(@lane_0 st\S* \[record\+0\], \d;)", r"\3\2\1"
-    ),
-    "a report at once": (r"@early bra LOOK;", ""),
-    "a report at each look": (r"mov\.b32 until, \d+;(\s*bra LOOK;)", r"\1"),
-    "time since the clock began": (r"@early mov\.b32 since, clock;", ""),
-    "no end": (r"@early bra GIVE_UP;", ""),
-    "no time to read": (r"@early bra LINGER;", ""),
-    "no trap": (r"trap;", "bra LOOK;"),
-    "over, unsaid": (r"(\[record\+0\], )0;", r"\g<1>1;"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("which", LONG)
-def test_a_wrong_text_of_a_long_wait_shows(which, monkeypatch):
-    changes = change(monkeypatch, *LONG[which])
-    with pytest.raises((EmulationError, AssertionError, pytest.fail.Exception)):
-        check_long_waits(monkeypatch)
-    assert any(changes), "the wait has no such text any more"

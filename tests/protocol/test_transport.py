@@ -1,35 +1,35 @@
-"""The choice between the transports, what each transport needs, and an exhaustive walk of the ring's schedule."""
+"""Which transport a call has and says that it has, what each needs, and that gradients go the same way."""
 
-import collections
-import dataclasses
-import itertools
-import math
+from __future__ import annotations
+
+import functools
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.collectives.gather.ring import RingTransport
+from overlap.collectives.reduce import blocks_kernel
+from overlap.emulation import emulate
+from overlap.kernels.hopper import mainloop
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.limits import BARRIER_BYTES
-from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import SMEM_BYTES, Target
-from tests import oracle
-from tests.assembly import assembly
-from tests.assembly.assembly import Case
-from tests.ops.explained import answer
-from tests.ops.product_cases import pieces_of
+from tests.oracle import make_mesh
 
-OPERANDS = jax.ShapeDtypeStruct((1024, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
-H200 = Target("gpu", "NVIDIA H200", 132)
+BF16, F32 = jnp.bfloat16, jnp.float32
+OPERANDS = jax.ShapeDtypeStruct((1024, 4096), BF16), jax.ShapeDtypeStruct((4096, 4096), BF16)
+H200, SMALL = Target("gpu", "NVIDIA H200", 132), overlap.Config(tile_m=64, tile_n=128, stages=2)
 
 
-def explain(devices=4, **keywords):
-    mesh = oracle.make_mesh(x=devices)
-    return answer(overlap.all_gather_lhs_matmul, *OPERANDS, "x", mesh=mesh, **keywords)
+def explain(devices=4, operation=overlap.all_gather_lhs_matmul, operands=OPERANDS, **keywords):
+    (choice,) = overlap.explain(operation, *operands, "x", mesh=make_mesh(x=devices), **keywords)
+    return choice
 
 
 @pytest.fixture
@@ -37,55 +37,47 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
-# --- The choice -------------------------------------------------------------------------------------------------------
-
-
-def test_explain_says_which_and_why(hopper):
-    default, pull, group = explain(), explain(transport="pull"), explain(transport="ring")
-    assert (default.transport, pull.transport, group.transport) == ("pull", "pull", "ring")
-    assert "one hop" in default.transport_reason and group.transport_reason == pull.transport_reason == "asked for"
-    assert default.config == group.config and default.reason == group.reason
-    for choice in (default, group):
+def test_a_gather_says_which_and_why(hopper):
+    default, pull, ring = explain(), explain(transport="pull"), explain(transport="ring")
+    assert (default.transport, pull.transport, ring.transport) == ("pull", "pull", "ring")
+    assert "one hop" in default.transport_reason and ring.transport_reason == pull.transport_reason == "asked for"
+    assert default.config == ring.config and default.reason == ring.reason
+    for choice in (default, ring):
         assert f"transport {choice.transport}: {choice.transport_reason}" in str(choice)
-
-
-def test_explain_says_how_many_ctas_must_run_at_once(hopper):
-    whole, cut = (explain(config=overlap.Config(stream_k=parts)) for parts in (1, 3))
-    group = explain(transport="ring")
-    assert (whole.ctas_at_once, cut.ctas_at_once, group.ctas_at_once) == (1, 3, group.target.num_cores)
-    assert "at the same time" not in str(whole) and f"needs {group.ctas_at_once} CTAs at the same time" in str(group)
-    assert explain(implementation="xla").ctas_at_once == 0
-    assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
-
-
-def test_without_the_kernel_or_without_peers_there_is_no_transport(hopper):
+    # Without the kernel or without peers there is no transport.
     for choice in (explain(implementation="xla", transport="ring"), explain(devices=1, transport="ring")):
         assert choice.transport == choice.transport_reason == "" and "transport" not in str(choice)
 
 
-@pytest.mark.parametrize("transport", ["push", "", "Ring", 1])
-@pytest.mark.parametrize("implementation", [None, "xla", "fused"])
-def test_a_transport_that_there_is_not(transport, implementation):
-    keywords = {"implementation": implementation, "transport": transport}
-    with pytest.raises(ValueError) as caught:
-        explain(**keywords)
-    for fragment in ("`transport`", "None", "pull", "ring", repr(transport), "leave it out"):
-        assert fragment in str(caught.value)
-    lhs, rhs = jnp.zeros((128, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
-    with pytest.raises(ValueError, match="`transport`"):
-        oracle.on_mesh(
-            oracle.make_mesh(x=2), lambda: overlap.all_gather_lhs_matmul(lhs, rhs, "x", **keywords), (), P()
-        )()
+def test_a_sum_says_which_and_why():
+    operands = jax.ShapeDtypeStruct((64, 64), BF16), jax.ShapeDtypeStruct((64, 64), BF16)
+    of_sum = functools.partial(explain, operation=overlap.matmul_reduce_scatter, operands=operands, config=SMALL)
+    asked, unasked = (of_sum(implementation="fused", transport=name) for name in ("ring", None))
+    assert (asked.transport, asked.transport_reason) == ("ring", "asked for") and asked.ctas_at_once == 1
+    assert unasked.transport == "push" and "one hop" in unasked.transport_reason
+    assert of_sum(implementation="xla", transport="ring").transport == ""
+    assert of_sum(devices=1, transport="ring", implementation="fused").transport == ""
+    with pytest.raises(ValueError, match=r"`transport` must be None or one of \('push', 'ring'\), got 'pull'"):
+        of_sum(transport="pull")
+
+
+def test_how_many_ctas_must_run_at_once(hopper):
+    whole, cut = (explain(config=overlap.Config(stream_k=parts)) for parts in (1, 3))
+    ring = explain(transport="ring")
+    assert (whole.ctas_at_once, cut.ctas_at_once, ring.ctas_at_once) == (1, 3, ring.target.num_cores)
+    assert "at the same time" not in str(whole) and f"needs {ring.ctas_at_once} CTAs at the same time" in str(ring)
+    assert explain(implementation="xla").ctas_at_once == 0
+    assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
 
 
 def test_the_ring_needs_no_chunk_buffers(hopper):
-    config, bf16 = overlap.Config(), jnp.bfloat16
-    pulled, plain = (smem_bytes(config, bf16, transport) for transport in ("pull", ""))
-    assert smem_bytes(config, bf16, "ring") == plain
+    config = overlap.Config()
+    pulled, plain = (smem_bytes(config, BF16, transport) for transport in ("pull", ""))
+    assert smem_bytes(config, BF16, "ring") == plain
     assert pulled - plain == config.chunk_buffers * (config.chunk_bytes + BARRIER_BYTES)
     # So a configuration may fit the ring but not pulling; all other limits are the same.
     large = overlap.Config(chunk_bytes=16384)
-    assert smem_bytes(large, bf16, "pull") > SMEM_BYTES
+    assert smem_bytes(large, BF16, "pull") > SMEM_BYTES
     assert explain(config=large, transport="ring").implementation == "fused"
     with pytest.raises(ValueError, match="shared memory"):
         explain(config=large, transport="pull")
@@ -94,75 +86,83 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
             explain(config=overlap.Config(split_k=2), transport=transport)
 
 
-# --- The ring's schedule ----------------------------------------------------------------------------------------------
+def test_who_sends_own_tiles_too_has_most_registers_for_it():
+    """A kernel never takes more registers than at launch: 168 for each of 384 threads."""
+
+    def registers(**exchange):
+        hooks = types.SimpleNamespace(exchange=types.SimpleNamespace(**exchange) if exchange else None)
+        return mainloop._registers(hooks)
+
+    forms = [registers(), registers(own_stored=None), registers(own_stored=lambda tile: None)]
+    transfer = [of_transfer for _, of_transfer in forms]
+    assert transfer == sorted(set(transfer))
+    assert {mainloop.COMPUTE_WARPGROUPS * compute + moved for compute, moved in forms} == {3 * 168}
 
 
-@pytest.mark.parametrize("devices", [2, 3, 6])
-@pytest.mark.parametrize(("cluster", "along"), [(1, "m"), (2, "m"), (2, "n")])
-@pytest.mark.parametrize("stream_k", [1, 3])
-@pytest.mark.parametrize(("batch", "widths"), [(1, (264,)), (2, (136, 8)), (3, (64,))])
-def test_rows_are_passed_on_once_and_satisfy_every_wait(devices, cluster, along, stream_k, batch, widths):
-    """For every step and row block, each k step exactly once; the flag's final count equals what producers wait for."""
-    for m_shard, order, num_ctas in itertools.product((1, 200, 384), ("m", "n"), (2, 13)):
-        config = overlap.Config(tile_n=64, cluster=cluster, cluster_along=along, order_minor=order, stream_k=stream_k)
-        schedule = AllGatherSchedule.of(devices, (batch, m_shard, 200), widths, 2, config)
-        work = StreamK(schedule.tiles, math.ceil(200 / 64), num_ctas, config.stream_k)
-        passed, raised = collections.Counter(), collections.Counter()
-        for group, rank in itertools.product(range(num_ctas), range(cluster)):
-            steps = []
-            for piece in pieces_of(work, group):
-                step, row, column = schedule.tile(piece.tile)
-                steps.append(step)
-                (element, m), (side, n) = schedule.batch_of(row), schedule.side_of(column)
-                m, n = (m * cluster + rank, n) if along == "m" else (m, n * cluster + rank)
-                if schedule.passes_on(step, m, side, n):
-                    flag = schedule.flag(step + 1, element * m_shard + m * config.tile_m)
-                    assert all(0 <= i < size for i, size in zip(flag, schedule.flags_shape, strict=True))
-                    raised[flag] += work.pieces_per_tile if piece.pieces_per_tile == 1 else 1
-                    for k in range(piece.k_first, piece.k_first + piece.k_steps):
-                        passed[step, element, m, k] += 1
-            # A tile waits for tiles of the previous step, on another device. So the waits cannot form a cycle.
-            assert steps == sorted(steps)
-        every = itertools.product(range(devices - 1), range(batch), range(schedule.row_blocks), range(work.k_steps))
-        assert passed == dict.fromkeys(every, 1)
-        assert raised == dict.fromkeys(itertools.product(*map(range, schedule.flags_shape)), work.pieces_per_tile)
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+ROWS, COLUMNS = P("x", None), P(None, "x")
+OPERATIONS = {
+    "sum": (overlap.matmul_reduce_scatter, (COLUMNS, ROWS), ROWS),
+    "gather": (overlap.all_gather_lhs_matmul, (ROWS, COLUMNS), COLUMNS),
+    "several": (
+        lambda x, a, b, axis, **how: overlap.all_gather_lhs_matmul(x, [a, b], axis, **how),
+        (ROWS, COLUMNS, COLUMNS), [COLUMNS, COLUMNS],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [2, 3, 6])
-@pytest.mark.parametrize("keeps_own", [False, True])
-def test_what_a_device_passes_on_is_what_the_one_before_it_needs_next(devices, keeps_own):
-    schedule = dataclasses.replace(
-        AllGatherSchedule.of(devices, (200, 64), (64,), 2, overlap.Config()), keeps_own=keeps_own
-    )
-    for me in range(devices):
-        previous = (me + devices - 1) % devices
-        places = [schedule.scratch_index(previous, step + 1) for step in range(devices - 1)]
-        for step in range(devices - 1):
-            assert schedule.shard(me, step) == schedule.shard(previous, step + 1)
-        kept = [schedule.scratch_index(previous, 0)] if keeps_own else []
-        assert sorted(places + kept) == list(range(schedule.scratch_shards))
+def gradients(name, devices=2, **options):
+    operation, in_specs, out_specs = OPERATIONS[name]
+    draw = np.random.default_rng(0).integers
+    operands = [draw(-2, 3, (devices * 16, devices * 32)).astype(BF16)]
+    operands += [draw(-2, 3, (devices * 32, devices * 64)).astype(BF16) for _ in in_specs[1:]]
+
+    def loss(*given):
+        mapped = jax.shard_map(
+            lambda *given: operation(*given, "x", **options), mesh=make_mesh(x=devices), in_specs=in_specs,
+            out_specs=out_specs, check_vma=False,
+        )  # fmt: skip
+        return sum((out.astype(F32) ** 2).sum() for out in jax.tree.leaves(mapped(*given)))
+
+    with emulate(cores=2):
+        found = jax.jit(jax.grad(loss, argnums=tuple(range(len(operands)))))(*operands)
+        return [np.asarray(x, np.float32) for x in found]
 
 
-# --- Assembled --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def used(monkeypatch):
+    """The kernels that are traced: a gather or a sum by ring, or another sum, each with the type of its result."""
+    found, hook_in, launch = [], RingTransport.hook_in, blocks_kernel.launch
 
-ASSEMBLED = [  # devices, m of a shard, config; with 384 rows, the tiles of all steps are cut
-    (2, 1024, {"stages": 4}),
-    (8, 1024, {"stages": 4}),
-    (3, 384, {"stream_k": 4}),
-    (4, 1000, {"tile_n": 128, "stages": 6}),
-    (4, 1024, {"cluster": 2, "tile_m": 64, "stages": 5}),
-    (4, 1024, {"cluster": 2, "cluster_along": "n", "stages": 3}),
-    (2, 384, {"cluster": 2, "cluster_along": "n", "stream_k": 4}),
-]
+    def gathered(self, *args):
+        found.append(("gather by ring", None))
+        return hook_in(self, *args)
+
+    def summed(operands, plan, *rest):
+        how = "sum by ring" if plan.operation.transport == "ring" else "sum"
+        found.append((how, plan.out_dtype))
+        return launch(operands, plan, *rest)
+
+    monkeypatch.setattr(RingTransport, "hook_in", gathered)
+    monkeypatch.setattr(blocks_kernel, "launch", summed)
+    return found
 
 
-@pytest.mark.skipif(bool(assembly.unavailable_reason()), reason=str(assembly.unavailable_reason()))
-@pytest.mark.parametrize(("devices", "m", "config"), ASSEMBLED, ids=str)
-def test_the_ring_assembles_without_spills_and_with_the_shared_memory_it_announces(devices, m, config):
-    shape, given = (m, 4096 if m > 384 else 1024, 4096), config | {"transport": "ring"}
-    case = Case("tests.ops.several_sides_cases:assembled", devices, shape, config=given)
-    (report,) = assembly.assemble_case(case)
-    assert report.spills == report.stack_frame_bytes == 0 and report.remarks == ()
-    assert report.architecture == "sm_90a"
-    announced = smem_bytes(overlap.Config(**config), jnp.float16, "ring")
-    assert report.shared_memory_bytes == announced
+@pytest.mark.parametrize(
+    ("name", "transport", "kernels"),
+    [
+        ("sum", "ring", {"sum by ring", "gather by ring"}),
+        ("gather", "ring", {"sum by ring", "gather by ring"}),
+        ("sum", None, {"sum"}),
+        ("gather", None, {"sum"}),
+        ("several", None, {"sum"}),
+    ],
+)
+def test_gradients_go_the_same_way(name, transport, kernels, used):
+    actual = gradients(name, implementation="fused", config=SMALL, transport=transport)
+    assert {how for how, _ in used} == kernels
+    # What several right operands add up travels in the operands' dtype, as in plain JAX.
+    assert {jnp.dtype(dtype) for how, dtype in used if how.startswith("sum")} == {jnp.dtype(BF16)}
+    for ours, theirs in zip(actual, gradients(name, implementation="xla"), strict=True):
+        assert np.linalg.norm(ours - theirs) <= 1e-2 * np.linalg.norm(theirs)

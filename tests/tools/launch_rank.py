@@ -1,15 +1,17 @@
 """One process of a job that a test starts.
 
-The first argument says what goes wrong, or what the job does instead of a product:
+The first argument says what the job does instead of two products, or what goes wrong after the first one:
 
-    raise, exit, kill, late    process 1 does this (late: uses devices before it has joined the job)
-    sleeps                            process 1 raises while the other process sleeps
-    absent, stuck                     process 1 does not come to the rendezvous of the processes
-    hosts                             each process counts as a host of its own
-    meet, wait, workers               the processes meet (wait: then wait until the file in the second argument exists;
-                                      workers: process 1 then starts a process that imports this module)
+    raise, exit, kill     process 1 does this, while process 0 waits in the second product
+    sleeps                process 1 raises while the other process sleeps
+    late                  process 1 uses devices before it has joined the job
+    absent, stuck         process 1 does not come to the rendezvous of the processes
+    hosts                 each process counts as a host of its own
+    meet, wait, workers   the processes meet (wait: then wait until the file in the second argument exists;
+                          workers: process 1 then starts a process that imports this module)
 """
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -92,36 +94,33 @@ def main() -> None:
     overlap.initialize()  # A second call has no effect.
     if mode == "hosts":
         return lower_for_own_host()
-    if jax.process_index() == 1:
-        if mode in ("raise", "sleeps"):
-            raise ValueError("process 1 gives up")
-        if mode == "exit":
-            raise SystemExit(3)
-        if mode == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-    if mode == "sleeps":
-        time.sleep(100)
-        print("process 0 has slept", flush=True)
-
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def random(seed: int, shape: tuple[int, int], spec: P) -> jax.Array:
-        values = np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: values[index])
-
-    lhs, rhs = random(0, (devices * 8, 16), P("x", None)), random(1, (16, devices * 8), P(None, "x"))
-    layer = jax.shard_map(
-        lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="xla"),
-        mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"), check_vma=False,
-    )  # fmt: skip
-    out = jax.jit(layer)(lhs, rhs)
-
-    lhs_all, rhs_all = (np.random.default_rng(seed).standard_normal(shape).astype(np.float16).astype(np.float32)
-                        for seed, shape in ((0, lhs.shape), (1, rhs.shape)))  # fmt: skip
-    columns = out.addressable_shards[0].index[1]
-    error = jnp.abs(out.addressable_shards[0].data - (lhs_all @ rhs_all)[:, columns]).max()
-    print(f"process {jax.process_index()} of {jax.process_count()}, {devices} devices, error {float(error):.4f}")
+    values = [np.random.default_rng(seed).standard_normal(shape).astype(np.float16)
+              for seed, shape in enumerate(((devices * 8, 16), (16, devices * 8)))]  # fmt: skip
+    specs = P("x", None), P(None, "x")
+    lhs, rhs = (
+        jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda index, array=array: array[index])
+        for array, spec in zip(values, specs, strict=True)
+    )
+    call = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", implementation="xla")
+    layer = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P(None, "x"), check_vma=False))
+    expected = values[0].astype(np.float32) @ values[1]
+    for number in range(2):
+        (shard,) = layer(lhs, rhs).addressable_shards
+        error = float(np.abs(np.asarray(shard.data, np.float32) - expected[shard.index]).max())
+        who = f"process {jax.process_index()} of {jax.process_count()}, {devices} devices"
+        print(f"{who}, product {number}, error {error:.4f}", flush=True)
+        if jax.process_index() == 1:
+            if mode in ("raise", "sleeps"):
+                raise ValueError("process 1 gives up")
+            if mode == "exit":
+                raise SystemExit(3)
+            if mode == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        if mode == "sleeps":
+            time.sleep(100)
+            print("process 0 has slept", flush=True)
 
 
 main()

@@ -1,7 +1,8 @@
-"""Starts a small Slurm cluster for the tests: munged, slurmctld and two slurmd, run by this user in one folder."""
+"""Starts a Slurm cluster of one node for the tests: munged, slurmctld and slurmd, run by this user in one folder."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -12,8 +13,6 @@ import time
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _FOLDERS = os.pathsep.join(("/usr/sbin", "/usr/local/sbin"))
 _MACHINE = socket.gethostname().split(".")[0]
-# Two nodes on this machine. Slurm sorts nodes by name and runs process 0 on the first, so that name must come first.
-NODES = (_MACHINE, f"{_MACHINE}x")
 _CONFIGURATION = """
 ClusterName=overlap
 SlurmctldHost={machine}(127.0.0.1)
@@ -23,9 +22,9 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdPidFile={folder}/slurmd.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -38,8 +37,7 @@ KillWait=1
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 GresTypes=gpu
-NodeName={nodes[0]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8 State=UNKNOWN
-NodeName={nodes[1]} NodeHostname={machine} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:8 State=UNKNOWN
+NodeName={machine} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:8 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -69,19 +67,19 @@ class Slurm:
 
     def start(self, timeout_s: float) -> str | None:
         """Starts all daemons. Returns None, or the reason if the nodes were not ready within `timeout_s`."""
-        sockets = [socket.create_server(("", 0)) for _ in range(3)]
+        sockets = [socket.create_server(("", 0)) for _ in range(2)]
         ports = [each.getsockname()[1] for each in sockets]
         for each in sockets:
             each.close()
-        text = _CONFIGURATION.format(machine=_MACHINE, folder=self.folder, ports=ports, nodes=NODES)
+        text = _CONFIGURATION.format(machine=_MACHINE, folder=self.folder, ports=ports)
         (self.folder / "slurm.conf").write_text(text)
-        # Plain files stand for the nodes' GPUs; Slurm only counts them.
+        # Plain files stand for the GPUs; Slurm only counts them.
         for number in range(8):
             (self.folder / f"gpu{number}").touch()
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
         (self.folder / "munge.key").write_bytes(os.urandom(128))
         (self.folder / "munge.key").chmod(0o600)
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", "spool"):
             (self.folder / name).mkdir()
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         at = [f"--{name}={self.folder}/munge.{ending}" for name, ending in files.items()]
@@ -90,10 +88,9 @@ class Slurm:
         while not (self.folder / "munge.socket").exists() and time.monotonic() < until:
             time.sleep(0.05)
         self._daemon("slurmctld", "-D")
-        for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node)
+        self._daemon("slurmd", "-D")
         while time.monotonic() < until:
-            if self.output("sinfo", "--noheader", "--format=%T %D", check=False).strip() == f"idle {len(NODES)}":
+            if self.output("sinfo", "--noheader", "--format=%T %D", check=False).strip() == "idle 1":
                 return None
             time.sleep(0.1)
         logs = sorted(self.folder.glob("*.out"))
@@ -103,11 +100,10 @@ class Slurm:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in reversed(self._daemons):
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(5)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.kill()
+            daemon.wait()
 
     def popen(self, program: str, *arguments: str | pathlib.Path, **variables: str) -> subprocess.Popen[str]:
         command = [str(_program(program)), *map(str, arguments)]

@@ -1,11 +1,9 @@
-"""Tests which GPUs each process of a job gets, and the checks of `overlap.initialize` before it joins the job."""
+"""Which GPUs each process of a job gets, and the checks of `overlap.initialize` before it joins the job."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
-import sys
 import types
 
 import jax
@@ -21,27 +19,24 @@ def _job(**changes: object) -> cards.Job:
     return cards.Job(**(fields | changes))
 
 
-def test_one_gpu_per_process():
-    assert gpus.local_device_ids(_job(), 4) == [1]
-    assert gpus.local_device_ids(_job(local_visible=("0,1,2,3",) * 4), 4) == [1]
-
-
-def test_gpus_dealt_out_by_the_launcher():
-    assert gpus.local_device_ids(_job(local_visible=("0", "1", "2", "3")), 1) == [0]
-    assert gpus.local_device_ids(_job(local_size=2, local_visible=("0,1", "2,3")), 2) == [0, 1]
-    assert gpus.local_device_ids(_job(launcher="srun", local_visible=(None,) * 4), 1) == [0]
-
-
-def test_more_processes_than_gpus():
-    with pytest.raises(RuntimeError, match=r"4 processes were started on .*, which has 2 visible GPUs.*-np 2"):
-        gpus.local_device_ids(_job(), 2)
-    with pytest.raises(RuntimeError, match=r"4 processes .* 1 visible GPUs"):
-        gpus.local_device_ids(_job(local_visible=("0",) * 4), 1)
-
-
-def test_no_gpu_where_one_was_asked_for():
-    with pytest.raises(RuntimeError, match="this process sees none"):
-        gpus.local_device_ids(_job(), 0)
+def test_which_gpus_a_process_gets():
+    for changes, visible, expected in (
+        ({}, 4, [1]),
+        ({"size": 8, "rank": 5}, 4, [1]),
+        ({"local_visible": ("0,1,2,3",) * 4}, 4, [1]),
+        # Dealt out by the launcher.
+        ({"local_visible": ("0", "1", "2", "3")}, 1, [0]),
+        ({"local_size": 2, "local_visible": ("0,1", "2,3")}, 2, [0, 1]),
+        ({"launcher": "srun"}, 1, [0]),
+    ):
+        assert gpus.local_device_ids(_job(**changes), visible) == expected
+    for changes, visible, said in (
+        ({}, 2, r"4 processes were started on .*, which has 2 visible GPUs.*-np 2"),
+        ({"local_visible": ("0",) * 4}, 1, r"4 processes .* 1 visible GPUs"),
+        ({}, 0, "this process sees none"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            gpus.local_device_ids(_job(**changes), visible)
 
 
 def test_platform_choice(monkeypatch):
@@ -143,14 +138,9 @@ def test_what_jax_is_told(job):
     assert among_others["coordinator_bind_address"] is None
 
 
-def test_import_touches_no_device():
-    program = "import overlap; from overlap import _compat; assert not _compat.backends_are_initialized()"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-@pytest.mark.parametrize(("code", "version"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))])
-def test_nccl_version_code(code, version):
-    assert _cuda._decode_version(code) == version
+def test_nccl_version_code():
+    for code, version in ((23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))):
+        assert _cuda._decode_version(code) == version
 
 
 def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
@@ -162,12 +152,10 @@ def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
     assert _cuda._nccl_candidates()[0][1] & os.RTLD_NOLOAD
 
 
-@pytest.mark.parametrize(
-    ("launcher", "advice"),
-    [("mpirun", "--bind-to none"), ("srun", "srun --cpus-per-task"), ("torchrun", "more cores for torchrun")],
-)
-def test_warns_about_a_single_core(monkeypatch, launcher, advice):
+def test_warns_about_a_single_core(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    with pytest.warns(RuntimeWarning, match=advice):
-        gpus.warn_about_binding(_job(local_rank=0, launcher=launcher))
+    advice = {"mpirun": "--bind-to none", "srun": "srun --cpus-per-task", "torchrun": "more cores for torchrun"}
+    for launcher, said in advice.items():
+        with pytest.warns(RuntimeWarning, match=said):
+            gpus.warn_about_binding(_job(local_rank=0, launcher=launcher))

@@ -1,4 +1,8 @@
-"""Tests `overlap.initialize` and launch/mpirun.sh under a real mpirun, on CPU devices."""
+"""`overlap.initialize` and launch/mpirun.sh under a real mpirun, on CPU devices.
+
+One job computes and then fails. Other ways to fail, MPICH, and hosts that only MPI knows are slow cases;
+test_launch_ends.py shows without a launcher which ends of a process end the job.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import time
 import pytest
 
 _LEFT_OUT = ("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC")
+RANK_PY = pathlib.Path(__file__).with_name("launch_rank.py")
 
 
 def _environment(repository: pathlib.Path) -> dict[str, str]:
@@ -22,123 +27,84 @@ def _environment(repository: pathlib.Path) -> dict[str, str]:
     return kept | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
 
 
-def _mpirun(repository: pathlib.Path, *arguments: str, before: tuple[str, ...] = ()):
-    rank_py = repository / "tests" / "tools" / "launch_rank.py"
-    command = [repository / "launch" / "mpirun.sh", "-np", "2", "--", *before, sys.executable, rank_py, *arguments]
-    beside = pathlib.Path(sys.executable).with_name("mpirun")
-    environment = _environment(repository)
-    if not beside.exists():
-        pytest.skip("no mpirun beside Python (extra `mpi`)")
+def _run(command, **options):
     start = time.monotonic()
-    process = subprocess.run(command, env=environment | {"MPIRUN": str(beside)}, stdin=subprocess.DEVNULL, timeout=200,
-                             capture_output=True, text=True, errors="replace", check=False)  # fmt: skip
+    process = subprocess.run(list(map(str, command)), stdin=subprocess.DEVNULL, timeout=200, capture_output=True,
+                             text=True, errors="replace", check=False, **options)  # fmt: skip
     return process, time.monotonic() - start
 
 
-def test_mpirun_runs_the_xla_implementation(repository):
-    process, _ = _mpirun(repository)
-    assert process.returncode == 0, process.stderr
-    for rank in range(2):
-        match = re.search(rf"process {rank} of 2, 2 devices, error ([\d.]+)", process.stdout)
-        assert match, process.stdout + process.stderr
-        assert float(match[1]) < 0.02
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+_ONLY_MPI = ("env", "-u", "OMPI_COMM_WORLD_LOCAL_SIZE")  # This variable says that there is one host.
+_WAITED = r"rank 0 of 2 on \S+ has waited in MPI for 2 s \(`timeout_s`\): at least one rank"
 
 
 @pytest.mark.parametrize(
-    ("mode", "said", "status"),
-    [("raise", "process 1 gives up", 1), ("exit", "status 3", 3), ("kill", "signal 9", 137)],
-)
-def test_a_failing_rank_ends_the_job(repository, mode, said, status):
-    """Process 0 waits in a collective for process 1. Without the abort it would wait for its heartbeat's 100 s."""
-    process, seconds = _mpirun(repository, mode)
-    assert process.returncode == status, process.stderr
-    assert said in process.stderr
-    assert "error" not in process.stdout
-    assert seconds < 60
-
-
-def test_devices_used_too_early(repository):
-    process, seconds = _mpirun(repository, "late")
-    assert process.returncode != 0
-    assert "overlap.initialize() came after the first use of devices" in process.stderr
-    assert seconds < 60
-
-
-@pytest.mark.one_jax
-def test_a_rank_that_does_not_come_is_named(repository):
-    """The missing rank has exited with status 0, which mpirun takes for success."""
-    process, seconds = _mpirun(repository, "absent")
-    assert process.returncode == 1, process.stderr
-    assert "1 of 2 processes did not come to overlap.initialize() within 2 s: rank 1." in process.stderr
-    # The output has only the reason, not as an exception within another one.
-    assert "During handling" not in process.stderr
-    assert seconds < 30
-
-
-@pytest.mark.one_jax
-def test_a_failing_rank_ends_others_that_do_not_communicate(repository):
-    """Process 0 sleeps, and jax's preemption service catches the SIGTERM that mpirun sends to it."""
-    process, seconds = _mpirun(repository, "sleeps")
-    assert process.returncode == 1, process.stderr
-    assert "process 1 gives up" in process.stderr
-    assert "has slept" not in process.stdout
-    assert seconds < 25
-
-
-# --- Only MPI knows the hosts (the test removes the variable that says that there is one host) ------------------------
-
-_ONLY_MPI = ("env", "-u", "OMPI_COMM_WORLD_LOCAL_SIZE")
-
-
-@pytest.mark.one_jax
-def test_by_mpi(repository):
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
-    process, _ = _mpirun(repository, "meet", before=_ONLY_MPI)
-    assert process.returncode == 0, process.stderr
-    for rank in range(2):
-        assert f"process {rank} of 2, 2 devices" in process.stdout
-
-
-@pytest.mark.one_jax
-def test_by_mpi_a_rank_that_does_not_come_ends_the_job(repository):
-    """MPI_Init of the other ranks would wait forever, and can neither be interrupted nor left."""
-    pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
-    process, seconds = _mpirun(repository, "stuck", before=_ONLY_MPI)
-    assert process.returncode != 0
-    assert re.search(r"rank 0 of 2 on \S+ has waited in MPI for 2 s \(`timeout_s`\): at least one rank", process.stderr)
-    assert seconds < 30
+    ("mode", "before", "status", "said", "products", "most_s"),
+    [
+        slow("", (), 0, "", 2, 60),
+        # Process 0 waits in a collective for process 1. Without the abort it would wait for its heartbeat's 100 s.
+        ("exit", (), 3, "process 1 exits with status 3: ending the job", 1, 60),
+        slow("raise", (), 1, "process 1 gives up", 1, 60),
+        slow("kill", (), 137, "signal 9", 1, 60),
+        # Process 0 sleeps, and jax's preemption service catches the SIGTERM that mpirun sends to it.
+        slow("sleeps", (), 1, "process 1 gives up", 1, 25),
+        slow("late", (), 1, r"overlap.initialize\(\) came after the first use of devices", 0, 60),
+        # The missing rank has exited with status 0, which mpirun takes for success.
+        slow("absent", (), 1, r"1 of 2 processes did not come to overlap.initialize\(\) within 2 s: rank 1\.", 0, 30),
+        slow("", _ONLY_MPI, 0, "", 2, 60),
+        # MPI_Init of the other ranks would wait forever, and can neither be interrupted nor left.
+        slow("stuck", _ONLY_MPI, None, _WAITED, 0, 30),
+    ],
+)  # fmt: skip
+def test_mpirun(repository, mode, before, status, said, products, most_s):
+    mpirun = pathlib.Path(sys.executable).with_name("mpirun")
+    if not mpirun.exists():
+        pytest.skip("no mpirun beside Python (extra `mpi`)")
+    if before:
+        pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
+    command = [repository / "launch" / "mpirun.sh", "-np", 2, "--", *before, sys.executable, RANK_PY, mode]
+    process, seconds = _run(command, env=_environment(repository) | {"MPIRUN": str(mpirun)})
+    assert process.returncode == status or (status is None and process.returncode != 0), process.stderr
+    assert re.search(said, process.stderr), process.stderr
+    assert "During handling" not in process.stderr and "has slept" not in process.stdout
+    errors = re.findall(r"process (\d) of 2, 2 devices, product (\d), error ([\d.]+)", process.stdout)
+    assert sorted(found[:2] for found in errors) == [(r, p) for r in "01" for p in "01"[:products]], process.stdout
+    assert all(float(error) < 0.02 for *_, error in errors)
+    assert seconds < most_s
 
 
 # --- MPICH ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def mpirun_of_mpich():
+def mpich():
     return (
         shutil.which("mpirun.mpich") or shutil.which("mpiexec.hydra") or pytest.skip("no MPICH: apt-get install mpich")
     )
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("mode", ["stuck", "sleeps"])
-def test_a_failing_rank_ends_a_job_of_mpich(mpirun_of_mpich, repository, mode):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("stuck", "1 of 2 processes did not come to overlap.initialize() within 2 s"), ("sleeps", "process 1 gives up")],
+)
+def test_a_failing_rank_ends_a_job_of_mpich(mpich, repository, mode, said):
     """Hydra ignores a status other than 0 unless the process has called MPI."""
-    command = [mpirun_of_mpich, "-np", "2", sys.executable, repository / "tests" / "tools" / "launch_rank.py", mode]
-    start = time.monotonic()
-    process = subprocess.run(command, env=_environment(repository), stdin=subprocess.DEVNULL, timeout=100,
-                             capture_output=True, text=True, check=False)  # fmt: skip
-    assert process.returncode == 1
-    said = {"stuck": "1 of 2 processes did not come to overlap.initialize() within 2 s", "sleeps": "process 1 gives up"}
-    assert said[mode] in process.stderr
-    assert "has slept" not in process.stdout
-    assert time.monotonic() - start < 25
+    process, seconds = _run([mpich, "-np", 2, sys.executable, RANK_PY, mode], env=_environment(repository))
+    assert process.returncode == 1 and said in process.stderr
+    assert "has slept" not in process.stdout and seconds < 25
 
 
 @pytest.mark.one_jax
-def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpirun_of_mpich, repository):
+@pytest.mark.slow
+def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpich, repository):
     """Hydra passes SIGTERM on and waits, while jax's preemption service would catch the signal in each process."""
-    mpirun = mpirun_of_mpich
-    command = [mpirun, "-np", "2", sys.executable, repository / "tests" / "tools" / "launch_rank.py", "wait"]
+    command = [mpich, "-np", "2", sys.executable, str(RANK_PY), "wait"]
     with subprocess.Popen(command, env=_environment(repository), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:  # fmt: skip
         try:
@@ -155,33 +121,22 @@ def test_sigterm_to_the_mpirun_of_mpich_ends_the_job(mpirun_of_mpich, repository
             # Kill the whole session: ranks that ignore SIGTERM would stay behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    assert "is done" not in output
-    assert time.monotonic() - start < 20
+    assert "is done" not in output and time.monotonic() - start < 20
 
 
 # --- The script -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), ([], 2), (["-np"], 2), (["-np", "2", "--"], 2)])
-def test_mpirun_sh_usage(repository, arguments, status):
+@pytest.mark.one_jax
+def test_mpirun_sh_says_what_is_wrong(repository):
     script = repository / "launch" / "mpirun.sh"
-    process = subprocess.run([script, *arguments], capture_output=True, text=True, check=False)
-    assert process.returncode == status
-    assert "usage: launch/mpirun.sh" in process.stdout + process.stderr
-
-
-def test_mpirun_sh_says_that_the_mpirun_is_not_there(repository):
-    script = repository / "launch" / "mpirun.sh"
-    environment = os.environ | {"MPIRUN": "/nonexistent/mpirun"}
-    process = subprocess.run([script, "--", "true"], env=environment, capture_output=True, text=True, check=False)
-    assert process.returncode == 127
-    assert process.stderr == "launch/mpirun.sh: $MPIRUN names /nonexistent/mpirun, which cannot be run\n"
-
-
-@pytest.mark.parametrize("number", ["abc", "0", "-1", "2x", "1.5", ""])
-def test_mpirun_sh_refuses_what_is_no_number_of_processes(repository, number):
-    script = repository / "launch" / "mpirun.sh"
-    process = subprocess.run([script, "-np", number, "--", "true"], capture_output=True, text=True, check=False)
-    assert process.returncode == 2
-    expected = f"-np takes the number of processes, a whole number of at least 1, and got: {number or 'empty'}\n"
-    assert process.stderr.endswith(expected)
+    for arguments, status in (["--help"], 0), ([], 2), (["-np"], 2), (["-np", "2", "--"], 2):
+        process, _ = _run([script, *arguments])
+        assert process.returncode == status and "usage: launch/mpirun.sh" in process.stdout + process.stderr
+    for number in ("abc", "0", "-1", "2x", "1.5", ""):
+        process, _ = _run([script, "-np", number, "--", "true"])
+        expected = f"-np takes the number of processes, a whole number of at least 1, and got: {number or 'empty'}\n"
+        assert process.returncode == 2 and process.stderr.endswith(expected)
+    process, _ = _run([script, "--", "true"], env=os.environ | {"MPIRUN": "/nonexistent/mpirun"})
+    expected = "launch/mpirun.sh: $MPIRUN names /nonexistent/mpirun, which cannot be run\n"
+    assert (process.returncode, process.stderr) == (127, expected)

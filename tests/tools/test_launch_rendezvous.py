@@ -87,31 +87,27 @@ def test_candidates_differ_from_job_to_job():
     assert all(1024 < port < 32768 for port in ports.candidates("a"))
 
 
-def _deaf_or_babbling(says: bytes | None):
-    """Runs a foreign server that accepts connections and says nothing, or nonsense."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve():
-        kept = []
-        with contextlib.suppress(OSError):
-            while True:
-                call, _ = server.accept()
-                kept.append(call)
-                if says is not None:
-                    call.sendall(says)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return server
-
-
 @pytest.mark.parametrize(
     "says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b"overlap-rendezvous []\n", b"\xff" * 100_000]
 )
 def test_a_foreign_server_on_the_first_port_holds_up_nobody(pool, monkeypatch, says):
-    with _deaf_or_babbling(says) as server:
+    """It accepts connections, and says nothing, or nonsense."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with contextlib.ExitStack() as kept, contextlib.suppress(OSError):
+            while True:
+                call = kept.enter_context(server.accept()[0])
+                if says is not None:
+                    call.sendall(says)
+
+    (thread := threading.Thread(target=serve)).start()
+    with server:
         tried = [server.getsockname()[1], *ports.candidates("a")]
         monkeypatch.setattr(ports, "candidates", lambda key: tried)
         _agreed(_start(pool, "a", 2))
+        server.shutdown(socket.SHUT_RDWR)  # Ends `accept`.
+    thread.join()
 
 
 def test_foreign_callers_end_no_rendezvous(pool):
@@ -227,16 +223,22 @@ def test_a_given_port_in_use_is_refused(pool):
     assert "Address already in use. Pass another one, or leave it out" in error
 
 
-def test_the_port_found_is_kept_for_the_coordinator_alone():
-    held = [ports.hold_free("127.0.0.1") for _ in range(300)]
-    assert len({each.getsockname()[1] for each in held}) == 300
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(held[0].getsockname())
-    with socket.socket() as coordinator:  # gRPC shares the port like this.
-        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        coordinator.bind(held[0].getsockname())
-    for each in held:
-        each.close()
+def test_the_port_found_is_kept_for_the_coordinator_alone(monkeypatch):
+    class Socket(socket.socket):
+        def bind(self, address):
+            # A socket that shares from the start may get a port that another one shares.
+            assert not self.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT)
+            super().bind(address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ports.socket, "socket", Socket)
+        ports.hold_free("gpu1").close()
+        held = ports.hold_free("127.0.0.1")
+    with held, socket.socket() as stranger, socket.socket() as coordinator:
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(held.getsockname())
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # As gRPC does.
+        coordinator.bind(held.getsockname())
 
 
 def test_no_port_to_meet(pool, monkeypatch):
@@ -268,13 +270,14 @@ def test_processes_of_one_host_count_each_other():
 # --- torchrun's variables, in real processes --------------------------------------------------------------------------
 
 
-def test_torchrun(repository):
-    """torch's own store occupies MASTER_PORT, the proxy reaches nobody, and process 1 starts a worker."""
+@pytest.mark.parametrize("mode", ["meet", pytest.param("workers", marks=pytest.mark.slow)])
+def test_torchrun(repository, mode):
+    """torch's own store occupies MASTER_PORT, the proxy reaches nobody; among workers, process 1 starts one."""
     with socket.create_server(("127.0.0.1", 0)) as store:
         variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "TORCHELASTIC_RUN_ID": "none",
                      "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1]), "WORLD_SIZE": "2",
                      "LOCAL_WORLD_SIZE": "2", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # fmt: skip
-        command = [sys.executable, repository / "tests" / "tools" / "launch_rank.py", "workers"]
+        command = [sys.executable, repository / "tests" / "tools" / "launch_rank.py", mode]
         processes = [
             subprocess.Popen(command, env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)
@@ -282,6 +285,5 @@ def test_torchrun(repository):
         outputs = [process.communicate(timeout=100)[0] for process in processes]
     for rank, (process, output) in enumerate(zip(processes, outputs)):
         assert process.returncode == 0, output
-        assert f"process {rank} of 2, 2 devices" in output
-        assert ("a worker is no process of the job" in output) == (rank == 1)
-        assert f"process {rank} is done" in output
+        assert f"process {rank} of 2, 2 devices" in output and f"process {rank} is done" in output
+        assert ("a worker is no process of the job" in output) == (rank == 1 and mode == "workers")

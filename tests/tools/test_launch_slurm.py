@@ -1,20 +1,14 @@
-"""Tests `overlap.initialize` and launch/srun.sbatch under a real Slurm (tests/tools/slurm.py), on CPU devices."""
+"""`overlap.initialize` and launch/srun.sbatch under a real Slurm (tests/tools/slurm.py), on CPU devices."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import pathlib
 import re
-import socket
 import sys
-import threading
 import time
 
 import pytest
 
-from overlap.distributed import ports, rendezvous
-from overlap.distributed.cards import Card
 from tests.tools import slurm as own_slurm
 
 pytestmark = pytest.mark.one_jax
@@ -35,49 +29,17 @@ def slurm(tmp_path_factory, repository):
         started.stop()
 
 
-def _srun(slurm, *arguments):
-    return slurm.popen("srun", "--kill-on-bad-exit=1", *arguments)
+def _read(path: pathlib.Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
-class Strangers:
-    """Threads that keep connecting to ports: with garbage, with nothing, or as a rank of another job."""
-
-    def __init__(self, called: list[int]) -> None:
-        card = Card(1, "a", "a", 7, "0", "0", None)
-        self.says = [b"\x00\xff" * 500, b"", rendezvous._line("come", ["another job", dataclasses.asdict(card)])]
-        self.called, self.got_through, self.over = called, 0, threading.Event()
-        self.threads = [threading.Thread(target=self._call, args=(says,)) for says in self.says]
-
-    def _call(self, says: bytes) -> None:
-        kept = []
-        while not self.over.wait(0.02):
-            for port in self.called:
-                with contextlib.suppress(OSError):
-                    call = socket.create_connection(("127.0.0.1", port), timeout=1)
-                    self.got_through += 1
-                    call.sendall(says)
-                    kept.append(call)
-        for call in kept:
-            call.close()
-
-    def __enter__(self) -> Strangers:
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
-
-
-def test_jobs_256_apart_run_side_by_side(slurm, repository, tmp_path):
-    """Ports computed from the job numbers mod 4096 would be equal, and the second job would end the first."""
+@pytest.mark.parametrize("numbers", [(300,), pytest.param((301, 557), marks=pytest.mark.slow)])
+def test_jobs_of_srun_sbatch(slurm, repository, tmp_path, numbers):
+    """Side by side, 256 apart: ports computed from the numbers mod 4096 would be equal, and one end the other."""
     script = repository / "launch" / "srun.sbatch"
-    numbers = (300, 556)
     for number in numbers:
         slurm.number_next_job(number)
-        options = ["--nodelist", own_slurm.NODES[0], "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4",
+        options = ["--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=4",
                    f"--output={tmp_path}/{number}"]  # fmt: skip
         assert slurm.batch(*options, script, sys.executable, RANK_PY, "meet") == number
     coordinators = []
@@ -85,48 +47,12 @@ def test_jobs_256_apart_run_side_by_side(slurm, repository, tmp_path):
         assert slurm.wait(number) == 0, _read(tmp_path / str(number))
         output = _read(tmp_path / str(number))
         found = {tuple(match) for match in re.findall(r"process (\d) of 2, 2 devices, (\S+)", output)}
-        assert {rank for rank, _ in found} == {"0", "1"}, output
-        assert "process 0 is done" in output
+        assert {rank for rank, _ in found} == {"0", "1"} and "process 0 is done" in output, output
         coordinators += {address for _, address in found}
-    assert len(set(coordinators)) == len(coordinators) == 2
+    assert len(set(coordinators)) == len(coordinators) == len(numbers)
 
 
-def test_strangers_do_not_end_a_job_on_two_nodes(slurm, tmp_path):
-    """Foreign calls end neither the rendezvous of the processes nor jax's coordinator, where gRPC must handle them."""
-    try:
-        socket.gethostbyname(own_slurm.NODES[0])
-    except OSError:
-        pytest.skip(f"the name of this machine, {own_slurm.NODES[0]}, leads nowhere")
-    go = tmp_path / "go"
-    # Fix the job number, so that the job's key is known beforehand.
-    number = 900
-    slurm.number_next_job(number)
-    key = f"srun overlap {number} 0 - 2"
-    script = tmp_path / "job"
-    script.write_text('#!/bin/sh\nexec srun --kill-on-bad-exit=1 "$@"\n')
-    with Strangers(ports.candidates(key)) as rendezvous_callers:
-        slurm.batch("--nodes=2", "--ntasks=2", f"--output={tmp_path}/out", script, sys.executable, RANK_PY, "wait", go)
-        until = time.monotonic() + 60
-        while not (
-            met := re.search(rf"process 0 of 2, 2 devices, {own_slurm.NODES[0]}:(\d+)", _read(tmp_path / "out"))
-        ):
-            assert time.monotonic() < until, _read(tmp_path / "out")
-            assert slurm.exit_status(number) is None, _read(tmp_path / "out")
-            time.sleep(0.05)
-    assert rendezvous_callers.got_through > 0
-    with Strangers([int(met[1])]) as coordinator_callers:
-        time.sleep(1)
-    assert coordinator_callers.got_through > 20
-    go.touch()
-    assert slurm.wait(number) == 0, _read(tmp_path / "out")
-    for rank in range(2):
-        assert f"process {rank} is done" in _read(tmp_path / "out")
-
-
-def _read(path: pathlib.Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "said"),
     [("absent", r"1 of 2 processes did not come to overlap.initialize\(\) within 2 s: rank 1\."),
@@ -134,26 +60,17 @@ def _read(path: pathlib.Path) -> str:
 )  # fmt: skip
 def test_a_rank_that_leaves_ends_the_step(slurm, mode, said):
     start = time.monotonic()
-    process = _srun(slurm, "--ntasks=2", sys.executable, RANK_PY, mode)
+    process = slurm.popen("srun", "--kill-on-bad-exit=1", "--ntasks=2", sys.executable, RANK_PY, mode)
     output, _ = process.communicate(timeout=100)
-    assert process.returncode != 0
-    assert re.search(said, output), output
+    assert process.returncode != 0 and re.search(said, output), output
     assert time.monotonic() - start < 40
 
 
-@pytest.mark.parametrize(
-    ("submitted", "command", "status", "said"),
-    [(False, ["true"], 2, "this is not a job of Slurm. Submit it: sbatch launch/srun.sbatch"),
-     (True, ["no-such-command"], 127, "no such command: no-such-command")],
-)  # fmt: skip
-def test_srun_sbatch_says_what_is_missing(slurm, repository, tmp_path, submitted, command, status, said):
+def test_srun_sbatch_says_what_is_missing(slurm, repository, tmp_path):
     script = repository / "launch" / "srun.sbatch"
+    job = slurm.popen("bash", script, "true")
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 2 and "this is not a job of Slurm. Submit it: sbatch launch/srun.sbatch" in output
     options = ["--gpus-per-node=1", "--ntasks-per-node=1", f"--output={tmp_path}/out", f"--chdir={tmp_path}"]
-    if submitted:
-        ended, output = slurm.wait(slurm.batch(*options, script, *command)), _read(tmp_path / "out")
-    else:
-        job = slurm.popen("bash", script, *command)
-        output, _ = job.communicate(timeout=60)
-        ended = job.returncode
-    assert ended == status, output
-    assert said in output
+    assert slurm.wait(slurm.batch(*options, script, "no-such-command")) == 127
+    assert "no such command: no-such-command" in _read(tmp_path / "out")

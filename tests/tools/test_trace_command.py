@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap.choice.problem import Problem
 from overlap.cli import main, trace_files
 from overlap.emulation import emulate
 from overlap.emulation.execution import registers
@@ -22,25 +21,14 @@ from overlap.tuning.clocks import Offset
 from overlap.tuning.programs import mesh_of
 from overlap.tuning.timeline import Span, Timeline, timeline
 
-PRODUCT = Problem("matmul", 512, 384, 256, "bfloat16", "bfloat16")
-GATHER = Problem("all_gather_lhs_matmul", 256, 256, 128, "bfloat16", "bfloat16", devices=2)
-
-
-@pytest.fixture(autouse=True)
-def eight_devices():
-    """Starts jax with eight CPU devices. The command asks for devices only if jax has not started yet."""
-    assert len(jax.devices()) == 8
-
-
 # --- Clocks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("completion", ["late", "random"])
-def test_the_exchange_of_clocks_is_emulated(completion):
-    with emulate(cores=2, completion=completion) as run:
-        offsets = clocks.offsets(mesh_of(jax.devices()[:3]))
+def test_the_exchange_of_clocks_is_emulated():
+    with emulate(cores=2) as run:
+        offsets = clocks.offsets(mesh_of(jax.devices()[:2]))
     run.check()
-    assert offsets == [Offset(0.0, 0.0)] * 3  # Emulated time does not pass.
+    assert offsets == [Offset(0.0, 0.0)] * 2  # Emulated time does not pass.
 
 
 def test_clocks_that_are_apart_are_found(monkeypatch):
@@ -48,8 +36,9 @@ def test_clocks_that_are_apart_are_found(monkeypatch):
     ahead = (0, 7_000_000_000, -3_000_000)
     clock = lambda thread: 10**12 + 100 * thread.simulation.now + ahead[thread.device]  # noqa: E731
     monkeypatch.setattr(registers, "CLOCK", clock)
-    with emulate(cores=2, completion="random", scheduler="round_robin"):
+    with emulate(cores=2, completion="random", scheduler="round_robin") as run:
         found = clocks.offsets(mesh_of(jax.devices()[:3]))
+    run.check()
     assert found[0] == Offset(0.0, 0.0)
     for offset, true in zip(found[1:], ahead[1:], strict=True):
         assert 0 < offset.error_ns < 20_000
@@ -158,7 +147,7 @@ def test_the_command_writes_a_trace_and_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out = tmp_path / "my.json.gz"
     status = main(
-        ["trace", "--op", "matmul_reduce_scatter", "--shape", "1024x256x128", "--devices", "2", "--out", str(out)]
+        ["trace", "--op", "matmul_reduce_scatter", "--shape", "256x256x128", "--devices", "2", "--out", str(out)]
     )
     said = capsys.readouterr()
     assert status == 0, said.err
@@ -204,36 +193,34 @@ def test_a_recorded_result_with_other_bits_is_a_failure_and_nothing_is_written(t
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--shape", "0x1x2"], "argument --shape: must be MxNxK or MxNxK:DTYPE, several with commas"),
-        (["--shape", "1x1x2,3x4x5"], "must be one MxNxK, got '1x1x2,3x4x5': e.g. 1024x4096x4096"),
-        (["--shape", "256x256x100"], "multiples of 16 bytes"),
-        (["--dtype", "zz"], "argument --dtype: a dtype must be one of f16, bf16"),
-        (["--layout", "zz"], "argument --layout: invalid choice: 'zz'"),
-        (["--devices", "99"], "--devices must be at most 8 where they are emulated, got 99"),
-        (["--config", "tile_n"], "argument --config: must be NAME=VALUE"),
-        (["--config", "zz=3"], "--config: overlap.Config has the fields tile_m, "),
-        (["--config", "tile_n=many"], "`tile_n` must be an int of at least 1, got 'many'"),
-        (["--config", "stages=99"], "bytes of shared memory"),
-        (
-            ["--op", "matmul_reduce_scatter", "--devices", "3"],
-            "gives each of the 3 devices the same number of rows of `lhs`, got m=256",
-        ),
-        (["--out", "x.png"], "--picture must be another file than --out, got x.png"),
-        (["--out", "x.json", "--picture", "./x.json"], "--picture must be another file than --out, got x.json"),
-        (["--layout", "tn"], "takes no `transpose_lhs` yet"),
-        (["--op", "matmul", "--devices", "2"], "--devices is for a collective, and matmul runs on one device, got 2"),
-        (["--config", "joined=1"], "`joined` must be True or False, got 1"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, said, tmp_path, monkeypatch, capsys):
+WRONG = [
+    ("--shape 0x1x2", "argument --shape: must be MxNxK or MxNxK:DTYPE, several with commas"),
+    ("--shape 1x1x2,3x4x5", "must be one MxNxK, got '1x1x2,3x4x5': e.g. 1024x4096x4096"),
+    ("--shape 256x256x100", "multiples of 16 bytes"),
+    ("--dtype zz", "argument --dtype: a dtype must be one of f16, bf16"),
+    ("--layout zz", "argument --layout: invalid choice: 'zz'"),
+    ("--devices 99", "--devices must be at most 8 where they are emulated, got 99"),
+    ("--config tile_n", "argument --config: must be NAME=VALUE"),
+    ("--config zz=3", "--config: overlap.Config has the fields tile_m, "),
+    ("--config tile_n=many", "`tile_n` must be an int of at least 1, got 'many'"),
+    ("--config stages=99", "bytes of shared memory"),
+    ("--op matmul_reduce_scatter --devices 3",
+     "gives each of the 3 devices the same number of rows of `lhs`, got m=256"),
+    ("--out x.png", "--picture must be another file than --out, got x.png"),
+    ("--out x.json --picture ./x.json", "--picture must be another file than --out, got x.json"),
+    ("--layout tn", "takes no `transpose_lhs` yet"),
+    ("--op matmul --devices 2", "--devices is for a collective, and matmul runs on one device, got 2"),
+    ("--config joined=1", "`joined` must be True or False, got 1"),
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    try:
-        status = main(["trace", *arguments])
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    assert said in capsys.readouterr().err.replace("\n", " ")
+    for arguments, said in WRONG:
+        try:
+            status = main(["trace", *arguments.split()])
+        except SystemExit as end:
+            status = end.code
+        assert status == 2, arguments
+        assert said in capsys.readouterr().err.replace("\n", " "), arguments
     assert not list(tmp_path.iterdir())

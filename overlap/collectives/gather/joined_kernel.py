@@ -40,7 +40,7 @@ from overlap.frame.operands import Operands, Results, folded, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
-from overlap.kernels.grid import own_tile
+from overlap.kernels.grid import own_row
 from overlap.kernels.hooks import Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
@@ -118,11 +118,10 @@ class _Body:
     refs: Refs[Inputs, Outputs]
 
     def tile_at(self, index: Index) -> Tile:
-        schedule, config = self.schedule, self.kernel.config
+        schedule = self.schedule
         step, row, column = schedule.product.tile(index)
         side, column = schedule.product.side_of(column)
-        m, n = own_tile(config, row, column)
-        return Tile(step, m, n, side=side)
+        return Tile(step, own_row(self.kernel.config, row), column, side=side)
 
     def hooks(self) -> Hooks:
         rhs_gmem, vectors, sides = self.refs.inputs.rhs_list, self.refs.inputs.vectors, self.kernel.types.sides
@@ -137,7 +136,7 @@ class _Body:
         )
 
     def _wait_for_rows(self, tile: Tile) -> None:
-        # The second tile of a cluster may lie wholly below the last row. It waits for the last rows, since its epilogue
+        # The second tile of a pair may lie wholly below the last row. It waits for the last rows, since its epilogue
         # reads their scales.
         flag = smaller(tile.m, self.schedule.flags_shape[0] - 1)
         communicator.wait_for_block(self.refs.flags[0].at[flag], self.schedule.flag_target(flag))
@@ -194,7 +193,7 @@ class _Body:
             start = smaller(rows.start, schedule.read_rows - rows.size)
             return mainloop.broadcast_vector(scales_gmem[0], pl.ds(start, rows.size), shape, 1 if swapped else 0)
 
-        first_column = schedule.product.first_column(tile.side) * self.kernel.config.cluster_tile[1]
+        first_column = schedule.product.first_column(tile.side) * self.kernel.config.tile_n
         return epilogue.epilogue(
             vectors,
             self.program,

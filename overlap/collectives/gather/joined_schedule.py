@@ -110,9 +110,10 @@ class JoinedSchedule:
 
     @property
     def read_rows(self) -> int:
-        """Number of scales that epilogues read. They read whole blocks of rows, also at the end of the matrix."""
-        # With `Config.swap_operands` a tile may have any number of rows, so its last block may begin at any row. Then
-        # round up to `block_rows` instead of `BLOCK_ROWS`.
+        """Number of rows whose scales epilogues read: `rows`, and those below the last row that share its block."""
+        # An epilogue's block has 64 or 128 rows, counted from the first row of its tile (`hooks.BLOCK_ROWS`). Only with
+        # `Config.swap_operands` may the rows of a tile be no multiple of 64. Then a block may begin at any multiple of
+        # 8, and the last block of a tile ends with the tile: round up to whole tiles.
         unit = BLOCK_ROWS if self.block_rows % LEAST_BLOCK_ROWS == 0 else self.block_rows
         return ceil_div(self.rows, unit) * unit
 

@@ -29,7 +29,7 @@ from overlap.frame.operands import Operands, Results, sizes
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
-from overlap.kernels.grid import own_tile
+from overlap.kernels.grid import own_row
 from overlap.kernels.hooks import BlockScales, Epilogue, Hooks, OneOf, SideBySide, Tile
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
@@ -161,11 +161,10 @@ class _Body:
     me: Index
 
     def tile_at(self, index: Index) -> Tile:
-        schedule, config = self.shards.schedule, self.kernel.config
+        schedule = self.shards.schedule
         step, row, column = schedule.tile(index)
         (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
-        m, n = own_tile(config, row, column)
-        return Tile(step, m, n, side=side, batch=batch)
+        return Tile(step, own_row(self.kernel.config, row), column, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
         inputs, sides = self.refs.inputs, self.kernel.types.sides
@@ -190,7 +189,7 @@ class _Body:
         blocks, schedule = self.refs.inputs.blocks, self.shards.schedule
         assert blocks and self.shards.scales is not None
         own, of_peers = self.shards.scales
-        # The second tile of a cluster may lie wholly below the last row. No scales arrive for such a tile. So it loads
+        # The second tile of a pair may lie wholly below the last row. No scales arrive for such a tile. So it loads
         # scales of the own shard, which are there and are not used.
         is_own = jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks)
         lhs_tile = tile.batch * schedule.row_blocks + tile.m + jnp.where(is_own, 0, (tile.step - 1) * own.shape[0])
@@ -210,7 +209,7 @@ class _Body:
         mainloop, scales = self.kernel.mainloop, self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
         first_row = (shard * schedule.batch_size + tile.batch) * schedule.padded_rows(config)
-        first_column = schedule.first_column(tile.side) * config.cluster_tile[1]
+        first_column = schedule.first_column(tile.side) * config.tile_n
 
         def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
             def broadcast(vector_gmem: GmemRef) -> jax.Array:
@@ -220,7 +219,7 @@ class _Body:
             if scales is None:
                 return broadcast(vectors.row_scale)
             # The producer has waited for the flag of the peer's rows, which also stands for their scales: so the scales
-            # have landed. The second tile of a cluster may lie wholly below the last row. No scales arrive for such a
+            # have landed. The second tile of a pair may lie wholly below the last row. No scales arrive for such a
             # tile. So it reads scales of the own shard, which are there and are not used.
             own, of_peers = scales
             return lax.cond(

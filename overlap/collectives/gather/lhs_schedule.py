@@ -35,7 +35,7 @@ class AllGatherSchedule:
 
     Attributes:
       devices: number of devices in the peer group.
-      order: the tiles (of a cluster) of one shard's product, batch elements and right operands included.
+      order: the tiles (of a pair: one tile) of one shard's product, batch elements and right operands included.
       block_rows: rows of a CTA's tile. One flag stands for one such block of rows.
       chunking: the sizes of one batch element of a shard, and how it is cut into chunks to be pulled.
       batch_size: number of batch elements. The rows of a shard are numbered through all its batch elements.
@@ -73,9 +73,10 @@ class AllGatherSchedule:
           itemsize: bytes of an element of the left operand.
           config: tile sizes and chunk sizes.
         """
-        (*batches, m_shard, k), (rows, columns) = lhs_shard, config.cluster_tile
-        batch_size, sides = math.prod(batches), tuple(ceil_div(n, columns) for n in widths)
-        order = TileOrder(batch_size * ceil_div(m_shard, rows), sum(sides), config.order_minor, config.order_width)
+        *batches, m_shard, k = lhs_shard
+        batch_size, sides = math.prod(batches), tuple(ceil_div(n, config.tile_n) for n in widths)
+        m_tiles = batch_size * ceil_div(m_shard, config.cluster_tile_m)
+        order = TileOrder(m_tiles, sum(sides), config.order_minor, config.order_width)
         chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)
         return AllGatherSchedule(devices, order, config.tile_m, chunking, batch_size, sides)
 
@@ -196,18 +197,18 @@ class AllGatherSchedule:
         """Whether the CTA that computes this tile passes its rows on, for step + 1 of the device before this one.
 
         Only tiles of the first tile column pass rows on, so that each row block is sent once. No device needs the rows
-        of the last step. The second tile of a cluster may lie wholly below the last row; it has no rows to pass on.
+        of the last step.
         """
-        return (side == 0) & (n == 0) & (m < self.row_blocks) & (step < self.devices - 1)
+        return (side == 0) & (n == 0) & (step < self.devices - 1)
 
     # --- Scales of rows, and of blocks ---
 
     def padded_rows(self, config: Config) -> int:
-        """Returns the rows of one batch element, padded to whole tiles of a cluster.
+        """Returns the rows of one batch element, padded to whole tiles (of a pair, if there are pairs).
 
         A vector of scales of rows has this number of entries for each batch element.
         """
-        return self.order.m_tiles // self.batch_size * config.cluster_tile[0]
+        return self.order.m_tiles // self.batch_size * config.cluster_tile_m
 
     @property
     def scale_transfers(self) -> int:

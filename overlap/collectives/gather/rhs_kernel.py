@@ -27,7 +27,7 @@ from overlap.collectives.gather.rhs_schedule import GatherRhsSchedule
 from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import tile_k
-from overlap.kernels.grid import own_tile
+from overlap.kernels.grid import own_row
 from overlap.kernels.hooks import ByKStep, Hooks, OneOf, Tile
 from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -114,10 +114,8 @@ class _Body:
     me: Index
 
     def tile_at(self, index: Index) -> Tile:
-        config = self.kernel.config
         step, row, column = self.schedule.tile(index)
-        m, n = own_tile(config, row, column)
-        return Tile(step, m, n)
+        return Tile(step, own_row(self.kernel.config, row), column)
 
     def hooks(self) -> Hooks:
         return Hooks(
@@ -171,10 +169,9 @@ class _Body:
         def wait(column: Index) -> None:
             communicator.wait_for_block(flags.at[schedule.flag(step, row, column)], schedule.flag_target(row, column))
 
-        # The second tile of a cluster may lie wholly beyond the last column. It then waits for nothing.
-        needed = jnp.logical_and(step > 0, column < schedule.chunking.shard_cols)
+        of_peer = step > 0
 
-        @pl.when(jnp.logical_and(needed, jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)))
+        @pl.when(jnp.logical_and(of_peer, jnp.logical_or(schedule.begins_block(k_step), k_step == tile.k_first)))
         def _wait() -> None:
             with marks.during(Work.AWAIT_ROWS):
                 wait(column)

@@ -38,7 +38,7 @@ class GatherRhsSchedule:
     Attributes:
       devices: number of devices in the peer group.
       along: the dimension of the product along which the shards are gathered.
-      order: the tiles (of a cluster) of one shard's columns ("n"), or of the whole result ("k").
+      order: the tiles (of a pair: one tile) of one shard's columns ("n"), or of the whole result ("k").
       chunking: how one shard is cut into chunks.
       tile_n: columns of one CTA's tile.
       tile_k: depth of a k step.
@@ -220,10 +220,7 @@ class GatherRhsSchedule:
         return remainder(within, K_STEPS_PER_FLAG) == 0
 
     def columns_of(self, n: Index) -> tuple[Index, Index]:
-        """Returns the first and the last column of a shard that tile column `n` needs.
-
-        If the tile column needs no columns, the first one is at least `shard_cols`.
-        """
+        """Returns the first and the last column of a shard that tile column `n` needs."""
         first = n * self.tile_n
         return first, smaller(first + self.tile_n, self.chunking.shard_cols) - 1
 

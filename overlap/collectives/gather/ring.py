@@ -19,9 +19,6 @@ The flag is raised once per piece and not after each k step. The producer waits 
 signals would be of no use. And each signal costs a release at system scope, which waits until all earlier writes across
 the link have landed.
 
-In a cluster, a CTA sends if its tile is in the first tile column. If the two tiles lie one below the other, both CTAs
-send. If the tiles lie side by side, they need the same rows, and one CTA sends.
-
 Before a device writes into its neighbour's memory, that neighbour must have begun: so each device looks for the device
 before it, and for no other. No device reads a peer's inputs, so a device's inputs may be overwritten as soon as its own
 kernel has ended. This device waits for everything that others write to its memory: every flag belongs to a row block

@@ -65,7 +65,7 @@ class Shards:
         """Returns a `Hooks.before_load` that calls `wait` for each tile with rows of a peer."""
 
         def before_load(tile: Tile) -> None:
-            # The second tile of a cluster may lie wholly below the last row. It then waits for nothing.
+            # The second tile of a pair may lie wholly below the last row. It then waits for nothing.
             pl.when(jnp.logical_and(tile.step > 0, tile.m < self.schedule.row_blocks))(lambda: wait(tile))
 
         return before_load

@@ -112,8 +112,9 @@ def launch(
     strips, batch = None, block[0]
     if plan.operation.spec.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
-    rows: Any = operands.passenger
-    passenger = Passenger.of(rows, group.size, config)
+    passenger_array: Any = operands.passenger
+    passenger = Passenger.of(passenger_array, group.size, config)
+    # The communicators carry chunks of at most one other kind: a passenger's, or strips of a replicated result.
     others = passenger.chunking if passenger else strips
     steps, block_tiles = schedule.flags_shape
     # With "ring" and several chunk buffers, a communicator could hold a loaded chunk while it waits for a tile that
@@ -124,21 +125,22 @@ def launch(
         plan.target,
         config,
         types,
-        StreamK.on(plan.target, config, schedule.tiles, sum(k_steps(operands, plan))),
+        work=StreamK.on(plan.target, config, schedule.tiles, sum(k_steps(operands, plan))),
         # Flags of tiles that are stored here, counters of each tile's sent chunks, flags of terms that have arrived.
-        (
+        # Own tiles are stored, too, in a step of their own.
+        flags=(
             (steps + 1, block_tiles),
             schedule.flags_shape,
             *communicator.flag_shapes(schedule.flags_shape, copies_own=others is not None),
         ),
-        communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, others=others),
+        smem=communicator.smem_types(with_buffers, schedule.chunking, plan.out_dtype, others=others),
         draws=True,
     )
     parts = jax.ShapeDtypeStruct(schedule.sent_shape, plan.out_dtype)
     result = jax.ShapeDtypeStruct(block if strips is None else shape_in_blocks((batch, m, n), schedule), plan.out_dtype)
-    travelling = [rows.reshape(passenger.shape)] if passenger else []
+    travelling = [passenger_array.reshape(passenger.shape)] if passenger else []
     inputs = Inputs(*in_blocks(operands, plan, schedule), addends_in_blocks(operands, plan, schedule), travelling)
-    gathered = [jax.ShapeDtypeStruct(passenger.gathered_shape, rows.dtype)] if passenger else []
+    gathered = [jax.ShapeDtypeStruct(passenger.gathered_shape, passenger_array.dtype)] if passenger else []
     out_types = Outputs(result, parts, [parts], gathered)
     if lands_in_an_operand():
         count = len(jax.tree.leaves(inputs))
@@ -158,7 +160,10 @@ def launch(
 
     results = kernel.launch(inputs, out_types, body_of)
     out = results.out.reshape(batch, *((m, n) if strips else block[1:]))
-    return out, results.gathered[0].reshape(*rows.shape[:-2], -1, rows.shape[-1]) if passenger else None
+    if passenger is None:
+        return out, None
+    *batches, _, columns = passenger_array.shape
+    return out, results.gathered[0].reshape(*batches, -1, columns)
 
 
 def scratch_bytes(operands: Operands, plan: LaunchPlan, devices: int, along: Dimension) -> int:

@@ -64,9 +64,7 @@ class World:
             if index not in self._devices:
                 self._devices[index] = Device(index, self.simulation.components.new())
             self._devices[index].launches += 1
-        machine = Machine(
-            self.simulation, self._engine, self._devices, launch, flags_at=flags_at, is_real=is_real, on_end=self._end
-        )
+        machine = Machine(self._engine, self._devices, launch, flags_at=flags_at, is_real=is_real, on_end=self._end)
         self.machines.append(machine)
         for index in launch.devices:
             self._launches.setdefault(index, []).append(machine)

@@ -25,7 +25,7 @@ class Engine:
     """All operations in flight in one launch."""
 
     def __init__(self, simulation: Simulation):
-        self._simulation = simulation
+        self.simulation = simulation
         self.mode = simulation.settings.completion
         self._flying: list[CountedWrite | Store | Arrival] = []
 
@@ -36,24 +36,17 @@ class Engine:
         what: str,
         *,
         write: bool,
-        event: tuple[int, int] | None = None,
         atomic: bool = False,
         by_rows: bool = False,
-        asynchronous: bool = True,
     ) -> None:
-        """Checks an access to memory by an operation, or by a thread itself, for races and faults, and remembers it.
-
-        `event` is the access's component and time, by default the operation's. `asynchronous` says whether the access
-        goes through the asynchronous proxy.
-        """
-        simulation = self._simulation
+        """Checks an access to memory by an operation, or by a thread itself, for races and faults, and remembers it."""
+        simulation = self.simulation
         if write and view.buffer.read_only:
             raise ProtocolError(f"{view} is an input that is not aliased to an output: it must not be written")
         if simulation.detector is None:
             return
-        component, time = event or (op.component, op.time)
-        access = Access(op.thread, view, what, op.instruction, component, time, write=write, asynchronous=asynchronous)
-        access.atomic, access.by_rows = atomic, by_rows
+        component, how = op.component, dict(write=write, atomic=atomic, by_rows=by_rows, asynchronous=op.asynchronous)
+        access = Access(op.thread, view, what, op.instruction, component, op.time, **how)
         simulation.detector.access(access, op.knowledge)
         op.thread.note_remote(access)
         if view.buffer.space in ("smem", "tmem") and component != op.thread.component:
@@ -61,7 +54,7 @@ class Engine:
 
     def completes_at_once(self) -> bool:
         """Whether a product that is issued now is complete at once: never in late mode, by chance in random mode."""
-        return self.mode == "eager" or (self.mode == "random" and self._simulation.random.random() < 0.5)
+        return self.mode == "eager" or (self.mode == "random" and self.simulation.random.random() < 0.5)
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
@@ -84,7 +77,7 @@ class Engine:
             nbytes: the bytes that `barrier` expects; in a multicast load, other CTAs send a part of them.
             undefined: whether elements out of bounds are undefined; if not, they are zero.
         """
-        run, device = self._simulation.run, source.buffer.device
+        run, device = self.simulation.run, source.buffer.device
         ops = []
         for landing in landings:
             target, counting = landing.view, landing.barrier
@@ -115,7 +108,7 @@ class Engine:
     def _advance(self, op: Operation | Arrival) -> None:
         op.advance()
         if op.is_done:
-            self._simulation.run.event_end(op.event)
+            self.simulation.run.event_end(op.event)
 
     def _finish(self, op: Operation | Arrival) -> None:
         while not op.is_done:
@@ -128,11 +121,10 @@ class Engine:
         op = Store(thread, source, target, reduction)
         self.record(op, source, "TMA store, read", write=False)
         what = "TMA store, write" if reduction is None else f"TMA reduction ({reduction})"
-        event = (op.write_component, op.write_time)
-        self.record(op, target, what, write=True, event=event, atomic=reduction is not None)
+        self.record(op.written, target, what, write=True, atomic=reduction is not None)
         thread.tick()
         thread.open_stores.append(op)
-        run, device = self._simulation.run, target.buffer.device
+        run, device = self.simulation.run, target.buffer.device
         run.count("copies", source.array.nbytes)
         op.event = run.event(thread, "copy" if device == thread.device else "remote_copy", source, target, device)
         self.fly(op)
@@ -170,7 +162,7 @@ class Engine:
         self.record(op, b, "wgmma, right operand", write=False, by_rows=b is a)
         thread.tick()
         thread.wgmmas.append(op)
-        run = self._simulation.run
+        run = self.simulation.run
         run.count("wgmmas")
         op.event = run.event(thread, "wgmma", a if isinstance(a, View) else b, b, None)
         if self.completes_at_once():
@@ -192,9 +184,9 @@ class Engine:
 
     def maybe_complete(self) -> None:
         """In random mode, with some probability advances one random operation in flight by one stage."""
-        if self.mode != "random" or not self._flying or self._simulation.random.random() > _EARLY:
+        if self.mode != "random" or not self._flying or self.simulation.random.random() > _EARLY:
             return
-        self._complete(int(self._simulation.random.random() * len(self._flying)))
+        self._complete(int(self.simulation.random.random() * len(self._flying)))
 
     def _complete(self, position: int) -> None:
         op = self._flying[position]
@@ -213,7 +205,7 @@ class Engine:
         choices = awaited or [i for i, _ in loads]
         if not choices:
             return False
-        self._complete(self._simulation.random.choice(choices))
+        self._complete(self.simulation.random.choice(choices))
         return True
 
     def finish(self, machine: object, device: int) -> None:

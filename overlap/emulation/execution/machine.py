@@ -19,7 +19,6 @@ from ..state.memory import Buffer, Cells, View, poison
 from ..state.mesh import Mesh
 from ..state.orders import Orders
 from ..state.races import Access
-from ..state.simulation import Simulation
 from ..state.sync import MBarrier, Meeting, Semaphore, Waitable
 from .engines import Engine
 from .operations import Issued, Product, Store
@@ -34,15 +33,14 @@ class Thread:
         self,
         machine: Machine,
         cta: Cta,
-        warpgroup: int,
-        warp: int | None,
+        place: tuple[int, int | None],
         env: Environment,
         pc: int,
         before: Thread | None = None,
     ):
         self.machine, self.cta, self.device = machine, cta, cta.device
         self.simulation, self.mesh = machine.simulation, machine.mesh
-        self.warpgroup, self.warp = warpgroup, warp
+        self.warpgroup, self.warp = place
         self.env, self.pc = env, pc
         self.knowledge = Knowledge()
         self.orders = Orders()
@@ -94,7 +92,7 @@ class Thread:
         if view.buffer.space != "regs":
             own = Issued(self, self.instruction, self.knowledge, self.component, self.time)
             engine = self.machine.engine
-            engine.record(own, view, what, write=write, atomic=atomic, by_rows=by_rows, asynchronous=False)
+            engine.record(own, view, what, write=write, atomic=atomic, by_rows=by_rows)
 
     def turn(self) -> bool:
         """Runs up to the next visible instruction; returns whether the thread can go on."""
@@ -164,7 +162,6 @@ class Machine:
 
     def __init__(
         self,
-        simulation: Simulation,
         engine: Engine,
         devices: Mapping[int, Device],
         launch: Launch,
@@ -173,10 +170,11 @@ class Machine:
         is_real: bool,
         on_end: Callable[[Machine, int], None],
     ):
-        self.simulation, self.engine, self.program, self.name = simulation, engine, launch.program, launch.name
+        self.simulation, self.engine, self.program, self.name = engine.simulation, engine, launch.program, launch.name
         self.mesh = mesh = Mesh(launch.mesh_shape, launch.devices)
         self._devices, self._on_end = devices, on_end
         # Shorter names for objects that most instructions use.
+        simulation = self.simulation
         self.run, self.detector, self.fault = simulation.run, simulation.detector, simulation.fault
         simulation.launches += 1
         self.number = simulation.launches
@@ -226,8 +224,8 @@ class Machine:
                 continue
             aliased = i in self.program.aliases
             data = np.array(value) if aliased or not value.flags.c_contiguous else value
-            out.append(Buffer(f"input {i}", "gmem", data, device, read_only=not aliased, written=True))
-            out[-1].is_operand = True
+            out.append(Buffer(f"input {i}", "gmem", data, device, read_only=not aliased))
+            out[-1].is_operand = out[-1].written = True
         for o, aval in enumerate(self.program.out_avals):
             if o in aliases:
                 out.append(out[aliases[o]])
@@ -293,7 +291,7 @@ class Machine:
             env = list(self.program.template)
             for entry, buffer in zip(self.program.parameters, self.buffers[device]):
                 env[entry] = buffer
-            thread = Thread(self, cta, warpgroup, None, env, 0)
+            thread = Thread(self, cta, (warpgroup, None), env, 0)
             thread.knowledge.join(self._start[device])
             if self.program.uses_tensor_memory and thread.knowledge.tensor is None:
                 thread.knowledge.tensor = EMPTY

@@ -48,13 +48,17 @@ class Issuer(Actor, Protocol):
 
 
 class Issued(NamedTuple):
-    """What identifies an operation for race detection: its issuer, what is known before it, and its event."""
+    """What identifies an operation for race detection: its issuer, what is known before it, and its event.
+
+    `asynchronous` says whether its accesses go through the asynchronous proxy.
+    """
 
     thread: Issuer
     instruction: Instruction
     knowledge: Knowledge
     component: int
     time: int
+    asynchronous: bool = False
 
 
 class Operation:
@@ -65,7 +69,10 @@ class Operation:
         knowledge: the events that have happened when the operation is complete, itself included.
         is_done: whether the operation is complete.
         event: its entry in the timeline; None if no timeline is recorded.
+        asynchronous: whether its accesses go through the asynchronous proxy.
     """
+
+    asynchronous = True
 
     def __init__(self, thread: Issuer):
         self.thread, self.instruction = thread, thread.instruction
@@ -129,6 +136,13 @@ class Store(Operation):
         self.write_component, self.write_time = thread.pool.take(self.knowledge.seen)
         self.knowledge.note(self.write_component, self.write_time)
         self.value: np.ndarray | None = None
+
+    @property
+    def written(self) -> Issued:
+        """The second stage, as an operation of its own."""
+        return Issued(
+            self.thread, self.instruction, self.knowledge, self.write_component, self.write_time, asynchronous=True
+        )
 
     def advance(self) -> None:
         if self.value is None:

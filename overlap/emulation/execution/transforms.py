@@ -66,7 +66,8 @@ def _index_tiled(sizes: tuple[int, ...], start: int, size: int, drop: bool, name
 
 
 def _index(transform: Transform) -> Step:
-    specs = []
+    """Makes the step that takes a part of the array: in each dimension an index, or a slice."""
+    specs = []  # for each dimension: whether it is sliced, the start, the size, the stride
     for index in transform.indices:
         if hasattr(index, "size") and hasattr(index, "stride") and not isinstance(index, np.ndarray):
             specs.append((True, index.start, int(index.size), int(index.stride)))
@@ -75,12 +76,14 @@ def _index(transform: Transform) -> Step:
 
     def step(b: Builder, env: Environment, clip: bool) -> None:
         sizes = b.sizes()
-        key: list[int | slice] = []
+        key: list[int | slice] = []  # an index or slice for each axis of the array; a tiled dimension has several axes
+        axis = 0  # the first axis of the dimension
+        # For each dimension that is left: how many axes it has, the size that was asked for, and which part of that
+        # lies within the array.
         groups: list[int] = []
-        texts: list[str] = []
-        axis = 0
-        window: list[slice] = []
         requested: list[int] = []
+        window: list[slice] = []
+        texts: list[str] = []  # for messages
         clipped = False
         for (is_slice, start, size, stride), n, full in zip(specs, b.groups, sizes):
             start = value_of(start, env)

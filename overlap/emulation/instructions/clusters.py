@@ -69,7 +69,8 @@ def _async_store(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         new, record = np.array(env[value]), thread.machine.run
         landing = lambda: new if atomic is None else REDUCTIONS[atomic](target.read(), new)  # noqa: E731
         op = CountedWrite(thread, target, counting, landing, nbytes)
-        engine.record(op, target, what, write=True, atomic=atomic is not None, asynchronous=False)
+        op.asynchronous = False
+        engine.record(op, target, what, write=True, atomic=atomic is not None)
         op.event = record.event(thread, "copy", "registers", target, thread.device)
         record.count("copies", nbytes)
         if cta is not thread.cta:

@@ -169,7 +169,7 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         thread.children = []
         for warp, before in enumerate(earlier):
             env = list(thread.env)
-            child = type(thread)(thread.machine, thread.cta, thread.warpgroup, warp, env, thread.pc, before)
+            child = type(thread)(thread.machine, thread.cta, (thread.warpgroup, warp), env, thread.pc, before)
             child.knowledge.join(thread.knowledge)
             thread.children.append(child)
             child.axes = {**thread.axes, axis: warp}
@@ -199,6 +199,7 @@ def _warp_map(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         if meet.generation == 0:
             return thread.block(meet, lambda: f"waits for its warps, {meet.arrived} of {warps} have ended")
         thread.knowledge.join(meet.latest)
+        # How often the warpgroup has waited for each barrier: a number if its warps agree, else a number for each warp.
         for barrier in {b: None for child in thread.children for b in child.waits}:
             counts = tuple(child.waits.get(barrier, 0) for child in thread.children)
             thread.waits[barrier] = counts[0] if len(set(counts)) == 1 else counts

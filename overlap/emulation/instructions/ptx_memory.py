@@ -18,7 +18,7 @@ from ..foundations.clocks import EMPTY, covers
 from ..foundations.errors import ProtocolError, RaceError
 from ..state.memory import Buffer, Cells, View
 from ..state.orders import fence_sc
-from ..state.sync import Semaphore, Write, next_serial
+from ..state.sync import Release, Semaphore, Write, next_serial
 
 _WORD_BYTES = 4
 _MIDDLE = 1 << 31  # where an array's first byte lies in the array's range of numbers, so that offsets may be negative
@@ -166,15 +166,15 @@ def _note_write(thread: Thread, word: Semaphore, i: ptx.Instruction, scope: str)
 def _store_words(
     thread: Thread, words: list[Semaphore], value: int, order: str, scope: str, *, continues: bool = False
 ) -> None:
-    clocks = {"local": EMPTY, "system": EMPTY}
+    release = Release(EMPTY, EMPTY, scope or "sys")
     releases = order in ("release", "acq_rel")
     if order != "weak":
-        clocks = thread.orders.released(thread.knowledge, scope, releases=releases)
+        release = thread.orders.released(thread.knowledge, scope, releases=releases)
     serial, event = next_serial(), (thread.component, thread.time)
     for n, word in enumerate(words):
         part = (value >> 32 * n) & 0xFFFFFFFF
         thread.orders.poll.has_news |= part != word.value
-        word.write(part, thread.device, by=event, continues=continues, scope=scope or "sys", serial=serial, **clocks)
+        word.write(part, thread.device, release, by=event, continues=continues, serial=serial)
         thread.orders.saw(thread, word, word.log[-1])
         if word.device != thread.device:
             word.expect_seen((thread, *event, thread.instruction))

@@ -108,16 +108,15 @@ def _test(d: Decoder, eqn: Equation, ins: list[int]) -> list[int]:
 # ---- semaphores ------------------------------------------------------------------------------------------------------
 
 
-def _signal_one(
-    thread: Thread, base: Allocation, path: RefPath, count: int, device_id: JaxObject, id_type: JaxObject, scope: str
-) -> None:
-    if device_id is not None:
-        if scope == "gpu":
-            raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
-        target = thread.machine.mesh.logical_device(thread.device, device_id, id_type, thread.env)
-        base = base.on(target)
-    signal_device(thread, base, path, count, scope)
-    thread.tick()
+def _on_device(
+    thread: Thread, base: Allocation, device_id: JaxObject, id_type: JaxObject, scope: str = "sys"
+) -> Allocation:
+    """Returns the array of semaphores `base` on the device that a signal is for; `device_id` None: on its own."""
+    if device_id is None:
+        return base
+    if scope == "gpu":
+        raise ProtocolError("a signal at memory scope 'gpu' stays on its device: use 'sys' with a device_id")
+    return base.on(thread.machine.mesh.logical_device(thread.device, device_id, id_type, thread.env))
 
 
 def signal_device(thread: Thread, base: Allocation, path: RefPath, count: int, scope: str) -> None:
@@ -155,7 +154,8 @@ def _signal(d: Decoder, eqn: Equation, ins: list[int]) -> None:
 
     @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
-        _signal_one(thread, thread.env[ref], path, amount, device_id, id_type, scope)
+        signal_device(thread, _on_device(thread, thread.env[ref], device_id, id_type, scope), path, amount, scope)
+        thread.tick()
 
 
 @handles("semaphore_signal_parallel")
@@ -168,7 +168,9 @@ def _signal_parallel(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         def run(
             thread: Thread, ref: int = ref, path: RefPath = path, amount: Scalar = amount, target: JaxObject = target
         ) -> None:
-            _signal_one(thread, thread.env[ref], path, int(value_of(amount, thread.env)), target, None, "sys")
+            base = _on_device(thread, thread.env[ref], target, None)
+            signal_device(thread, base, path, int(value_of(amount, thread.env)), "sys")
+            thread.tick()
 
         d.emit(run, eqn, visible=True)
 

@@ -61,7 +61,7 @@ def _record(thread: Thread, view: View, what: str, *, write: bool) -> tuple[int,
         raise ProtocolError(f"a {what} by one warp: only whole warpgroups access tensor memory, outside of warp_map")
     component, time = thread.pool.take(thread.knowledge.seen)
     op = Issued(thread, thread.instruction, thread.knowledge, component, time)
-    thread.machine.engine.record(op, view, what, write=write, asynchronous=False)
+    thread.machine.engine.record(op, view, what, write=write)
     return component, time
 
 
@@ -121,7 +121,7 @@ def _commit(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
         for (component, time), view, value in thread.tensor.stores:
-            if view is not None:
+            if view is not None:  # None: the store itself has written the value.
                 view.write(value)
             thread.knowledge.note(component, time)
         thread.tensor.stores.clear()

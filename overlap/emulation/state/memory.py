@@ -72,12 +72,11 @@ class Buffer(_Reachable):
         device: int,
         cta: Block | None = None,
         read_only: bool = False,
-        written: bool = False,
     ):
         super().__init__(name, device)
         self.space, self.data, self.cta = space, data, cta
         self.read_only = read_only
-        self.written = written  # whether the buffer has defined contents from the start
+        self.written = False  # whether the buffer has defined contents from the start
         self.is_operand = False
         self._bytes: tuple[np.ndarray, np.ndarray] | None = None  # (the array, its bytes)
         self.shadow = Shadow(max(data.nbytes, 1))

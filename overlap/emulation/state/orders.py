@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from ..foundations.actors import Actor
 from ..foundations.clocks import EMPTY, Knowledge, join
 from .simulation import Simulation
-from .sync import Semaphore, Write
+from .sync import Release, Semaphore, Write
 
 
 class Reader(Actor, Protocol):
@@ -106,11 +104,11 @@ class Orders:
         if scope == "sys":
             self._pending_sys = join(self._pending_sys, write.system)
 
-    def released(self, knowledge: Knowledge, scope: str, *, releases: bool) -> dict[str, np.ndarray]:
-        """Returns the clocks that a store or an atomic operation carries, as arguments of `Semaphore.write`."""
+    def released(self, knowledge: Knowledge, scope: str, *, releases: bool) -> Release:
+        """Returns what a store or an atomic operation releases."""
         local = knowledge.seen if releases else self._released_gpu
         system = knowledge.seen if releases else self._released_sys
-        return {"local": EMPTY if scope == "cta" else local, "system": system if scope == "sys" else EMPTY}
+        return Release(system if scope == "sys" else EMPTY, EMPTY if scope == "cta" else local, scope or "sys")
 
     def read(self, thread: Reader, words: Sequence[Semaphore], *, newest: bool) -> list[Write]:
         """Returns the values that one load of these adjacent words reads; an atomic operation reads the `newest` ones.

@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,20 @@ from ..foundations.source_lines import Instruction
 _HISTORY = 64  # how many values of earlier launches a word keeps; a peer that lags behind can read fewer than that
 # A write by another device: (its thread, the component and time of the event, the instruction).
 RemoteWrite = tuple[Actor, int, int, Instruction]
+
+
+class Release(NamedTuple):
+    """What a write releases.
+
+    Attributes:
+        system: the clock that it releases to all devices.
+        local: the clock that it releases to its own device.
+        scope: the scope of the write.
+    """
+
+    system: np.ndarray
+    local: np.ndarray
+    scope: str = "sys"
 
 
 class Waiter(Protocol):
@@ -123,14 +137,23 @@ class Semaphore(Waitable):
         self.zero(serial=serial)
 
     def zero(self, by: tuple[int, int] | None = None, serial: int | None = None) -> None:
-        """Zeroes the word before a launch. `by` is the event of the zeroing; with None, all threads know of it."""
+        """Zeroes the word before a launch, as the framework does.
+
+        Args:
+            by: the event of the zeroing, (component, time). Threads that do not know of it may still read older values,
+                so the log keeps the last `_HISTORY` of them. None: all threads know of it, and the log begins anew.
+            serial: of the zeroing; None: the next one.
+        """
         last = self.log[-1] if self.log else None
         if by is not None and last is not None and last.is_zeroing and not last.readers:
             # The word has not been used since the last zeroing, so the log needs no second one.
             last.by, last.serial = by, serial or next_serial()
             return
-        del self.log[: -_HISTORY if by is not None else None]
-        self.log.append(Write(0, 0, EMPTY, {}, by, serial or next_serial(), is_zeroing=True))
+        del self.log[: len(self.log) if by is None else -_HISTORY]
+        zeroing = Write(
+            value=0, total=0, system=EMPTY, local={}, by=by, serial=serial or next_serial(), is_zeroing=True
+        )
+        self.log.append(zeroing)
         self.taken = 0  # what waits that decrement have subtracted
         self._first = len(self.log) - 1  # the index in the log of the first value that can end a wait
         self.wake()
@@ -184,12 +207,10 @@ class Semaphore(Waitable):
         self,
         value: int,
         device: int,
+        release: Release,
         *,
-        system: np.ndarray,
-        local: np.ndarray,
         by: tuple[int, int] | None,
         continues: bool,
-        scope: str = "sys",
         serial: int | None = None,
     ) -> None:
         """Adds a write to the log: a store by a thread of `device`, or an atomic operation.
@@ -197,14 +218,12 @@ class Semaphore(Waitable):
         Args:
             value: the new value.
             device: the writer's device.
-            system: the clock that the write releases to all devices.
-            local: the clock that the write releases to its own device.
+            release: what the write releases.
             by: the event of the write.
             continues: whether the word still carries the clocks that it carried before, as after an atomic operation.
-            scope: the scope of the write.
             serial: the serial of the write; None: the next serial.
         """
-        last, value = self.log[-1], value & 0xFFFFFFFF
+        (system, local, scope), last, value = release, self.log[-1], value & 0xFFFFFFFF
         parts = {device: local}
         if continues:
             system = join(last.system, system)
@@ -222,8 +241,8 @@ class Semaphore(Waitable):
         self, count: int, seen: np.ndarray, from_device: int, by: tuple[int, int] | None = None, scope: str = "sys"
     ) -> None:
         """Adds `count` to the word atomically, with a release at `scope`."""
-        system = EMPTY if scope == "gpu" else seen
-        self.write(self.value + count, from_device, system=system, local=seen, by=by, continues=True, scope=scope)
+        release = Release(EMPTY if scope == "gpu" else seen, seen, scope)
+        self.write(self.value + count, from_device, release, by=by, continues=True)
 
     def acquire(
         self, value: int, knowledge: Knowledge, *, decrement: bool, scope: str, by: tuple[int, int] | None = None

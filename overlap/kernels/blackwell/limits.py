@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # The tensor memory has 128 lanes, and each holds one row of an accumulator. So a tile has 128 rows.
 TILE_M = 128
 TENSOR_MEMORY_COLUMNS = 512
+# One instruction of the tensor cores computes the tiles of at most a pair of CTAs.
+MOST_CTAS = 2
 # The tensor cores fill one accumulator while the epilogue reads the other one.
 ACCUMULATORS = 2
 # The number of buffers for terms (parts of a tile from peers): one box is loaded while another box is added.
@@ -71,6 +73,15 @@ def check_types(types: OperandTypes) -> None:
 
 def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     """Checks a configuration: its sizes, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
+    if config.cluster > 1 and config.cluster_along != "m":
+        raise ValueError(
+            f"cluster_along='k' can be used only on Hopper, and this device is {target.kind}: leave `cluster` and "
+            "`cluster_along` out of `config`"
+        )
+    if config.cluster > min(MOST_CTAS, target.num_cores):
+        raise ValueError(
+            f"`cluster` must be 1 or {MOST_CTAS}, and at most the {target.num_cores} cores, got {config.cluster}"
+        )
     if config.swap_operands:
         raise ValueError(f"`swap_operands` must be False on {target.kind}, got True: leave it out of `config`")
     if config.tile_m != TILE_M:
@@ -88,11 +99,6 @@ def check_config(types: OperandTypes, config: Config, target: Target) -> None:
         raise ValueError(
             f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster} and {jnp.dtype(types.dtype).name} "
             f"operands, transpose_rhs={types.layouts.transpose_rhs}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
-        )
-    if config.cluster > 1 and config.cluster_along != "m":
-        raise ValueError(
-            "`cluster_along` must be 'm' on Blackwell, where a pair of CTAs computes one tile of twice the rows, got "
-            f"{config.cluster_along!r}"
         )
     if config.cluster > 1 and types.transport == "ring":
         raise ValueError(

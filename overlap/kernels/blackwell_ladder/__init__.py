@@ -7,8 +7,8 @@ them where that fits. Read them in the order of `RUNGS`.
 On a CPU they run inside `overlap.emulation.emulate()` (or after `overlap.emulation.enable()`).
 
 NONE OF THESE KERNELS HAS RUN ON A BLACKWELL GPU. They have run emulated and in JAX's interpreter, and are assembled for
-sm_100a (`tests/ops/`). `GUIDE_UTILIZATION` has the guide's figures for the guide's own kernels, not
-measurements of these ones.
+sm_100a (`tests/ops/single_gpu/`, `tests/assembly/`). `GUIDE_UTILIZATION` has the guide's figures for the guide's own
+kernels, not measurements of these ones.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ MAX_ACCUMULATOR_REGISTERS = 160
 # but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 MOST_ACCUMULATED_IN_CLUSTERS = 128
+CLUSTERS = (1, 2, 4)
 WARPGROUP_THREADS = 128
 WGMMA_M, WGMMA_N_UNIT = 64, 8
 LARGEST_TILE_M_IN_TURN = 128
@@ -52,12 +53,6 @@ def accumulator_registers(config: Config) -> int:
     """Returns how many registers per compute thread hold sums; 0 if a warpgroup's columns are not a multiple of 64."""
     wg_m, wg_n = warpgroup_tile(config)
     return 0 if wg_n % TILE_N_UNIT else wg_m * wg_n // WARPGROUP_THREADS
-
-
-def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = False) -> int:
-    """Returns how many rows of a tile are loaded from a left operand with `m` rows (per batch element and shard)."""
-    shared = config.cluster if config.cluster_along == "n" else 1
-    return limits.rows_loaded(config, m, dtype, transpose_lhs, shared=shared)
 
 
 def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "") -> int:
@@ -93,6 +88,8 @@ def check_types(types: OperandTypes) -> None:
 
 def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     """Checks a configuration: its sizes, the dtypes, the registers and the shared memory. Raises ValueError."""
+    if config.cluster > 1:
+        _check_cluster(types, config, target)
     if config.swap_operands:
         _check_swapped(types, config)
     elif config.tile_m not in (64, 128, 256):
@@ -125,15 +122,41 @@ def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     limits.check_fits(smem_bytes(config, types.out_dtype, types.transport), types, config, target)
 
 
+def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:
+    """Checks that the CTAs of a cluster can divide the k steps of each tile among them. Raises ValueError."""
+    if config.cluster_along != "k":
+        raise ValueError(
+            "on Hopper the CTAs of a cluster compute one tile together, each a part of its k steps, so `cluster` needs "
+            f"cluster_along='k', got cluster={config.cluster} and {config.cluster_along!r}: set it (in `matmul`), or "
+            "leave `cluster` out of `config`"
+        )
+    if config.cluster not in CLUSTERS or config.cluster > target.num_cores:
+        raise ValueError(
+            f"`cluster` must be 1, 2 or 4 with cluster_along='k', and at most the {target.num_cores} cores, got "
+            f"{config.cluster}"
+        )
+    if types.transport:
+        raise ValueError(
+            "cluster_along='k' can be used only in `matmul`: leave `cluster` and `cluster_along` out of `config`"
+        )
+    for name, value, usual in (
+        ("schedule", config.schedule, "cooperative"),
+        ("stream_k", config.stream_k, 1),
+        ("split_k", config.split_k, 1),
+    ):
+        if value != usual:
+            raise ValueError(
+                f"`{name}` must be {usual!r} with cluster_along='k', got {value!r}: leave it out of `config`, or leave "
+                "`cluster_along` out"
+            )
+
+
 def _check_swapped(types: OperandTypes, config: Config) -> None:
     """Checks that the tensor cores can compute the transposed tile. Raises ValueError."""
-    leave_out = "leave `swap_operands` out of `config`"
-    along_n, rows = config.cluster > 1 and config.cluster_along == "n", config.tile_m
-    unit = WGMMA_N_UNIT * (config.cluster if along_n else 1)
-    if rows % unit or rows > TMA_BOX_LIMIT:
-        shares = f" and cluster={config.cluster} along n, whose CTAs load a part of the rows each" if along_n else ""
+    leave_out, rows = "leave `swap_operands` out of `config`", config.tile_m
+    if rows % WGMMA_N_UNIT or rows > TMA_BOX_LIMIT:
         raise ValueError(
-            f"`tile_m` must be a multiple of {unit} and at most {TMA_BOX_LIMIT} with `swap_operands`{shares}, got "
+            f"`tile_m` must be a multiple of {WGMMA_N_UNIT} and at most {TMA_BOX_LIMIT} with `swap_operands`, got "
             f"{rows}"
         )
     if config.split_k > 1:
@@ -153,14 +176,13 @@ def _check_swapped(types: OperandTypes, config: Config) -> None:
 
 def spills(shape: Config) -> bool:
     """Whether the kernel spills registers if the epilogue uses all features. The search leaves out such kernels."""
-    # Cases: `tests/assembly/assembly_space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
+    # Cases: `tests/assembly/space.py`. For example, 80 rows of bfloat16 with a right operand as [k, n] spill
     # 156 bytes; with 64 rows nothing is spilled, but no register is left.
-    in_clusters = shape.in_turn and shape.tile_n == TMA_BOX_LIMIT and shape.cluster > 1
     # In a cluster, 160 registers of sums spill 40 bytes or leave no register. Cut tiles need more registers than whole
-    # ones in a cluster (144 spill 40 bytes, 128 leave no register) or if warpgroups take turns (152 leave no register).
-    crowded = shape.stream_k > 1 and (shape.cluster > 1 or shape.in_turn)
+    # ones if warpgroups take turns (152 leave no register).
+    crowded = shape.stream_k > 1 and shape.in_turn
     most = MOST_ACCUMULATED // 2 if crowded else MOST_ACCUMULATED_IN_CLUSTERS if shape.cluster > 1 else MOST_ACCUMULATED
-    return shape.swap_operands and (in_clusters or accumulator_registers(shape) > most)
+    return shape.swap_operands and accumulator_registers(shape) > most
 
 
 def crowds_registers(types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
@@ -168,15 +190,12 @@ def crowds_registers(types: OperandTypes, tiles: int, config: Config, target: Ta
 
     These cases were found by assembling all kernels (`tests.assembly.sweep`). In compute threads:
 
-    - with 32-bit results, `stream_k` above 1, a cluster, and an epilogue that uses all of its features: tiles of
-      256 rows, or the largest tiles if both operands are transposed
     - where peers' parts are added: 128 rows per warpgroup, or the largest tiles with the schedule "pingpong"
     - where finished tiles are sent to all peers as well: the largest tiles, with 8-bit operands or 32-bit results
 
     In the producer, in operations that gather:
 
-    - the schedule "pingpong" in a cluster, or with the smallest tiles
-    - tiles of 256 × 64 with `stream_k` above 1, in a cluster
+    - the schedule "pingpong" with the smallest tiles
     - swapped operands with `stream_k` above 1: some of these kernels
 
     In both, if the CTAs of a cluster compute a tile together (`cluster_along="k"`):
@@ -186,19 +205,14 @@ def crowds_registers(types: OperandTypes, tiles: int, config: Config, target: Ta
     """
     if config.ctas_per_tile > 1 and tiles > clusters_at_once(target.num_cores, config.cluster):
         return True
-    transport, layouts = types.transport, types.layouts
+    transport = types.transport
     fills_warpgroup = config.in_turn and (config.tile_m == 128 or config.tile_m * config.tile_n >= 64 * 256)
     if transport in ("push", "broadcast") and (config.tile_m == 256 or fills_warpgroup):
         return True
-    if config.in_turn and transport == "pull" and (config.cluster > 1 or config.tile_m * config.tile_n <= 64 * 64):
-        return True
-    if transport == "pull" and (config.tile_m, config.tile_n) == (256, 64) and min(config.cluster, config.stream_k) > 1:
+    if config.in_turn and transport == "pull" and config.tile_m * config.tile_n <= 64 * 64:
         return True
     if config.swap_operands and transport == "pull" and config.stream_k > 1:
         return True
     has_wide_results = jnp.dtype(types.out_dtype).itemsize == 4
     is_large = config.tile_m * config.tile_n >= 128 * 256
-    if transport == "broadcast" and is_large and (jnp.dtype(types.dtype).itemsize == 1 or has_wide_results):
-        return True
-    wide = has_wide_results and (config.tile_m == 256 or (is_large and layouts.transpose_lhs and layouts.transpose_rhs))
-    return wide and config.cluster > 1 and config.stream_k > 1
+    return transport == "broadcast" and is_large and (jnp.dtype(types.dtype).itemsize == 1 or has_wide_results)

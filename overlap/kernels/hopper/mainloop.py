@@ -26,14 +26,12 @@ With `Config.swap_operands` the tensor cores compute the transposed tile, from e
 rows at a time, but any multiple of 8 columns, so a tile may then have any multiple of 8 rows. The sums are
 [columns, rows] in registers, and are transposed on their way to shared memory.
 
-Two CTAs may form a *cluster* (`Config.cluster`). They compute adjacent tiles, and each loads one half of the operand
-tile that both need into the shared memory of both. A stage is then free when both CTAs have consumed it. One of their
-tiles may lie wholly beyond the result's edge: that tile is computed from zeros, and none of it is stored.
+CTAs may form a *cluster* (`Config.cluster`), which computes each tile together: each CTA takes a part of its k steps.
 
 Every role visits the same sequence of pieces (`StreamK`: whole tiles, then the CTA's piece of the last, partial wave),
 and counts the stages that it has used, from the first piece to the last. So the next tile's operands are loaded while
-this tile's accumulator is stored (except with `cluster_along="k"`, where sums lie in the stages). CTAs that share a
-tile exchange their sums, and each finishes a share of its columns (`PartialSums`).
+this tile's accumulator is stored (except in clusters, where sums lie in the stages). CTAs that share a tile exchange
+their sums, and each finishes a share of its columns (`PartialSums`; in a cluster `ClusterSums`).
 
 Either operand may lie in memory with k along its rows or along its columns (`OperandLayouts`); the tensor cores read
 both. There may be several right operands, each with an output of its own (`OneOf`). They differ only in the copies that
@@ -60,10 +58,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import Config
-from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS
+from overlap.kernels.grid import GRID_AXIS, THREAD_AXIS
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.hopper import limits
-from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, rows_loaded, warpgroup_tile
+from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, warpgroup_tile
+from overlap.kernels.limits import rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import drawn, exchange, produce, staging
@@ -72,7 +71,7 @@ from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import AccumulatorRef, GmemRef, Index, ScratchType, SmemRef
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index, SmemRef
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -246,18 +245,11 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
         # The forwarder reads the stages as well, so it must release them, too.
-        consumed=_consumed(config, wg_tiles + types.forwards),
+        consumed=plgpu.Barrier(num_arrivals=wg_tiles + types.forwards, num_barriers=config.stages),
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
         taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,
     )
-
-
-def _consumed(config: Config, arrivals: int) -> ScratchType:
-    if not config.shares_loads:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=config.stages)
-    # An arrival at this barrier counts in all CTAs of the cluster.
-    return plgpu.ClusterBarrier(collective_axes=(RANK_AXIS,), num_arrivals=arrivals, num_barriers=config.stages)
 
 
 class Hopper:
@@ -282,8 +274,6 @@ class Hopper:
             *([_compat.UNEQUAL_TILES] if has_square_tiles and config.swap_operands else []),
             # A CTA reads the sums of the other CTAs of its cluster, box by box.
             *([_compat.CLUSTER_REFS] if config.ctas_per_tile > 1 else []),
-            # The forwarder releases stages in all CTAs of the cluster.
-            *([_compat.CLUSTER_ARRIVALS] if types.forwards and config.cluster > 1 else []),
         )
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
@@ -301,7 +291,7 @@ class Hopper:
         return lax.broadcast_in_dim(vector, shape, (dimension,))
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
-        work, hooks, buffers = loop.work, loop.hooks, staging.divided(buffers)
+        hooks, buffers = loop.hooks, staging.divided(buffers)
         warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, cluster_index)
         compute_registers, transfer_registers = _registers(hooks)
@@ -309,10 +299,8 @@ class Hopper:
         def load() -> None:
             if loop.counter is not None:
                 drawn.deal(loop, buffers, produce.produce)
-                return
-            for_each_piece(produce.produce)
-            if loop.config.shares_loads:
-                produce.wait_until_consumed(work.total_k_steps(cluster_index), buffers, loop.config)
+            else:
+                for_each_piece(produce.produce)
 
         def forward() -> None:
             if hooks.before_forwarding is not None:

@@ -2,7 +2,8 @@
 
 Read the files in the order of `RUNGS`. Each rung shows one new idea, and imports the rest from the rungs below it. The
 rungs are lessons. `overlap.matmul` does not use them: it has all of these ideas, and serves any shape.
-`benchmarks/ladder.py` measures the rungs side by side, `tests/ops/` runs them emulated and assembles them.
+`python -m benchmarks ladder` measures the rungs side by side; `tests/ops/single_gpu/` runs them emulated, and
+`tests/assembly/` assembles them.
 
 Measured on an H200 at its power limit, 4096 × 8192 × 4096 float16, as fractions of cuBLAS (2026-11-21, spread ±3%):
 0.75, 0.84, 0.93, 0.93, 0.97, 0.99, 0.99, 1.04 (the last without an activation: the same kernel as the one before it).

@@ -7,7 +7,8 @@
     delay_release  how many iterations late a stage is given back. A wgmma is asynchronous: with one left in flight, the
                    tensor cores go from product to product without a gap, but the stage that it still reads must not
                    be refilled. So the delay must be at least the number of products in flight. Too small a delay is a
-                   data race that a test on a GPU may miss; the emulator reports it (tests/ops/test_ladder.py).
+                   data race that a test on a GPU may miss; the emulator reports it
+                   (tests/ops/single_gpu/test_ladders.py).
 
 Gains: most of the time of the copies. What is left: the warpgroup that multiplies also computes addresses and
 issues copies. Source: "Software pipelining with Mosaic GPU" in the JAX documentation.

@@ -61,17 +61,11 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     lhs_start, rhs_start = tile.m * config.tile_m + tile.row_offset, tile.n * (config.tile_n // buffers.sides)
     lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
-    if not config.shares_loads:
+    if not buffers.plan.pairs:
         return lhs, rhs
-    if buffers.plan.pairs:
-        me = rank(config)
-        paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // config.cluster)
-        return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(
-            rhs, start=own_start, paired_by=paired_by
-        )
-    if config.cluster_along == "n":
-        return dataclasses.replace(lhs, shared_by=RANK_AXIS), rhs
-    return lhs, dataclasses.replace(rhs, shared_by=RANK_AXIS)
+    me = rank(config)
+    paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // config.cluster)
+    return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(rhs, start=own_start, paired_by=paired_by)
 
 
 def produce(
@@ -141,7 +135,7 @@ def produce(
 
 
 def wait_until_consumed(filled: Index, buffers: Buffers, config: Config) -> None:
-    """Waits until both CTAs of the cluster have consumed the stages that were filled last.
+    """Waits until both CTAs of a pair have consumed the stages that were filled last.
 
     A CTA must not end as long as the other CTA may load into its shared memory or arrive at its barriers.
 

@@ -323,8 +323,6 @@ class OperandLoad:
       barrier: the barrier at which each copy arrives.
       start: the tile's first row (of `lhs`) or column (of `rhs`).
       across: whether the operand's rows, as stored in memory, run along m or n instead of along k.
-      shared_by: the cluster axis along which CTAs need the same tile. Each CTA loads a share of the tile into the
-        shared memory of all these CTAs. None: the tile is not shared.
       paired_by: the cluster axis of two CTAs that each load a part of their own, and this CTA's rank along that axis.
         The barrier of the first CTA counts the loads of both. None: each CTA's barrier counts its own loads.
     """
@@ -333,7 +331,6 @@ class OperandLoad:
     barrier: BarrierRef
     start: Index
     across: bool
-    shared_by: Axis = None
     paired_by: tuple[Axis, Index] | None = None
 
 
@@ -358,9 +355,7 @@ def _load_box(
     """Starts the copy of one box; `along`: the dimension of the box that runs along m (of `lhs`) or n (of `rhs`)."""
     starts, sizes = list(corner), list(box_smem.shape)
     sharing: dict[str, Any] = {}
-    if load.shared_by is not None:
-        sharing = {"collective_axes": (load.shared_by,)}
-    elif load.paired_by is not None:
+    if load.paired_by is not None:
         # The copy names a box of twice the size, of which each CTA loads one half: the first CTA the first half, the
         # second CTA the second. So choose the start such that this CTA's half is the box to load.
         axis, rank = load.paired_by

@@ -1,51 +1,55 @@
 """Runs the kernels with each defect that `outcomes.csv` lacks, and writes what showed: python -m tests.protocol.defects
 
-Rows of defects that the source no longer has go. A defect that nothing reports needs a reason in the column `why`.
+Rows of defects that the source no longer has go. `--minutes` stops early, and the next run goes on from there.
+`--again` runs all kernels, and not a few of each kind, with the defects that went unnoticed.
 """
 
 from __future__ import annotations
 
-import csv
-import pathlib
-import sys
+import argparse
+import gc
+import os
+import time
 
+os.environ.setdefault("NPROC", "64")
 import jax
 
-FILE = pathlib.Path(__file__).parent / "outcomes.csv"
-COLUMNS = ("module", "function", "kind", "code", "number", "outcome", "kernel", "schedule", "why")
+from tests.protocol.defects import table
+
+_SCHEDULES = (0, 2)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many minutes")
+    parser.add_argument("--again", action="store_true", help="all kernels with the defects that went unnoticed")
+    given = parser.parse_args()
+    end = time.monotonic() + 60 * given.minutes
+    gc.set_threshold(200_000, 20, 100)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    from tests.protocol.defects import kernels, outcomes, source
+    from tests.protocol.defects import kernels, outcomes
 
-    known = {(*row.values(),)[:5]: row for row in csv.DictReader(FILE.open())} if FILE.exists() else {}
-    at_line: dict[tuple[str, int], list[str]] = {}
-    for name in kernels.KERNELS:
-        for place in outcomes.lines_of(name):
-            at_line.setdefault(place, []).append(name)
-    rows = []
-    defects = {d: lines for module in source.modules() for d, lines in source.of_module(module).items()}
+    known, reached = table.read(), outcomes.reached()
+    rows = {defect: known[defect] for defect in reached if defect in known}
+    rows |= {defect: table.Row("not run", "", -1) for defect, names in reached.items() if not names}
+    if given.again:
+        missing = [defect for defect in table.spread(rows) if rows[defect].outcome == "unnoticed"]
+    else:
+        missing = [defect for defect in table.spread(reached) if defect not in rows]
     try:
-        for number, (defect, lines) in enumerate(defects.items()):
-            key = defect.module, defect.function, defect.kind, defect.code, str(defect.number)
-            file = str(source.file_of(defect.module))
-            names = [name for name in kernels.KERNELS if any(name in at_line.get((file, line), ()) for line in lines)]
-            if not names:
-                continue
-            if key not in known:
-                shown, kernel, schedule = outcomes.outcome(defect, kernels.chosen(names), range(4))
-                known[key] = dict(zip(COLUMNS, (*key, shown, kernel, schedule, ""), strict=True))
-                print(f"{number}/{len(defects)} {defect}: {shown} ({kernel} {schedule})", flush=True)
-            rows.append(known[key])
+        for number, defect in enumerate(missing):
+            if time.monotonic() > end:
+                break
+            names = reached[defect] if given.again else kernels.chosen(reached[defect])
+            rows[defect] = table.Row(*outcomes.outcome(defect, names, _SCHEDULES))
+            print(f"{number}/{len(missing)} {defect}: {rows[defect]}", flush=True)
+            if number % 50 == 49:
+                table.write(rows)
     finally:
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        table.write(rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,20 +15,26 @@ import re
 import types
 from collections.abc import Iterator
 
-FOLDERS = ("collectives", "kernels", "primitives")
+FOLDERS = ("collectives", "kernels", "primitives", "single_gpu")
 # Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
 _NOT_OF_KERNELS = re.compile(
-    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|host_mesh|architectures|\w*ladder)$"
+    r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|host_mesh|architectures|matmul|\w*ladder)$"
 )
 # Calls that only check arguments, or only help to report: without them a correct call runs as before.
 _CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
 # To wait or to fence once more changes nothing.
 _IDEMPOTENT = re.compile(r"wait|fence|commit|look")
+# A lambda that does one of these is a whole step of the protocol.
+_SAYS_OR_WAITS = re.compile(r"signal|wait")
+# Arguments that say what is ordered or counted.
+_BOOLEANS = ("orders_tensor_core", "at_least", "decrement", "wait_read_only", "accumulate", "last", "of_part", "whole")
 # Functions that only say how much memory or how many flags a kernel has: more than needed does no harm.
 _OF_SIZES = re.compile(r"(^|\.)(launch|of|scratch_\w+)$|_(shape|shapes|type|types|bytes)$")
 # What a weaker fence, atomic or load says in PTX, and the scope within which it holds.
 _WEAKER = {".acq_rel": ".relaxed", ".release": ".relaxed", ".acquire": ".relaxed", ".sys": ".gpu"}
 _WEAKER_CALL = {"wait_stores_landed": "wait_stores_read"}
+# Conditions that hold or do not for all of a call: the other branch lacks what it needs.
+_ABSENT = re.compile(r"\bNone\b|\bisinstance\b|_KNOWN")
 _OTHER: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
 }  # fmt: skip
@@ -99,7 +105,9 @@ def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
             yield _Change("one less than", _plus(-1))
         case ast.Compare(ops=[operator]) if type(operator) in _OTHER:
             yield _Change("other side of", _compared_otherwise)
-        case ast.Constant(value=int(value)) if not isinstance(value, bool) and isinstance(parent, ast.Call):
+        case ast.Constant(value=int(value)) if not isinstance(value, bool) and isinstance(
+            parent, (ast.Call, ast.keyword)
+        ):
             yield _Change("one more than", _plus(1))
         case ast.Constant(value=str(value)):
             for strong, weak in _WEAKER.items():
@@ -109,6 +117,42 @@ def _changes(node: ast.AST, parent: ast.AST) -> Iterator[_Change]:
                 yield _Change("drop", lambda _: ast.Constant(""))
         case ast.Name(id=name) | ast.Attribute(attr=name) if name in _WEAKER_CALL:
             yield _Change("weaken", lambda _: ast.Name(_WEAKER_CALL[name], ast.Load()))
+        case ast.Subscript(value=ast.Attribute(attr="at"), slice=index):
+            for place, part in enumerate(index.elts if isinstance(index, ast.Tuple) else [index]):
+                if not isinstance(part, (ast.Slice, ast.Constant)) and not _begins_at_a_constant(part):
+                    yield _Change("first place in", functools.partial(_at_the_first, place))
+        case ast.IfExp(test=test) if not _ABSENT.search(ast.unparse(test)):
+            yield _Change("exchange in", lambda _: ast.IfExp(test, node.orelse, node.body))
+        case ast.Lambda(body=ast.Call() as call) if _SAYS_OR_WAITS.search(_called(call)):
+            yield _Change("drop in", lambda _: ast.Lambda(node.args, ast.Constant(None)))
+        case ast.keyword(arg=name, value=ast.Constant(value=bool(value))) if name in _BOOLEANS:
+            yield _Change("not in", lambda _: ast.keyword(name, ast.Constant(not value)))
+        case ast.BinOp(left, ast.BitAnd(), right):
+            yield _Change("left alone of", lambda _: left)
+            yield _Change("right alone of", lambda _: right)
+
+
+def _begins_at_a_constant(index: ast.AST) -> bool:
+    return isinstance(index, ast.Call) and _called(index) == "ds" and isinstance(index.args[0], ast.Constant)
+
+
+def _at_the_first(place: int, node: ast.AST) -> ast.AST:
+    """Returns the subscript with zero for one of its indices."""
+    assert isinstance(node, ast.Subscript)
+    parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
+    match parts[place]:
+        case ast.Call(func, [start, *rest]) as call if _called(call) == "ds":
+            parts[place] = ast.Call(func, [_zero(start), *rest], [])
+        case ast.Starred(value):
+            parts[place] = ast.Starred(_zero(value), ast.Load())
+        case index:
+            parts[place] = _zero(index)
+    return ast.Subscript(node.value, ast.Tuple(parts, ast.Load()) if len(parts) > 1 else parts[0], node.ctx)
+
+
+def _zero(index: ast.expr) -> ast.expr:
+    zero = _parsed("lambda index: tuple(0 * i for i in index) if isinstance(index, tuple) else 0 * index")
+    return ast.Call(zero, [index], [])
 
 
 def _replaced(text: str, strong: str, weak: str) -> ast.Constant:
@@ -224,10 +268,30 @@ def _code_of(defect: Defect) -> types.CodeType:
     tree = ast.parse(file_of(defect.module).read_text())
     function = dict(_functions(tree))[defect.function]
     node, change = next((node, change) for other, node, change in _numbered(defect.module, tree) if other == defect)
-    line = min(part.lineno for part in [function, *function.decorator_list])
     _Replace(node, change).visit(tree)
-    module = compile(ast.fix_missing_locations(tree), file_of(defect.module), "exec", dont_inherit=True)
-    return next(code for code in _all_codes(module) if (code.co_name, code.co_firstlineno) == (function.name, line))
+    return _compiled(ast.fix_missing_locations(tree), defect.module, function)
+
+
+def _rewritten(module: str, name: str, replacements: list[tuple[str, str]]) -> types.CodeType:
+    """Compiles the module with other text in one function, and returns the function's code."""
+    lines = file_of(module).read_text().splitlines(keepends=True)
+    function = dict(_functions(ast.parse("".join(lines))))[name]
+    first, end = _first_line(function) - 1, function.end_lineno
+    text = "".join(lines[first:end])
+    for old, new in replacements:
+        assert old in text, f"{module}.{name} has no text {old!r} any more"
+        text = text.replace(old, new)
+    return _compiled("".join([*lines[:first], text, *lines[end:]]), module, function)
+
+
+def _first_line(function: ast.FunctionDef) -> int:
+    return min(part.lineno for part in [function, *function.decorator_list])
+
+
+def _compiled(source: str | ast.Module, module: str, function: ast.FunctionDef) -> types.CodeType:
+    codes = _all_codes(compile(source, file_of(module), "exec", dont_inherit=True))  # type: ignore[arg-type]
+    of_function = function.name, _first_line(function)
+    return next(code for code in codes if (code.co_name, code.co_firstlineno) == of_function)
 
 
 def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -248,21 +312,47 @@ def _loaded(module: str) -> dict[tuple[str, int], list[types.FunctionType]]:
     return found
 
 
-@contextlib.contextmanager
-def injected(defect: Defect) -> Iterator[None]:
+def injected(defect: Defect) -> contextlib.AbstractContextManager[None]:
     """Runs the `with` block with the defect in the library: kernels that are traced in it have the defect."""
+    return _exchanged([(defect.module, _code_of(defect))])
+
+
+def rewritten(*changes: tuple[str, str, str]) -> contextlib.AbstractContextManager[None]:
+    """Runs the `with` block with other text in functions of the library: (function below `overlap`, old, new) each."""
+    of_functions: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for path, old, new in changes:
+        of_functions.setdefault(_split(path), []).append((old, new))
+    return _exchanged([(place[0], _rewritten(*place, texts)) for place, texts in of_functions.items()])
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Splits "primitives.handshake.Handshake.leave" into the module and the function in it."""
+    module, _, name = path.rpartition(".")
+    while not _path_of(module).exists():
+        module, _, of = module.rpartition(".")
+        name = f"{of}.{name}"
+    return module, name
+
+
+def _path_of(module: str) -> pathlib.Path:
+    return (file_of("kernels").parent.parent / module.replace(".", "/")).with_suffix(".py")
+
+
+@contextlib.contextmanager
+def _exchanged(codes: list[tuple[str, types.CodeType]]) -> Iterator[None]:
     from overlap.frame.primitive import tracer_of
 
-    code = _code_of(defect)
-    functions = _loaded(defect.module)[code.co_name, code.co_firstlineno]
-    assert functions, f"{defect.function} is not loaded"
-    before = [function.__code__ for function in functions]
+    before = []
     try:
-        for function in functions:
-            function.__code__ = code
+        for module, code in codes:
+            functions = _loaded(module)[code.co_name, code.co_firstlineno]
+            assert functions, f"{code.co_name} of {module} is not loaded"
+            for function in functions:
+                before.append((function, function.__code__))
+                function.__code__ = code
         tracer_of.cache_clear()
         yield
     finally:
-        for function, kept in zip(functions, before, strict=True):
+        for function, kept in before:
             function.__code__ = kept
         tracer_of.cache_clear()

@@ -1,0 +1,242 @@
+"""Mistakes with clusters, tensor memory and NVLink multicast: each is reported by an error that says where and what.
+
+Each function with the decorator `reports` is a kernel with one mistake.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.emulation import ProtocolError, RaceError
+from tests.emulation.cases import out_type, run_kernel
+from tests.emulation.reports import Reports, X, check
+
+SMEM = plgpu.SMEM(X.shape, jnp.float32)
+LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
+PAIR = dict(cluster=(2,), cluster_names=("rank",))
+STORES = LOADING | PAIR
+STORES |= dict(compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup))
+TWO = dict(num_threads=2, thread_name="wg")
+reports = Reports()
+
+
+# ---- clusters --------------------------------------------------------------------------------------------------------
+
+
+@reports(ProtocolError, "'q' is no axis of the cluster: it has ['r']", cluster=(2,), cluster_names=("r",), **LOADING)
+@reports(ProtocolError, "in a kernel without clusters", **LOADING)
+def loads_along_a_wrong_axis(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded, collective_axes="q")
+
+
+@reports(ProtocolError, "cannot be cut into 3 equal parts", cluster=(3,), cluster_names=("rank",), **LOADING)
+def loads_in_three_parts(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded, collective_axes="rank")
+
+
+@reports(ProtocolError, "no place in a cluster", scratch_types=[SMEM], **PAIR)
+def reads_outside_the_cluster(x, o, smem):
+    smem[...] = x[...]
+    o[...] = plgpu.cluster_ref(smem, {"rank": lax.axis_index("rank") + 2})[...]
+
+
+@reports(ProtocolError, "no allocation that a cluster shares", **PAIR, **TWO)
+def loads_into_a_private_scope(x, o):
+    def scope(smem, full):
+        plgpu.copy_gmem_to_smem(x, smem, full, collective_axes="rank")
+        plgpu.barrier_wait(full)
+
+    pl.run_scoped(scope, SMEM, plgpu.Barrier())
+
+
+ARRIVING = dict(out=(32,), scratch_types=[plgpu.ClusterBarrier(collective_axes=("rank",))], **PAIR)
+
+
+@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **ARRIVING)
+@reports(ProtocolError, "left the cluster too early", settings={"seed": 1}, **ARRIVING)
+def arrives_at_a_cta_that_has_ended(x, o, barrier):
+    @pl.when(lax.axis_index("rank") == 0)
+    def _arrive():
+        for i in range(20):
+            o[i] = jnp.float32(i)
+        plgpu.barrier_arrive(barrier)
+
+
+def send(value, ref, barrier, to, **keywords):
+    plgpu.async_store_smem(value, ref, barrier, cluster_idx=to, cluster_dim="rank", **keywords)
+
+
+@reports(ProtocolError, "'rank' = 2 is no place in a cluster", **STORES)
+@reports(ProtocolError, "'rank' is no axis of the cluster: it has ['r']", **STORES | {"cluster_names": ("r",)})
+@reports(ProtocolError, "'rank' = 2 in a kernel without clusters", **STORES | {"cluster": (), "cluster_names": ()})
+def stores_outside_the_cluster(x, o, smem, barrier):
+    send(x[...], smem, barrier, 2)
+
+
+@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **STORES)
+@reports(ProtocolError, "left the cluster too early", **STORES,
+         settings={"scheduler": "round_robin", "detect_races": False})  # fmt: skip
+def stores_to_a_cta_that_has_ended(x, o, smem, barrier):
+    @pl.when(lax.axis_index("rank") == 0)
+    def _send():
+        for i in range(20):
+            o[0, i] = jnp.float32(i)
+        send(x[...], smem, barrier, 1)
+
+
+@reports(ProtocolError, "shared memory freed too early", **STORES)
+def leaves_before_its_store_lands(x, o, smem, barrier):
+    send(x[...], smem, barrier, lax.axis_index("rank"))
+
+
+@reports(ProtocolError, "2 arrivals in phase 0, expected 1", **STORES)
+def stores_once_too_often(x, o, smem, barrier):
+    for half in range(2):
+        rows = pl.ds(half * 32, 32)
+        send(x[rows], smem.at[rows], barrier, 1 - lax.axis_index("rank"))
+    plgpu.barrier_wait(barrier)
+
+
+@reports(RaceError, "missing proxy fence", **STORES)
+def stores_what_has_landed_without_a_fence(x, o, smem, barrier):
+    send(x[...], smem, barrier, 1 - lax.axis_index("rank"))
+    plgpu.barrier_wait(barrier)
+    plgpu.copy_smem_to_gmem(smem, o)
+    plgpu.wait_smem_to_gmem(0)
+
+
+@reports(RaceError, "async store, atomic add", x=np.ones(X.shape, np.int32), **STORES | {"scratch_types":
+         [plgpu.SMEM(X.shape, jnp.int32), plgpu.Barrier(num_arrivals=2)]})  # fmt: skip
+def stores_beside_an_atomic_store(x, o, smem, barrier):
+    first = lax.axis_index("rank") == 0
+    lax.cond(first, lambda: send(x[...], smem, barrier, 0, atomic="add"), lambda: send(x[...], smem, barrier, 0))
+    pl.when(first)(lambda: plgpu.barrier_wait(barrier))
+
+
+@reports(RaceError, "TMA load, write", **STORES | {"scratch_types": [*STORES["scratch_types"], plgpu.Barrier()]})
+def stores_where_a_load_lands(x, o, smem, barrier, loaded):
+    pl.when(lax.axis_index("rank") == 0)(lambda: send(x[...], smem, barrier, 1))
+
+    @pl.when(lax.axis_index("rank") == 1)
+    def _load():
+        plgpu.copy_gmem_to_smem(x, smem, loaded)
+        plgpu.barrier_wait(barrier)
+        plgpu.barrier_wait(loaded)
+        o[...] = smem[...]
+
+
+@pytest.mark.parametrize(
+    ("words", "shape", "dtype", "barrier", "into", "keywords"),
+    [
+        ("with a ClusterBarrier", X.shape, jnp.float32, plgpu.ClusterBarrier(collective_axes=("rank",)), None, {}),
+        ("to a cluster_ref", X.shape, jnp.float32, plgpu.Barrier(), {"rank": 1}, {}),
+        ("a multiple of 128 bytes", (3, 8), jnp.float32, plgpu.Barrier(), None, {}),
+        ("integers only", X.shape, jnp.float32, plgpu.Barrier(), None, {"atomic": "add"}),
+        ("integers only", X.shape, jnp.int16, plgpu.Barrier(), None, {"atomic": "add"}),
+        ("in one warp", X.shape, jnp.float32, plgpu.Barrier(), None, {}),
+    ],
+)
+def test_stores_that_mosaic_does_not_compile(words, shape, dtype, barrier, into, keywords):
+    def body(o, smem, barrier):
+        store = lambda _=None: send(  # noqa: E731
+            jnp.ones(shape, dtype), smem if into is None else plgpu.cluster_ref(smem, into), barrier, 0, **keywords
+        )
+        plgpu.warp_map(store) if words == "in one warp" else store()
+
+    with pytest.raises(NotImplementedError, match=words):
+        run_kernel(body, out_type=out_type((1,)), **STORES | {"scratch_types": [plgpu.SMEM(shape, dtype), barrier]})
+
+
+# ---- tensor memory, multicast ----------------------------------------------------------------------------------------
+
+WIDE = [plgpu.TMEM((128, 256), jnp.float32), plgpu.TMEM((128, 512), jnp.float16, packed=True)]
+TMEM = dict(scratch_types=[plgpu.TMEM((128, 64), jnp.float32)], out=(128, 64))
+
+
+@reports(ProtocolError, "uses 576 columns of tensor memory, 576 of them in this scope",
+         scratch_types=[*WIDE, plgpu.TMEM((64, 128), jnp.float32)], located=False)  # fmt: skip
+def asks_for_more_columns_than_there_are(x, o, a, b, c):
+    pass
+
+
+@reports(ProtocolError, "nobody has written", **TMEM)
+def loads_what_nobody_has_stored(x, o, tmem):
+    o[...] = plgpu.async_load_tmem(tmem)
+
+
+@reports(ProtocolError, "only whole warpgroups access tensor memory", **TMEM)
+def loads_by_one_warp(x, o, tmem):
+    @plgpu.warp_map
+    def _warp(warp):
+        o[...] = plgpu.async_load_tmem(tmem)
+
+
+@reports(ProtocolError, "tensor memory freed too early:\n  tensor memory load", out=(128, 64))
+def leaves_a_scope_before_its_load_ends(x, o):
+    def scope(tmem):
+        plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32))
+        plgpu.commit_tmem()
+        o[...] = plgpu.async_load_tmem(tmem)
+
+    for _ in range(2):
+        pl.run_scoped(scope, plgpu.TMEM((128, 64), jnp.float32))
+
+
+@reports(ProtocolError, "tensor memory freed too early:\n  tensor memory store", out=(128, 64))
+def leaves_a_scope_before_its_store_ends(x, o):
+    pl.run_scoped(
+        lambda tmem: plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32)), plgpu.TMEM((128, 64), jnp.float32)
+    )
+
+
+ALL = dict(axes={"x": 4}, out=(64, 64), scratch_types=[plgpu.SMEM((16, 64), jnp.float32)])
+
+
+def finish(count=4):
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    plgpu.semaphore_signal_multicast(done, collective_axes="x")
+    pl.semaphore_wait(done, count)
+
+
+def own_rows(o):
+    return o.at[pl.ds(lax.axis_index("x") * 16, 16)]
+
+
+@reports(ProtocolError, "has left the kernel. Expected: device ", "waits for something", **ALL)
+def leaves_before_a_multicast(x, o, smem):
+    plgpu.multimem_store(x[...], own_rows(o), "x")
+
+
+@reports(ProtocolError, "has left the kernel. Expected: device ", "waits for something", **ALL)
+def waits_for_too_few_peers(x, o, smem):
+    plgpu.multimem_store(x[...], own_rows(o), "x")
+    finish(3)
+
+
+@reports(RaceError, "race on output 0:\n  multimem store", **ALL)
+def multicasts_to_the_same_rows(x, o, smem):
+    plgpu.multimem_store(x[...], o.at[:16], "x")
+    finish()
+
+
+@reports(RaceError, "may leave the kernel before\n  TMA store, write", **ALL)
+def multicasts_and_waits_for_the_read_alone(x, o, smem):
+    smem[...] = x[...]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, plgpu.multicast_ref(own_rows(o), "x"))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    finish()
+
+
+@reports(ProtocolError, "nobody has written:\n  multimem load", **ALL)
+def reduces_what_nobody_has_written(x, o, smem):
+    o[:16] = plgpu.multimem_load_reduce(o.at[16:32], collective_axes="x", reduction_op="add")
+    finish()
+
+
+@pytest.mark.parametrize("case", reports.cases)
+def test_report(case):
+    check(case)

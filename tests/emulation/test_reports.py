@@ -1,0 +1,277 @@
+"""Mistakes in a kernel of one device or of several: each is reported by an error that says where, what, and what to do.
+
+Each function with the decorator `reports` is a kernel with one mistake.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap.emulation import (
+    DeadlockError,
+    EmulationError,
+    ProtocolError,
+    RaceError,
+    StepLimitError,
+    emulate,
+    run_sequence,
+)
+from tests.emulation.cases import TILED, out_type, run_kernel
+from tests.emulation.reports import Reports, X, check
+
+SMEM = plgpu.SMEM(X.shape, jnp.float32)
+LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
+TWO = dict(num_threads=2, thread_name="wg")
+reports = Reports()
+
+
+# ---- what is not emulated --------------------------------------------------------------------------------------------
+
+
+@reports(NotImplementedError, "kernel 'lacking': at ", "test_reports.py",
+         "the primitive wait_gmem_to_smem is not emulated (docs/EMULATION.md lists what is not)")  # fmt: skip
+def lacking(x, o):
+    plgpu.wait_gmem_to_smem(0)
+
+
+@reports(NotImplementedError, "the primitive psum", axes={"x": 2}, out=(32, 64))
+def collective(x, o):
+    o[...] = lax.psum(x[...], "x")
+
+
+@reports(NotImplementedError, "inside a kernel only a map over warps is emulated, got a map over ['Mesh']")
+def maps(x, o):
+    @pl.kernel(mesh=plgpu.Mesh(grid=(2,), grid_names=("g",)))
+    def _inner():
+        pass
+
+    _inner()
+
+
+@reports(EmulationError, "indices that are arrays (gather and scatter) are not emulated")
+def gathers(x, o):
+    o[...] = x[jnp.arange(64)]
+
+
+BY_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+@reports(EmulationError, "the emulator cannot run this: smem: strided slices of tiled memory", out=(32, 64),
+         scratch_types=[plgpu.SMEM(X.shape, jnp.float32, transforms=BY_32), plgpu.Barrier()])  # fmt: skip
+def strides(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded)
+    plgpu.barrier_wait(loaded)
+    o[...] = smem[pl.ds(0, 32, stride=2)]
+
+
+@reports(NotImplementedError, "increment must be a constant", grid=(1,), grid_names=("i",))
+def signals_a_traced_count(x, o):
+    pl.semaphore_signal(pl.get_global(plgpu.SemaphoreType.REGULAR), lax.axis_index("i") + 1)
+
+
+@reports(
+    NotImplementedError, "a multicast_ref can only be the target of copy_smem_to_gmem", axes={"x": 2}, out=(32, 64)
+)
+def reads_a_multicast_reference(x, o):
+    o[...] = plgpu.multicast_ref(x, "x")[...]
+
+
+# ---- barriers, bounds, names -----------------------------------------------------------------------------------------
+
+
+@reports(DeadlockError, "device 0, CTA 0: waits for phase 0 of barrier loaded, got 1 of 2 arrivals",
+         scratch_types=[SMEM, plgpu.Barrier(num_arrivals=2)])  # fmt: skip
+def expects_too_many_arrivals(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded)
+    plgpu.barrier_wait(loaded)
+
+
+FLAGGED = dict(scratch_types=[plgpu.Barrier(num_arrivals=3, num_barriers=2)], **TWO)
+
+
+@reports(DeadlockError, "2 threads wait", "warpgroup 0: waits for semaphore[1, 2] of device 0 to reach 5, got 4",
+         "warpgroup 1: waits for phase 0 of barrier barrier[1], got 0 of 3 arrivals", **FLAGGED)  # fmt: skip
+def waits_for_each_other(x, o, barrier):
+    flags = pl.get_global(plgpu.SemaphoreType.REGULAR((2, 3)))
+
+    @pl.when(lax.axis_index("wg") == 0)
+    def _():
+        plgpu.semaphore_wait(flags.at[1, 2], 5)
+
+    @pl.when(lax.axis_index("wg") == 1)
+    def _():
+        plgpu.semaphore_signal(flags.at[1, 2], 4)
+        plgpu.barrier_wait(barrier.at[1])
+
+
+@reports(StepLimitError, "1000 steps", settings={"step_limit": 1000}, located=False,
+         scratch_types=[plgpu.Barrier()])  # fmt: skip
+def polls_for_ever(x, o, barrier):
+    lax.while_loop(lambda done: ~done, lambda _: plgpu.barrier_test(barrier), False)
+
+
+ONE_CTA = dict(grid=(1,), grid_names=("c",))
+
+
+@reports(ProtocolError, "input 0[1:65...]: index 1:65 is out of bounds for a dimension of size 64", **ONE_CTA)
+def reads_beyond(x, o):
+    o[...] = x[pl.ds(lax.axis_index("c") + 1, 64)]
+
+
+@reports(ProtocolError, "loaded[5...]: index 5:6 is out of bounds", **ONE_CTA,
+         scratch_types=[SMEM, plgpu.Barrier(num_barriers=2)])  # fmt: skip
+def loads_to_a_barrier_beyond(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded.at[lax.axis_index("c") + 5])
+
+
+@reports(
+    ProtocolError, "input 0 of device 0 (gmem) is an input that is not aliased to an output", "must not be written"
+)
+def writes_an_input(x, o):
+    x[...] = jnp.zeros(X.shape, X.dtype)
+
+
+@reports(RaceError, "race on tile_smem:", "of tile_smem (smem)", **LOADING)
+def copies_unseen(x_gmem, out_gmem, tile_smem, loaded):
+    plgpu.copy_gmem_to_smem(x_gmem, tile_smem, loaded)
+    plgpu.copy_smem_to_gmem(tile_smem, out_gmem.at[:])
+
+
+@reports(RaceError, "race on tiles[0]:", scratch_types=[[SMEM, plgpu.Barrier()]])
+def copies_unseen_of_a_list(x, o, tiles):
+    copies_unseen(x, o, *tiles)
+
+
+@reports(RaceError, "race on smem", scratch_types=[SMEM])
+def waits_for_too_few_stores(x, o, smem):
+    smem[...] = x[...]
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, o)
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    smem[...] = x[...]
+    plgpu.wait_smem_to_gmem(0)
+
+
+@reports(ProtocolError, "is read while 1 wgmma", x=X.astype(np.float16),
+         scratch_types=[plgpu.SMEM(X.shape, jnp.float16, transforms=TILED), plgpu.Barrier()])  # fmt: skip
+def reads_an_accumulator_too_early(a, o, smem, barrier):
+    plgpu.copy_gmem_to_smem(a, smem, barrier)
+    plgpu.barrier_wait(barrier)
+
+    def scope(acc):
+        plgpu.wgmma(acc, smem, smem)
+        return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+    o[...] = pl.run_scoped(scope, plgpu.ACC((64, 64), jnp.float32))
+
+
+@reports(ValueError, "kernel 'has_no_ctas': a grid of no CTAs, got {'c': 0}",
+         grid=(0,), grid_names=("c",))  # fmt: skip
+def has_no_ctas(x, o):
+    o[...] = x[...]
+
+
+# ---- devices and axes ------------------------------------------------------------------------------------------------
+
+
+def signals(device_id, **kwargs):
+    def body(x, o):
+        computed = jax.tree.map(lambda i: i + 0 * lax.axis_index("x"), device_id)
+        plgpu.remote_ref(o, computed, **kwargs)[...] = x[...]
+
+    return body
+
+
+SQUARE = dict(axes={"x": 2, "y": 2}, out=(32, 64))
+reports(ProtocolError, "a device id names the axis 'z', which the mesh {'x': 2, 'y': 2} does not have", **SQUARE)(
+    signals({"z": 0}))  # fmt: skip
+reports(ProtocolError, "a device id with 1 coordinates for the mesh", "Expected: one per axis, or a dict",
+        **SQUARE)(signals(1))  # fmt: skip
+reports(ProtocolError, "the device id 2 is out of range for the mesh axis 'x' of size 2", **SQUARE)(signals({"x": 2}))
+reports(ProtocolError, "the logical device id 7 is out of range for a mesh of 2 devices", axes={"x": 2}, out=(32, 64))(
+    signals(7, device_id_type=pl.DeviceIdType.LOGICAL))  # fmt: skip
+
+
+@reports(ProtocolError, "a device id in a kernel outside jax.shard_map, which runs on one device and has no mesh")
+def signals_without_a_mesh(x, o):
+    pl.semaphore_signal(pl.get_global(plgpu.SemaphoreType.REGULAR), device_id={"x": 1})
+
+
+@reports(ProtocolError, "smem is this CTA's own memory, which other devices cannot reach. Expected: an operand",
+         axes={"x": 2}, out=(32, 64), scratch_types=[plgpu.SMEM((32, 64), jnp.float32)])  # fmt: skip
+def writes_a_peers_shared_memory(x, o, smem):
+    plgpu.remote_ref(smem, {"x": 0})[...] = x[...]
+
+
+@reports(ProtocolError, "a multicast over the axes ('x',) in the mesh {'x': 2, 'y': 2}: NVLink multicast reaches all",
+         **SQUARE)  # fmt: skip
+def multicasts_to_a_part(x, o):
+    plgpu.multimem_store(x[...], o, "x")
+
+
+@reports(ProtocolError, "which has left the kernel", axes={"x": 2})
+def signals_late(x, o):
+    flag = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    plgpu.semaphore_signal(flag, device_id={"x": 1 - lax.axis_index("x")})
+
+
+@reports(ProtocolError, "the wait for semaphore of device ", " has memory scope 'gpu'", " signals of device ",
+         axes={"x": 2}, out=(2, 64))  # fmt: skip
+def waits_at_gpu_scope(x, o):
+    flag, other = pl.get_global(plgpu.SemaphoreType.REGULAR), {"x": 1 - lax.axis_index("x")}
+    plgpu.remote_ref(o, other)[0] = x[0]
+    plgpu.semaphore_signal(flag, device_id=other)
+    plgpu.semaphore_wait(flag, memory_scope="gpu")
+    o[1] = o[0]
+
+
+@pytest.mark.parametrize("case", reports.cases)
+def test_report(case):
+    check(case)
+
+
+def test_a_mistake_of_the_emulator_itself(monkeypatch):
+    def body(x, o):
+        o[...] = x[...]
+
+    def broken(*_, **__):
+        raise KeyError("lost")
+
+    monkeypatch.setattr("overlap.emulation.state.memory.View.write", broken)
+    with pytest.raises(EmulationError, match="failed, which is most likely a mistake of its own: KeyError: 'lost'"):
+        run_kernel(body, X, out_type=out_type(X.shape))
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+COUNT = "an integer of at least 1"
+SETTINGS = [
+    ("seed", "an integer", ("a", 1.0, None)),
+    ("cores", COUNT, (True, 0)),
+    ("laps", COUNT, (2.0, 0)),
+    ("resident", COUNT + " or None", ("2", 0)),
+    ("step_limit", COUNT + " or None", (0, 1e6)),
+    ("detect_races", "True or False", ("no",)),
+    ("record", "True or False", (1,)),
+    ("keep", "True or False", (None,)),
+    ("completion", "", ("soon",)),
+    ("scheduler", "", ("fair",)),
+]
+
+
+@pytest.mark.parametrize(("name", "wanted", "values"), SETTINGS)
+def test_wrong_settings(name, wanted, values):
+    for value in values:
+        words = re.escape(f"`{name}` must be {wanted}, got {value!r}") if wanted else name
+        with pytest.raises(ValueError, match=words), emulate(**{name: value}):
+            pass
+    with emulate(cores=np.int64(2), seed=np.int32(3), laps=np.int64(1)):  # Integers of NumPy are settings.
+        pass
+    with pytest.raises(ValueError, match="`seed` must be an integer, got 'a'"):
+        run_sequence([], seed="a")

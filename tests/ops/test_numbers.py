@@ -1,0 +1,252 @@
+"""Numbers of every operation in every form: each bit against NumPy, and real numbers within twice the rounding.
+
+Operands are small integers, whose sums are exact, and NumPy rounds what the kernel rounds. So one k step too many, a
+row from another device or a missing rounding shows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives import communicator
+from overlap.emulation import EmulationError
+from tests import oracle
+from tests.ops import numbers_cases
+from tests.ops.contract import (
+    BF16,
+    EVERY,
+    F16,
+    F32,
+    FORMS,
+    SMALL,
+    Call,
+    assert_exact,
+    check,
+    mesh_of,
+    put,
+    running,
+    struct,
+)
+from tests.ops.numbers_cases import FEW_ROWS, GATHERS, SUMS, WEIGHTS, by_either, summed
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("devices", "cores", "call"), by_either(GATHERS))
+def test_gathered_rows(devices, cores, call):
+    check(call, devices, cores=cores, seed=cores, completions=(("late", "random")[cores % 2],))
+
+
+@pytest.mark.parametrize(("devices", "cores", "call"), FEW_ROWS, ids=str)
+def test_few_gathered_rows(devices, cores, call):
+    check(call, devices, cores=cores, seed=cores, completions=(("late", "random")[cores % 2],))
+
+
+@pytest.mark.parametrize(("devices", "cores", "call"), WEIGHTS)
+def test_gathered_weights(devices, cores, call):
+    check(call, devices, cores=cores, scheduler="pct", seed=devices)
+
+
+@pytest.mark.parametrize(("devices", "call", "settings"), SUMS, ids=str)
+def test_sums(devices, call, settings):
+    if call.op == "matmul_all_reduce" and not call.config.one_shot and "t" not in call.layout:
+        cut_rows = call.m % devices == 0
+        assert call.scattered(call.m, call.n, devices) == ("m" if cut_rows else "n")
+    check(call, devices, **settings)
+    if call.pairs and devices == 2:
+        check(call, devices, implementation="xla")
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [pytest.param(name, devices, marks=[] if devices == (3, 8, 1, 4)[i % 4] else slow)
+     for i, name in enumerate(FORMS) for devices in (1, 2, 3, 4, 5, 8)
+     if devices != 5 or not FORMS[name].op.startswith("matmul_")],
+)  # fmt: skip
+def test_any_number_of_devices(name, devices):
+    check(FORMS[name], devices, seed=devices, launches=2, completions=("random",))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_real_numbers_and_the_same_bits_in_every_schedule(name):
+    """The bound is the rounding of the exact result, and of each device's part of a sum."""
+    call, devices = FORMS[name].but(dtype=F16 if len(name) % 2 else BF16), 2
+    arrays, results = call.normal(devices), []
+    program = call.program(oracle.make_mesh(x=devices), arrays)
+    for seed, completion in enumerate(("late", "eager", "random")):
+        with running(cores=3, seed=seed, completion=completion):
+            results.append(np.asarray(program(arrays)).astype(np.float32))
+    assert all((result == results[0]).all() for result in results[1:])
+    (exact,), (rounded,) = call.but(out=F32).expected(arrays, devices), call.expected(arrays, devices)
+    distance = lambda x: np.linalg.norm(x.astype(np.float32) - exact)  # noqa: E731
+    assert 0 < distance(results[0]) <= oracle.ALLOWED * distance(rounded)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=slow if n in ("weights n", "all, columns", "scatter m") else []) for n in FORMS]
+)
+def test_in_a_loop_on_one_axis_of_permuted_devices_beside_another_collective(name):
+    """Operands change right after each launch, and devices along the other axis have others."""
+    call, axes = FORMS[name].but(axis="warpgroup"), {"cluster": 2, "warpgroup": 2}
+    mesh = mesh_of(dict(reversed(axes.items())) if len(name) % 2 else axes, (2, 0, 3, 1))
+    arrays = call.arrays(2)
+
+    def body(arrays):
+        def step(arrays, _):
+            wrong = jnp.any(call(arrays) != call.plain(arrays))
+            moved = {"lhs": jnp.roll(-arrays["lhs"], 1, 1), "rhs": jnp.roll(arrays["rhs"], 1, 1)}
+            return moved, lax.pmax(lax.pmax(wrong, "warpgroup"), "cluster")
+
+        factor = (1 + lax.axis_index("cluster")).astype(arrays["lhs"].dtype)
+        return lax.scan(step, arrays | {"lhs": arrays["lhs"] * factor}, length=3)[1]
+
+    call = call.but(out=F32) if call.spec.sums else call
+    with running(cores=3, seed=1) as run:
+        assert not np.asarray(call.program(mesh, arrays, body, P())(arrays)).any()
+    assert run.counts["launches"] > 0
+
+
+def test_negative_controls(monkeypatch):
+    """The comparison fails if one operand is another one, or if nobody waits for what is copied."""
+    call = FORMS["pull"]
+    (exact,), arrays = call.expected(call.arrays(2), 2), call.arrays(2)
+    arrays["lhs"][-1, -1] += 1
+    with running():
+        result = call.program(oracle.make_mesh(x=2), arrays)(arrays)
+    with pytest.raises(AssertionError):
+        assert_exact(result, [exact])
+    monkeypatch.setattr(communicator, "semaphore_wait", lambda *_, **__: None)
+    with pytest.raises((EmulationError, AssertionError)):
+        check(call, completions=("late", "random"))
+
+
+# --- Rounding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "form"), [(BF16, "m"), (F16, "n"), (BF16, "all m"), (F16, "once"), (BF16, "ring")])
+def test_parts_are_rounded_once_before_they_travel(dtype, form):
+    """In one shot all devices sum, and round their own parts too, for the same bits; in blocks only peers' parts."""
+    keywords = (("transport", "ring"),) if form == "ring" else ()
+    call = summed("m" if form == "ring" else form, 3, 16, 24, 72, dtype=dtype, keywords=keywords)
+    factor = 37 if dtype == BF16 else 301
+    with pytest.MonkeyPatch.context() as patch:
+        arrays = Call.arrays
+        patch.setattr(Call, "arrays", lambda self, *a: arrays(self, *a) | {
+            "lhs": (arrays(self, *a)["lhs"] * np.asarray(factor, dtype))})  # fmt: skip
+        check(call, 3)
+        given = call.arrays(3)
+    # The operands are such that rounding later, or more often, gives other bits.
+    expected = call.expected(given, 3)[0]
+    assert np.any(expected != call.but(out=F32).expected(given, 3, F32)[0].astype(dtype))
+    if form == "all m":
+        assert np.any(expected != call.but(config=SMALL.replace(one_shot=True)).expected(given, 3)[0])
+
+
+@pytest.mark.parametrize("along", ["n", "k"])
+def test_what_lies_beyond_a_shard_does_not_enter_its_sums(along):
+    """Infinite activations must be multiplied only by weights of their own shard: times zero padding they give NaN."""
+    call = Call(f"all_gather_rhs_matmul_{along}", 128, 128, 72, config=overlap.Config(tile_n=128, stages=2))
+    arrays = jax.tree.map(np.ones_like, call.arrays(2))
+    arrays["lhs"][:, -1] = np.inf
+    with running():
+        assert np.isposinf(np.asarray(call.program(oracle.make_mesh(x=2), arrays)(arrays), np.float32)).all()
+
+
+def test_scalar_scales_that_differ_from_device_to_device():
+    call = summed("n", 2, 48, 24, 24, out=F32)
+    arrays = call.arrays(2)
+
+    def scaled(arrays):
+        place = lax.axis_index("x").astype(F32)
+        return call(arrays, lhs_scale=2 + place, rhs_scale=jnp.exp2(-place))
+
+    with running():
+        result = call.program(oracle.make_mesh(x=2), arrays, scaled, call.out_specs)(arrays)
+    scales = {"lhs_scale": np.array([2.0, 3.0]), "rhs_scale": np.array([1.0, 0.5])}
+    assert_exact(result, call.expected(arrays | scales, 2))
+
+
+def test_scales_of_rows_that_all_leading_dimensions_share():
+    call = summed("m", 2, 24, 40, 24, lead=(1, 2), extras=("lhs_scale",), out=F32)
+    arrays = call.arrays(2)
+    arrays["lhs_scale"] = arrays["lhs_scale"][:, 0, 0]  # [D, m, 1]
+    spread = np.broadcast_to(arrays["lhs_scale"][:, None, None], (2, 1, 2, 48, 1))
+    with running():
+        result = call.program(oracle.make_mesh(x=2), arrays)(arrays)
+    assert_exact(result, call.expected(arrays | {"lhs_scale": spread}, 2))
+
+
+def test_leading_dimensions_are_more_rows():
+    """One token of each of 24 sequences takes as many products as 24 tokens of one sequence."""
+    work, mesh = [], oracle.make_mesh(x=2)
+    for lead, m in (((), 24), ((24,), 1), ((4, 3), 2)):
+        call = summed("once", 2, m, 40, 24, lead=lead, extras=("lhs_scale", "rhs_scale"), out=F32)
+        arrays = call.arrays(2)
+        with running() as run:
+            assert_exact(call.program(mesh, arrays)(arrays), call.expected(arrays, 2))
+        work.append(run.counts["wgmmas"])
+    assert work[0] == work[1] == work[2]
+
+
+def test_a_configuration_of_one_shot_means_nothing_elsewhere():
+    check(Call("matmul_reduce_scatter", 8, 40, 24, config=SMALL.replace(one_shot=True)))
+
+
+def test_the_ring_gives_few_rows_a_tile_for_each_shard():
+    """It passes on operand tiles, and each must be of a single shard. Both kernels give the same bits."""
+    texts = []
+    for keywords in ((), (("transport", "ring"),)):
+        call = FORMS["joined"].but(keywords=keywords)
+        check(call, 3)
+        with running():
+            texts.append(str(jax.make_jaxpr(call.program(oracle.make_mesh(x=3), call.arrays(3)))(call.arrays(3))))
+    assert ["overlap_all_gather_lhs_matmul_joined" in text for text in texts] == [True, False]
+
+
+# --- By XLA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", numbers_cases.BY_XLA, ids=str)
+def test_by_xla_with_every_keyword(call):
+    """`implementation="xla"`, and the default where no kernel can run, which also must launch none."""
+    extras = tuple(name for name in call.extras if not (call.rhs_lead and name == "lhs_scale" and not call.lead))
+    check(call.but(extras=extras, config=None), implementation=None if call.lead else "xla")
+
+
+@pytest.mark.parametrize("op", ["matmul", "all_gather_rhs_matmul_n", "matmul_reduce_scatter", "matmul_all_reduce"])
+def test_nothing_to_multiply(op):
+    """jax 0.11 cannot compile a program whose sharded arguments are all empty."""
+    call = Call(op, 8, 8, 0, config=None)
+    types = {name: struct(*np.shape(x)) for name, x in call.arrays(2).items()}
+    out = jax.eval_shape(call.program(oracle.make_mesh(x=2), types, lambda a: call(a, None), P()), types)
+    assert out.shape == {"matmul": (8, 8), "all_gather_rhs_matmul_n": (8, 16)}.get(op, (8, 8))
+
+
+def test_several_right_operands_of_which_some_have_leading_dimensions_or_a_bias():
+    call = Call("all_gather_lhs_matmul", 8, 0, 32, widths=(16, 24), dtype=F32, extras=("bias", "addend"),
+                config=None, activation=jax.nn.relu)  # fmt: skip
+    assert_exact(check(call, implementation=None), call.expected(call.arrays(2), 2))
+    given, mesh = call.arrays(2), oracle.make_mesh(x=2)
+    rhs, bias = given["rhs"][0], given["bias"][0]
+    sides, biases = [rhs, np.broadcast_to(rhs, (2, 3, *rhs.shape)), rhs], [bias, None, None]
+
+    def body(lhs):
+        return overlap.all_gather_lhs_matmul(lhs, sides, "x", bias=biases, return_gathered=True)
+
+    outs, whole = oracle.on_mesh(mesh, body, P("x"), P())(given["lhs"])
+    product = given["lhs"] @ rhs
+    for out, exact in zip((*outs, whole), (product + bias, np.broadcast_to(product, (2, 3, *product.shape)), product,
+                                           given["lhs"]), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(np.asarray(out), exact)
+
+
+def test_the_arrays_of_the_contract_are_on_the_mesh_as_the_specs_say():
+    """The helpers themselves: every shard is the part of the array that its spec names."""
+    call, mesh = FORMS["scatter m"].but(extras=EVERY), oracle.make_mesh(x=2)
+    arrays = call.arrays(2)
+    for name, x in put(arrays, call.specs(arrays), mesh).items():
+        assert all((np.asarray(s.data) == arrays[name][s.index]).all() for s in x.addressable_shards)

@@ -1,0 +1,301 @@
+"""`jax.vmap`, 64-bit mode and other settings of jax: every operation gives the same bits, or refuses with a way out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.choice import crossover, dispatch
+from overlap.choice.problem import Problem
+from tests import oracle
+from tests.ops.contract import (
+    BF16,
+    EVERY,
+    F16,
+    F32,
+    FEW_FORMS,
+    FORMS,
+    H200,
+    SCALES,
+    SMALL,
+    Call,
+    assert_close,
+    assert_exact,
+    check,
+    running,
+    struct,
+)
+from tests.ops.product_cases import normal
+
+slow = pytest.mark.slow
+
+
+# --- vmap -------------------------------------------------------------------------------------------------------------
+
+
+def mapped(call, names, depth=1):
+    """`jax.vmap` over leading dimensions of the arrays in `names`: what `call` does with leading dimensions."""
+    single = call.but(lead=())
+    over = {n: [0] * len(call.widths) if n in call.extras[1:] and call.widths else 0 for n in names}
+
+    def body(arrays):
+        given = {n: x.swapaxes(0, 1) if n == "lhs" and depth == 2 else x for n, x in arrays.items()}
+        function, axes = single, ({n: over.get(n) for n in arrays},)
+        function = jax.vmap(function, in_axes=axes)
+        if depth == 1:
+            return function(given)
+        return jax.tree.map(lambda x: x.swapaxes(0, 1), jax.vmap(function, in_axes=axes)(given))
+
+    return body
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FEW_FORMS else slow) for n in FORMS])
+def test_vmap_over_the_left_operand_is_a_leading_dimension(name):
+    call = FORMS[name].but(lead=(3,))
+    arrays = call.arrays(2)
+    with running(cores=3) as run:
+        result = call.program(oracle.make_mesh(x=2), arrays, call.stacked(mapped(call, ["lhs"])), call.out_specs)(
+            arrays
+        )
+    assert run.counts["launches"] > 0
+    assert_exact(result, call.expected(arrays, 2))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        FORMS["joined"].but(lead=(3, 2), widths=(72, 136), container=tuple, keywords=(("return_gathered", True),)),
+        FORMS["pull"].but(lead=(3, 2), widths=(72, 136), keywords=(("return_gathered", True),)),
+        FORMS["weights k"].but(lead=(3, 2)),
+    ],
+    ids=str,
+)
+def test_vmap_twice(call):
+    arrays = call.arrays(2)
+    body = mapped(call, ["lhs"], depth=2)
+
+    def each(arrays):
+        if not call.gathered:
+            return body(arrays)
+        outs, whole = body(arrays)
+        return outs, whole[None]
+
+    with running(cores=3):
+        result = call.program(oracle.make_mesh(x=2), arrays, each, call.out_specs)(arrays)
+    assert_exact(result, call.expected(arrays, 2))
+
+
+BOTH, SCALED = ["lhs", "lhs_scale"], ("lhs_scale", "rhs_scale", "bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [("pull", BOTH), ("joined", ["lhs_scale"]), ("scatter m", BOTH), ("one shot", ["lhs_scale"]),
+     ("scatter n", ["bias"]), ("all, rows", ["bias"]), ("matmul", BOTH),
+     pytest.param("joined", ["lhs"], marks=slow), pytest.param("pull", ["lhs_scale"], marks=slow)],
+)  # fmt: skip
+def test_vmap_over_scales_of_rows_and_biases(name, over):
+    """XLA adds a mapped bias after the kernel, which still scales each device's product before the sum."""
+    call = FORMS[name].but(extras=SCALED)
+    call = call.but(out=F32) if call.spec.sums else call
+    arrays, results = call.arrays(2), []
+    stacks = {n: np.stack([arrays[n], arrays[n] * arrays[n].dtype.type(2)]) for n in over}
+
+    def all_of(function):
+        def body(arrays):
+            given = {n: jnp.stack([arrays[n], 2 * arrays[n]]) if n in stacks else arrays[n] for n in arrays}
+            return jax.vmap(function, ({n: 0 if n in stacks else None for n in given},))(given)
+
+        return body
+
+    out = P(None) if call.spec.replicates else P(None, *call.out_specs)
+    with running(detect_races=False) as run:
+        result = call.program(oracle.make_mesh(x=2), arrays, all_of(call), out)(arrays)
+    assert run.counts["launches"] > 0
+    for index in range(2):
+        given = arrays | {n: stack[index] for n, stack in stacks.items()}
+        (exact,) = call.but(config=SMALL if call.config.one_shot else call.config).expected(given, 2)
+        results.append(exact[0] if call.spec.replicates else exact)
+    np.testing.assert_array_equal(np.asarray(result).astype(np.float32), np.stack(results).astype(np.float32))
+
+
+MAPPED = [  # The arrays that `vmap` maps, and shapes beside [24, 64] and [64, 128].
+    ("addend", {"addend": (3, 24, 128)}),
+    ("rhs_scale", {"rhs_scale": (3, 128)}),
+    ("bias", {"bias": (3, 128)}),
+    ("lhs", {"lhs": (3, 24, 64), "rhs": (2, 64, 128)}),
+    ("lhs", {"lhs": (3, 2, 24, 64), "lhs_scale": (2, 24, 1)}),
+    ("lhs_scale", {"lhs": (2, 24, 64), "lhs_scale": (3, 2, 24, 1), "addend": (2, 24, 128)}),
+    ("rhs", {"rhs": (3, 64, 128), "lhs_scale": (3, 24, 1)}),
+    ("addend", {"lhs": (2, 24, 64), "addend": (3, 24, 128)}),
+]
+
+
+@pytest.mark.parametrize(("over", "shapes"), MAPPED, ids=str)
+def test_vmap_of_matmul_over_anything_is_what_xla_has(over, shapes):
+    shapes = {"lhs": (24, 64), "rhs": (64, 128)} | shapes
+    dtypes = {"lhs": BF16, "rhs": BF16, "addend": BF16}
+    given = {name: normal(i, *shape, dtype=dtypes.get(name, F32)) for i, (name, shape) in enumerate(shapes.items())}
+
+    def of(implementation, config=None):
+        call = lambda given: overlap.matmul(**given, implementation=implementation, config=config)  # noqa: E731
+        axes = {name: 0 if name == over or (name == "lhs_scale" and over == "rhs") else None for name in given}
+        return np.asarray(jax.vmap(call, (axes,))(given), np.float32)
+
+    with running():
+        np.testing.assert_allclose(of("fused", SMALL), of("xla"), rtol=2e-2, atol=2e-2)
+
+
+def over_three(name, function):
+    """`vmap` over three times the array `name`; over none of it, if the name ends so."""
+    which, _, none = name.partition(", ")
+
+    def body(arrays):
+        many = jnp.stack([arrays[which]] * 3)[: 0 if none else 3]
+        return jax.vmap(lambda x: function(arrays | {which: x}))(many)
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [("pull", "rhs"), ("pull", "rhs_scale"), ("pull", "lhs, none"), ("weights n", "rhs"), ("weights k", "lhs, none"),
+     ("scatter m", "rhs"), ("scatter n", "rhs_scale"), ("one shot", "rhs")],
+)  # fmt: skip
+def test_vmap_over_anything_else_is_refused_if_asked_for_and_left_to_xla_if_not(form, name, monkeypatch):
+    """On a GPU, where the chooser would take the kernel of one call."""
+    call = FORMS[form].but(m=1024, n=2048, k=2048, config=None, extras=("rhs_scale",) if name == "rhs_scale" else ())
+    types = call.types(2)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    monkeypatch.setattr(crossover, "verdict", lambda *_: crossover.Verdict(False, "", crossover.Cause.MEASURED))
+
+    def traced(implementation):
+        body = over_three(name, lambda arrays: call(arrays, implementation))
+        return call.program(oracle.make_mesh(x=2), types, body, P()).trace(types)
+
+    with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
+        traced("fused")
+    chosen, asked = traced(None), traced("xla")
+    assert chosen.out_info.shape == asked.out_info.shape
+    assert "mosaic_gpu" not in chosen.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_vmap_where_the_chooser_takes_the_kernel(monkeypatch):
+    call = Call("matmul_reduce_scatter", config=None)
+    types = {"lhs": struct(8192, 8192), "rhs": struct(8192, 8192)}
+    problem = Problem("matmul_reduce_scatter", 8192, 8192, 4096, "bfloat16", "bfloat16", devices=2)
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    monkeypatch.setattr(crossover, "measurements", lambda: (crossover.Measured(problem, 90.0, 100.0),))
+    for name, has_kernel in (("lhs", True), ("rhs", False)):
+        body = over_three(name, lambda arrays: call(arrays, None))
+        traced = call.program(oracle.make_mesh(x=2), types, body, P(None, "x", None)).trace(types)
+        assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == has_kernel
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_vmap_of_a_backward_pass_that_no_kernel_can_serve(wrapped):
+    """Inside `jax.jit`, `vmap` maps over the backward pass, for which nobody asked for the kernel: XLA runs."""
+    call, arrays = FORMS["pull"].but(m=16, k=64), FORMS["pull"].but(m=16, k=64).normal(2)
+
+    def of(function):
+        total = wrapped(lambda x, w: jnp.sin(function({"lhs": x, "rhs": w}).astype(F32)).sum())
+        return lambda a: jax.vmap(jax.grad(total, (0, 1)), (0, None))(jnp.stack([a["lhs"], -a["lhs"]]), a["rhs"])
+
+    results, out = [], (P(None, "x", None), P(None, None, "x"))
+    for function in (call, call.plain):
+        with running():
+            results.append(call.program(oracle.make_mesh(x=2), arrays, of(function), out)(arrays))
+    assert_close(*results, 2e-2)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla", "vmap"])
+def test_products_are_not_rounded_before_their_epilogue(implementation):
+    """If the product were rounded to float16 before the epilogue, it would be infinite."""
+    lhs, rhs, bias = jnp.full((64, 128), 100, F16), jnp.full((128, 128), 100, F16), jnp.full(128, 128.5)
+    product = functools.partial(overlap.matmul, lhs, rhs, rhs_scale=1e-4)
+    with running():
+        if implementation == "vmap":
+            out = jax.vmap(lambda bias: product(bias=bias, implementation="fused", config=SMALL))(bias[None])
+        else:
+            out = product(bias=bias, implementation=implementation, config=None if implementation == "xla" else SMALL)
+    np.testing.assert_allclose(np.asarray(out, np.float32), 256.5, rtol=2e-3)
+
+
+def test_products_in_f32_have_a_configuration_that_fits():
+    """An activation's derivative and a batch of vectors need f32 results, which take more shared memory."""
+    config = overlap.Config(tile_m=128, tile_n=256, stages=4)
+    lhs, rhs, bias = normal(0, 48, 32), normal(1, 32, 512), normal(2, 2, 512, dtype=F32)
+    product = functools.partial(overlap.matmul, lhs, rhs, config=config, implementation="fused")
+    with running():
+        out = jax.vmap(lambda bias: product(bias=bias))(bias)
+        d = jax.grad(lambda bias: product(bias=bias, activation=jnp.tanh).astype(F32).sum())(bias[0])
+    exact = np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32)
+    assert_close(out, exact + np.asarray(bias)[:, None])
+    assert_close(d, (1 - np.tanh(exact + np.asarray(bias[0])) ** 2).sum(0))
+
+
+# --- Settings of jax --------------------------------------------------------------------------------------------------
+
+WIDER = {name: call.but(extras=tuple(n for n in EVERY if n in call.spec.epilogue)) for name, call in FORMS.items()} | {
+    "split k": Call("matmul", config=SMALL.replace(split_k=2)),
+    "stream k": Call("all_gather_rhs_matmul_k", config=SMALL.replace(stream_k=2)),
+    "cluster": Call("matmul", m=136, config=SMALL.replace(cluster=2)),
+}
+
+
+WITH_X64 = (*FEW_FORMS[1:], "all, rows", "split k", "stream k")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in WITH_X64 else slow) for n in WIDER])
+def test_the_same_bits_with_x64(name, monkeypatch):
+    """Scales and biases are then of 64 bits, as NumPy makes them."""
+    arrays = Call.arrays
+    wide = lambda n, x: x.astype(np.float64) if n in (*SCALES, "bias") else x  # noqa: E731
+    monkeypatch.setattr(Call, "arrays", lambda *args: {n: wide(n, x) for n, x in arrays(*args).items()})
+    call = WIDER[name].but(activation=(lambda y: jnp.maximum(y * 0.5, -1.0)) if "bias" in WIDER[name].extras else None)
+    with jax.enable_x64(True):
+        check(call, cores=4)
+
+
+def test_gradients_with_x64():
+    def total(a, b):
+        activation = lambda y: jnp.tanh(y * 0.7) * jnp.float32(2)  # noqa: E731
+        y = overlap.matmul(a, b, activation=activation, bias=np.ones(136), lhs_scale=0.01, implementation="fused")
+        return y.astype(jnp.float32).sum()
+
+    results = []
+    for is_on in (False, True):
+        with jax.enable_x64(is_on), running(cores=4):
+            results.append(jax.jit(jax.grad(total, (0, 1)))(normal(0, 136, 144), normal(1, 144, 136)))
+    assert_close(*results, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["matmul", "joined", "weights n", "scatter m"])
+def test_it_lowers_for_cuda_with_x64(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    call = WIDER[name].but(m=64, n=128, k=64, config=None)
+    arrays = call.arrays(2)
+    with jax.enable_x64(True):
+        lowered = call.program(oracle.make_mesh(x=2), arrays).trace(arrays).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("name", ["matmul", "weights k"])
+def test_without_jit(name):
+    """Rows of weights gathered along k are found by the k step, which would be a plain number in an unrolled loop."""
+    call = FORMS[name].but(m=16, n=128, k=128)
+    arrays = call.arrays(2)
+    with running(), jax.disable_jit():
+        results = call.program(oracle.make_mesh(x=2), arrays)(arrays)
+    assert_exact(results, call.expected(arrays, 2))
+
+
+@pytest.mark.parametrize("name", ["matmul", "pull", "scatter m"])
+def test_strict_rank_promotion(name):
+    call = FORMS[name].but(lead=(2,), extras=EVERY, config=None, out=F32, activation=jnp.abs)
+    with jax.numpy_rank_promotion("raise"):
+        check(call, implementation="xla")

@@ -1,0 +1,91 @@
+"""Defects made from the library's source show as `defects/outcomes.csv` says: in a report, or in the numbers.
+
+`make test` runs a sample of all modules and kinds of change, `make test-all` all of them.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.protocol.defects import outcomes, source, table
+from tests.protocol.defects.kernels import KERNELS
+from tests.protocol.defects.source import Defect
+from tests.protocol.defects.table import Row
+
+pytestmark = pytest.mark.one_jax
+ROWS = table.read()
+SHOWN = [defect for defect in table.spread(ROWS) if ROWS[defect].outcome in ("reported", "wrong numbers")]
+SAMPLE = 24
+COMMAND = "python -m tests.protocol.defects"
+
+
+def _of_today(defect: Defect) -> bool:
+    return source.file_of(defect.module).exists() and defect in source.of_module(defect.module)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [pytest.param(d, id=str(d), marks=[] if n < SAMPLE else pytest.mark.slow) for n, d in enumerate(SHOWN)],
+)
+def test_a_defect_shows(defect):
+    if not _of_today(defect):
+        pytest.skip(f"the source has changed: run {COMMAND}")
+    name, schedule = ROWS[defect].kernel, ROWS[defect].schedule
+    rest = [number for number in range(len(outcomes.SCHEDULES)) if number != schedule]
+    kernels = [(name, *KERNELS[name])]
+    shown = next(outcomes.first_that_shows(source.injected(defect), kernels, [schedule, *rest]), None)
+    assert shown is not None, f"{defect} goes unnoticed in the kernel {name!r}"
+    assert shown[0] != "refused", shown
+
+
+def test_few_defects_of_the_source_are_unknown():
+    of_today = {defect for module in source.modules() for defect in source.of_module(module)}
+    unknown, stale = of_today - ROWS.keys(), ROWS.keys() - of_today
+    print(f"{len(unknown)} of {len(of_today)} defects are not in the table, {len(stale)} rows have no defect")
+    assert 20 * max(len(unknown), len(stale)) < len(of_today), f"run {COMMAND}"
+
+
+# Why some defects do no harm, or why no kernel of `defects/kernels.py` shows them: patterns of the defects.
+REASONS = {
+    "it says, stores, waits or fences once more":
+        [": repeat", "wait_read_only=True", "last=False", ": always .*(wait|before)", "_finish_exchanged: (al|other)"],
+    "texts and numbers for reports and traces: test_waits.py":
+        [r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'",
+         "_why_", "oldest - begin", "number - begin"],
+    "any order of tiles will do": [r"placement\.", r"tile_order\.", r"grid\.cta", "_begin: (other side|always)"],
+    "the same sum in a loop, or unrolled": ["UNROLLED"],
+    "the emulator runs a warp as one thread": ["converge_warp"],
+    "what jax needs to compile for a GPU: tests/assembly":
+        [r"\.patches:", "_compat", "lowering_semantics", r"varying\.", "_plan: other side of config"],
+    "sizes, of which too large ones do no harm: test_walks_*.py":
+        [r"_schedule:|Schedule\.\w*:|schedule\.(Strips|tiles)", r"Chunking\.", "shared_semaphores",
+         r"\.(chunks|padded)\b", r"columns\.start \+ strips\.cols", "read_rows"],
+    "these kernels have one batch element, one row of tiles, or one side: steps.csv, tests/ops":
+        ["batch", r"\bsides\b", r"\bbox(es|_smem)\b", "of_pairs", "in_blocks", r"len\(\w+\) == 1",
+         r"tile\.(step|m)\b", r"at\[flag\]", "vector", "bias", "scale", "whole=|of_part="],
+    "no cut clusters are among these kernels: steps.csv": [r"StreamK\.", "finish_together", "for_each_piece"],
+    "a count that only one value reaches": ["at_least", r"self\.only", "term_stages"],
+    "the emulator takes a CTA's fence for all that it knows of": ["finish_in_cluster: drop plgpu.commit_smem"],
+    "a choice in Python that makes no difference": [r"integers\.(choose|smaller|larger)", "_wait_until_drained.work"],
+}  # fmt: skip
+
+
+def test_what_goes_unnoticed_has_a_reason():
+    patterns = re.compile("|".join(pattern for of_reason in REASONS.values() for pattern in of_reason))
+    unnoticed = [str(defect) for defect, row in ROWS.items() if row.outcome == "unnoticed"]
+    unexplained = [text for text in unnoticed if not patterns.search(text)]
+    print(*unexplained, sep="\n")
+    # A few may wait for their reason, or for `--again`.
+    assert 25 * len(unexplained) <= len(ROWS)
+    # Most defects show.
+    assert 3 * len(unnoticed) <= len(ROWS)
+
+
+def test_the_table_can_be_wrong():
+    """Without its defect, a kernel shows nothing: what the sample finds is the defects."""
+    row = ROWS[SHOWN[0]]
+    make, cores = KERNELS[row.kernel]
+    assert outcomes.run(row.kernel, cores, make(), row.schedule) == ("unnoticed", "")
+    assert isinstance(row, Row)

@@ -1,0 +1,152 @@
+"""What a run of the benchmarks shows and writes: reports of made-up times, and dry runs on CPU devices."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax
+import pytest
+
+from benchmarks import current, harness, products, report
+from benchmarks.harness import Result, Session
+from benchmarks.problems import Suite, TableProblem
+
+pytestmark = pytest.mark.one_jax
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+# --- Reports ----------------------------------------------------------------------------------------------------------
+
+
+def synthetic() -> report.Table:
+    results = [
+        Result("fused", loop_us=[100.0, 200.0, 110.0], wall_us=[120.0, 130.0, 110.0], error=1e-4, error_bound=4e-4),
+        Result("xla", loop_us=[150.0, 240.0, 143.0], wall_us=[180.0, 130.0, 220.0], error=2e-4, error_bound=4e-4),
+        Result("roof", loop_us=[90.0, 190.0, 121.0], wall_us=[60.0, 65.0, 110.0], error=2e-4, error_bound=4e-4),
+        Result("fused:stages=9", status="ERROR ValueError: too large", error_bound=4e-4),
+    ]
+    problem = TableProblem("all_gather_lhs_matmul", 4, 1024, 4096, 4096, "bf16")
+    return report.Table(problem, results, loop_overhead_us=2.5)
+
+
+def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
+    fused, xla, roof, failed = synthetic().rows()
+    # Ratios per round are 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
+    ratios = ("xla_over_this", 1.3), ("roof_over_this", 0.95), ("xla_over_this_wall", 1.5), ("roof_over_this_wall", 0.5)
+    for name, value in ratios:
+        assert fused[name] == pytest.approx(value)
+    assert xla["xla_over_this"] == roof["roof_over_this"] == 1.0
+    assert fused["loop_us"] == 110.0
+    assert fused["tflops_per_device"] == pytest.approx(2 * 4096 * 4096 * 4096 / 110e-6 / 1e12)
+    assert fused["received_gb_per_s_per_device"] == pytest.approx(3 * 1024 * 4096 * 2 / 110e-6 / 1e9)
+    assert failed["loop_us"] is None and failed["xla_over_this"] is None
+
+
+def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap(capsys) -> None:
+    fused, xla, *_ = synthetic().results
+    xla.loop_us = [50.0, 100.0, 55.0]
+    table = report.Table(synthetic().problem, [fused, xla])
+    assert table.rows()[0]["xla_over_this"] == pytest.approx(0.5) and table.rows()[0]["roof_over_this"] is None
+    report.show(table)
+    assert re.search(r"0\.500 │ +– │", capsys.readouterr().out)
+
+
+def test_rows_of_a_table_name_their_run(tmp_path: pathlib.Path) -> None:
+    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
+    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
+    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts))
+    assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
+    assert rows[0]["env_commit"] == "abc" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
+    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
+
+
+# --- Whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dry_run(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a dry run in this process, whose CPU devices are there already. Returns its exit status and its rows."""
+
+    def run(table: str, *options: str) -> tuple[int, list[dict[str, str]]]:
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.config, "update", lambda *_: None)
+            status = products.main(table, ["--dry-run", "--timeout-s", "9999", "--out", str(tmp_path), *options])
+        (found,) = current.tables(tmp_path)
+        return status, list(found.rows)
+
+    return run
+
+
+def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_does_not_fit(dry_run, capsys) -> None:
+    options = ["--devices", "2", "--methods", "fused,xla", "--rounds", "1", "--variants", "fused", "fused:stages=99"]
+    status, rows = dry_run("all_gather_lhs_matmul", *options)
+    assert [row["method"] for row in rows] == ["fused", "fused:stages=99", "xla"]
+    assert [row["status"].split()[0] for row in rows] == ["ok", "ERROR", "ok"], rows
+    assert float(rows[0]["error"]) <= float(rows[0]["error_bound"]) and rows[0]["shape"] == "128x256x128"
+    for row in (rows[0], rows[2]):
+        assert math.isfinite(float(row["loop_us"])) and float(row["xla_over_this"]) > 0
+    assert status == 1, "a method that did not run shows in the exit status"
+    assert "roof/this" in capsys.readouterr().out
+
+
+def test_a_suite_is_measured_in_all_its_layouts_and_what_is_not_served_is_no_error(dry_run, monkeypatch) -> None:
+    monkeypatch.setitem(products.SUITES, "tiny", Suite(("97x64x64",), ("nn", "tn")))
+    status, rows = dry_run("matmul", "--suite", "standard", "--dtype", "bf16", "--methods", "fused,xla")
+    assert [(row["layout"], row["method"], row["status"].split(":")[0]) for row in rows] == [
+        ("nn", "fused", "ok"), ("nn", "xla", "ok"), ("tn", "fused", "NOT SERVED"), ("tn", "xla", "ok"),
+    ]  # fmt: skip
+    assert status == 0 and rows[0]["devices"] == "1" and rows[1]["roof_over_this"] == "1"
+
+
+def test_one_problem_fails_and_another_does_not_fit_into_the_budget(dry_run, monkeypatch, capsys) -> None:
+    now, measure_overhead = [0.0], Session.measure_overhead
+
+    def a_minute_passes(self: Session) -> None:
+        now[0] += 60
+        if now[0] == 60:
+            raise RuntimeError("out of memory")
+        measure_overhead(self)
+
+    monkeypatch.setattr(harness.Session, "measure_overhead", a_minute_passes)
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 7.0, strftime=lambda _: "now")
+    monkeypatch.setattr(products, "time", clock)
+    # The third problem would begin after 120 seconds and end after 180.
+    shapes = "32x64x64,64x64x64,96x64x64"
+    status, rows = dry_run("matmul", "--shapes", shapes, "--methods", "xla", "--budget-s", "150")
+    assert [row["status"] for row in rows] == ["ERROR RuntimeError: out of memory", "ok"]
+    assert [row["shape"] for row in rows] == shapes.split(",")[:2] and status == 1
+    said = capsys.readouterr()
+    assert "  xla, status: ERROR RuntimeError: out of memory" in said.out
+    assert "no time left for 1 of 3 problems: 96x64x64 f16 nn" in said.err
+
+
+def test_a_run_that_hangs_ends_with_a_trace_and_keeps_finished_problems(tmp_path: pathlib.Path) -> None:
+    """In a process of its own, which ends. It starts as `python -m benchmarks` does."""
+    program = """
+import faulthandler, sys, time
+from benchmarks import __main__, harness
+second = []  # Not empty when the second problem is compiled and comes to its first round, where it hangs.
+run_round, warm_up, later = harness.Session.run_round, harness.Session.warm_up, faulthandler.dump_traceback_later
+def noting(self):
+    second.extend([self] * (self.problem.m > 64))
+    warm_up(self)
+def hang_in_the_second_problem(self, number):
+    time.sleep(100 * len(second))
+    run_round(self, number)
+harness.Session.warm_up, harness.Session.run_round = noting, hang_in_the_second_problem
+faulthandler.dump_traceback_later = lambda seconds, **options: later(2 if second else seconds, **options)
+__main__.main(sys.argv[1:])
+"""
+    options = ["all_gather_lhs_matmul", "--dry-run", "--methods", "xla", "--timeout-s", "100", "--out", str(tmp_path)]
+    line = [sys.executable, "-c", program, *options, "--shapes", "64x256x128,128x256x128"]
+    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    for words in ("hang_in_the_second", "round 1 of 2", "Timeout (0:00:02)!"):
+        assert words in done.stderr
+    (table,) = current.tables(tmp_path)
+    assert [(row["shape"], row["devices"]) for row in table.rows] == [("64x256x128", "2")]
