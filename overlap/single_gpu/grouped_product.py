@@ -156,8 +156,13 @@ class _RowsBody:
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
         config, n = self.plan.config, self.refs.outputs.shape[1]
         first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
-        how = dict(first_column=first_column, transposed=config.swap_operands)
-        return epilogue.epilogue(self.refs.inputs.vectors, self.plan.program, self.kernel.mainloop, **how)
+        return epilogue.epilogue(
+            self.refs.inputs.vectors,
+            self.plan.program,
+            self.kernel.mainloop,
+            first_column=first_column,
+            transposed=config.swap_operands,
+        )
 
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
