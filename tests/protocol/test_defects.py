@@ -65,7 +65,7 @@ REASONS = {
     "these kernels have one batch element, one row of tiles, or one side: steps.csv, tests/ops":
         ["batch", r"\bsides\b", r"\bbox(es|_smem)\b", "of_pairs", "in_blocks", r"len\(\w+\) == 1",
          r"tile\.(step|m)\b", r"at\[flag\]", "vector", "bias", "scale", "whole=|of_part="],
-    "no cut clusters are among these kernels: steps.csv": [r"StreamK\.", "finish_together", "for_each_piece"],
+    "these kernels have no cut tiles of pairs of CTAs: steps.csv": [r"StreamK\.", "finish_together", "for_each_piece"],
     "the emulator has no registers: tests/assembly": ["set_max_registers"],
     "any other key is as good": [r"handshake\._key:"],
     "marks of a recording: tests/tools/test_trace.py": ["drop have_landed"],
