@@ -21,6 +21,7 @@ _COLORS = {
     "matmul_all_reduce": "#c026d3",
 }
 _MARKERS = {2: "o", 4: "^"}
+# What `_bars` draws: the sizes on each device, and the color of each method.
 _SHARD = "1024x3584x8192"
 _OF_BARS = {"xla": "#a3a3a3", "fused": _COLORS["all_gather_lhs_matmul"], "roof": "#14b8a6"}
 
@@ -65,14 +66,14 @@ def _bars(tables: Sequence[Table]) -> str:
     """Draws a call's time against the number of devices, for a shard of a fixed size on each."""
     names: list[str] = []
     times: dict[str, list[float]] = {"xla": [], "fused": [], "roof": []}
-    for table in sorted(tables, key=lambda table: (table.name[: -len("one_process")], table.devices)):
+    for table in sorted(tables, key=lambda table: (table.device_kind, table.devices)):
         for rows in table.problems():
-            same = table.operation == "all_gather_lhs_matmul" and not table.process_each
-            found = [method(rows, name) for name in times]
-            if same and (rows[0]["shape"], rows[0]["layout"]) == (_SHARD, "nn") and all(found):
+            is_gather = table.operation == "all_gather_lhs_matmul" and not table.process_each
+            found = [row for name in times if (row := method(rows, name))]
+            if is_gather and (rows[0]["shape"], rows[0]["layout"]) == (_SHARD, "nn") and len(found) == len(times):
                 names.append(f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}")
                 for each, row in zip(times.values(), found, strict=True):
-                    each.append(float(row["loop_us"]) if row else 0.0)
+                    each.append(float(row["loop_us"]))
     axes = _axes()
     for number, (name, color) in enumerate(_OF_BARS.items()):
         label = {"xla": "XLA", "roof": "cuBLAS on gathered data"}.get(name, name)

@@ -1,4 +1,4 @@
-"""Runs a call: normalize → check → decide → plan → derivatives and `vmap` → launch.
+"""Runs a call: normalize → choose a configuration → check → decide → plan → derivatives and `vmap` → launch.
 
 A public operation has a function `prepare`, which turns its arguments into an `Operation` and a checked `Call`. `run`
 does the rest. `explain` stops after the decision between the fused kernel and XLA (`overlap.explain` traces `run`).

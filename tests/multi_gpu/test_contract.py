@@ -27,7 +27,7 @@ from tests.ops.contract import (
 from tests.ops.derivative_cases import TRANSFORMED, given, of_both, small
 from tests.ops.gradient_cases import Gradient, fused, plain
 from tests.ops.mesh_cases import check_on, layout, let_ranks_run_against_the_positions
-from tests.ops.numbers_cases import ALONG_M, CUT, GATHERED, gather, summed
+from tests.ops.numbers_cases import BANDS, CUT, GATHERED, gather, summed
 
 
 def fitting(call):
@@ -62,7 +62,7 @@ MORE = [  # With integers up to 3 in magnitude and k ≤ 200, every sum is exact
     Call("matmul_reduce_scatter_n", 712, 584, 200, layout="tt", extras=EVERY, activation=jax.nn.relu, out=F32,
          config=Config(tile_m=64, tile_n=256, stages=4, chunk_bytes=1024, chunk_buffers=4)),
     summed("once", 4, 200, 264, 208, layout="nt", dtype=E4M3, out=F32, extras=SCALES, lead=(2,)),
-    gather(1024, 0, 192, widths=(512, 128, 128), config=ALONG_M.replace(schedule="pingpong", stages=4)),
+    gather(1024, 0, 192, widths=(512, 128, 128), config=BANDS.replace(schedule="pingpong", stages=4)),
 ]  # fmt: skip
 
 

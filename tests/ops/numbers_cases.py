@@ -15,8 +15,8 @@ from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, RING, 
 
 WIDE = Config(tile_n=128, stages=2)
 CUT = Config(tile_n=64, stages=2, stream_k=3)
-ALONG_M = Config(tile_m=64, tile_n=128, stages=2, order_minor="n", order_width=2)
-ALONG_N = Config(tile_n=64, stages=2, stream_k=2)
+BANDS = Config(tile_m=64, tile_n=128, stages=2, order_minor="n", order_width=2)
+CUT_IN_TWO = Config(tile_n=64, stages=2, stream_k=2)
 FINE = Config(tile_n=128, chunk_bytes=512, chunk_buffers=3)
 GATHERED = (("return_gathered", True),)
 slow = pytest.mark.slow
@@ -36,24 +36,24 @@ GATHERS = [  # devices, cores, call; by either transport
     (3, 3, gather(133, 136, 64, config=Config(tile_n=128, chunk_bytes=2048))),  # Chunks of 16 rows; the last of five.
     (3, 3, gather(70, 136, 8 * 37, config=Config(tile_n=128, chunk_bytes=256))),  # Rows in three parts, one shorter.
     (3, 5, gather(200, 0, 72, widths=(136, 8, 72), config=CUT)),  # One right operand is narrower than a tile.
-    (3, 5, gather(136, 0, 128, widths=(64, 136), container=tuple, config=ALONG_M)),
-    (2, 9, gather(264, 0, 200, widths=(64, 200), config=ALONG_N)),  # A phantom at the end of each right operand.
+    (3, 5, gather(136, 0, 128, widths=(64, 136), container=tuple, config=BANDS)),
+    (2, 9, gather(264, 0, 200, widths=(64, 200), config=CUT_IN_TWO)),
     (1, 3, gather(130, 0, 72, widths=(72, 136), container=tuple, config=CUT)),
     (3, 8, gather(200, 0, 136, widths=(72, 8), keywords=GATHERED, config=CUT)),
     (3, 5, gather(131, 64, 1032, keywords=GATHERED, config=FINE)),
     (2, 9, gather(1, 8, 8, keywords=GATHERED, config=WIDE)),
     (3, 9, gather(72, 0, 72, lead=(2, 2), widths=(136, 8), config=CUT)),
-    (3, 5, gather(136, 64, 136, lead=(3,), keywords=GATHERED, config=ALONG_M)),
-    (2, 11, gather(264, 0, 136, lead=(2,), widths=(72,), keywords=GATHERED, config=ALONG_N)),
+    (3, 5, gather(136, 64, 136, lead=(3,), keywords=GATHERED, config=BANDS)),
+    (2, 11, gather(264, 0, 136, lead=(2,), widths=(72,), keywords=GATHERED, config=CUT_IN_TWO)),
     (2, 3, gather(3, 8, 1032, lead=(5,), config=FINE)),
     (1, 3, gather(40, 72, 64, lead=(3,), extras=("lhs_scale",), keywords=GATHERED)),
     (3, 5, gather(136, 0, 72, widths=(72, 200), extras=SCALES, keywords=GATHERED, config=CUT)),
-    (3, 5, gather(136, 0, 72, lead=(2,), widths=(64, 136), extras=SCALES, config=ALONG_M)),
-    (2, 15, gather(136, 0, 72, lead=(2,), widths=(8, 136), extras=("rhs_scale",), container=tuple, config=ALONG_N)),
+    (3, 5, gather(136, 0, 72, lead=(2,), widths=(64, 136), extras=SCALES, config=BANDS)),
+    (2, 15, gather(136, 0, 72, lead=(2,), widths=(8, 136), extras=("rhs_scale",), container=tuple, config=CUT_IN_TWO)),
     (2, 3, gather(72, 64, 72, keywords=(("lhs_scale", 0.5), ("rhs_scale", 4.0)), config=FINE)),
     (2, 3, gather(1, 72, 64, extras=SCALES, config=WIDE)),  # Scales of shape (1, 1).
     (2, 3, gather(136, 0, 72, layout="nt", widths=(72, 8), extras=("bias",), activation=jax.nn.relu, config=WIDE)),
-    (3, 5, gather(136, 136, 136, layout="nt", config=ALONG_M)),
+    (3, 5, gather(136, 136, 136, layout="nt", config=BANDS)),
     (2, 3, gather(136, 0, 272, layout="nt", widths=(72, 8), dtype=E4M3, keywords=GATHERED, config=SMALL)),
     (3, 7, gather(72, 0, 144, layout="nt", lead=(2,), widths=(136, 72), dtype=E4M3, rhs_dtype=E5M2, out=F16,
                   extras=SCALES, config=Config(tile_n=64, stages=2, stream_k=2))),
@@ -64,22 +64,21 @@ GATHERS = [  # devices, cores, call; by either transport
 FEW_CUT = JOINED.replace(stages=3, stream_k=3)
 FEW_MANY = JOINED.replace(tile_m=128, tile_n=64, order_minor="n", order_width=2)
 FEW_FINE = JOINED.replace(chunk_bytes=512, chunk_buffers=3)
-FEW_M, FEW_N = JOINED, FEW_CUT
 FEW: list[Any] = [  # devices, cores, call
     (4, 3, gather(16, 200, 264, config=FEW_CUT)),
     (8, 3, gather(16, 136, 520, config=FEW_CUT)),  # Two rows of tiles.
     (3, 4, gather(50, 72, 136, config=FEW_MANY)),  # A tile contains rows of all three shards.
     (8, 2, gather(3, 72, 1032, config=FEW_FINE)),  # Chunks are parts of rows.
     (2, 7, gather(1, 8, 8, config=JOINED)),  # More CTAs than chunks or tiles.
-    (3, 4, gather(100, 136, 72, config=FEW_M)),  # Three or five rows of tiles: a phantom below them.
-    (2, 9, gather(40, 264, 200, config=FEW_N)),  # The last cluster also has a tile without columns.
+    (3, 4, gather(100, 136, 72, config=JOINED)),  # Three or five rows of tiles.
+    (2, 9, gather(40, 264, 200, config=FEW_CUT)),
     (2, 1, gather(70, 136, 136, config=JOINED, dtype=F16)),  # One CTA does all the work.
     (1, 2, gather(16, 128, 128, config=FEW_CUT)),  # Nothing to gather: a plain product.
     (3, 5, gather(16, 0, 200, widths=(136, 8, 72), config=FEW_CUT)),
-    (2, 6, gather(40, 0, 136, widths=(72, 136), container=tuple, keywords=GATHERED, config=FEW_N)),
+    (2, 6, gather(40, 0, 136, widths=(72, 136), container=tuple, keywords=GATHERED, config=FEW_CUT)),
     (4, 3, gather(5, 64, 136, keywords=GATHERED, config=FEW_FINE)),
     (3, 4, gather(24, 0, 136, layout="nt", widths=(72, 64), extras=SCALES, config=JOINED)),
-    (3, 4, gather(40, 0, 136, widths=(72, 200), extras=SCALES, keywords=GATHERED, config=FEW_M)),
+    (3, 4, gather(40, 0, 136, widths=(72, 200), extras=SCALES, keywords=GATHERED, config=JOINED)),
     (4, 3, gather(16, 0, 272, layout="nt", widths=(136, 72), dtype=E4M3, extras=SCALES, keywords=GATHERED,
                   config=FEW_CUT)),
     (2, 3, gather(24, 128, 144, layout="nt", dtype=E5M2, rhs_dtype=E4M3, config=FEW_CUT)),

@@ -35,7 +35,8 @@ class AllGatherSchedule:
 
     Attributes:
       devices: number of devices in the peer group.
-      order: the tiles (of a pair: one tile) of one shard's product, batch elements and right operands included.
+      order: the tiles of one shard's product, batch elements and right operands included. The two tiles of a pair of
+        CTAs count as one.
       block_rows: rows of a CTA's tile. One flag stands for one such block of rows.
       chunking: the sizes of one batch element of a shard, and how it is cut into chunks to be pulled.
       batch_size: number of batch elements. The rows of a shard are numbered through all its batch elements.
@@ -204,7 +205,7 @@ class AllGatherSchedule:
     # --- Scales of rows, and of blocks ---
 
     def padded_rows(self, config: Config) -> int:
-        """Returns the rows of one batch element, padded to whole tiles (of a pair, if there are pairs).
+        """Returns the rows of one batch element, padded to whole tiles, or whole pairs of tiles.
 
         A vector of scales of rows has this number of entries for each batch element.
         """

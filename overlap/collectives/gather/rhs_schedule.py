@@ -38,7 +38,8 @@ class GatherRhsSchedule:
     Attributes:
       devices: number of devices in the peer group.
       along: the dimension of the product along which the shards are gathered.
-      order: the tiles (of a pair: one tile) of one shard's columns ("n"), or of the whole result ("k").
+      order: the tiles of one shard's columns ("n"), or of the whole result ("k"). The two tiles of a pair of CTAs count
+        as one.
       chunking: how one shard is cut into chunks.
       tile_n: columns of one CTA's tile.
       tile_k: depth of a k step.

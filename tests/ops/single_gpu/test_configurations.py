@@ -25,8 +25,6 @@ FOUR = TWO.replace(cluster=4)
 SWAPPED_FOUR = FOUR.replace(tile_m=72, swap_operands=True)
 
 RAGGED = (136, 200, 264)  # Three rows and two columns of 64 × 128 tiles, and five k steps; none is whole.
-# Three rows and columns of 128 × 128 tiles: the second tile of the last cluster lies wholly beyond the result.
-PHANTOM = (260, 264, 200)
 FULL = dict(epilogue=True)
 NT, TN, TT = dict(layout="nt"), dict(layout="tn"), dict(layout="tt")
 NARROW_OUT = dict(out=BF16)
