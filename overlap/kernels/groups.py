@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from overlap.kernels.hooks import Tile
 from overlap.kernels.stream_k import Piece
-from overlap.primitives.integers import quotient, remainder
+from overlap.primitives.integers import choose, quotient, remainder
 from overlap.primitives.types import GmemRef, Index
 
 # The rows of the table: of each tile row its group, its first row, and how many rows it has.
@@ -78,11 +78,20 @@ class GroupedWork:
         return Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
 
 
-def tile_at(table_gmem: GmemRef, columns: int, index: Index) -> Tile:
-    """Returns the tile with an index in the tile order: down the columns of one tile row, then of the next."""
-    row, column = quotient(index, columns), remainder(index, columns)
-    group, first, rows = (table_gmem[kind, row] for kind in (_GROUP, _FIRST, _ROWS))
-    return Tile(step=group, m=0, n=column, row_offset=first, rows=rows)
+def tile_at(table_gmem: GmemRef, counts_gmem: GmemRef, columns: int, width: int, index: Index) -> Tile:
+    """Returns the tile with an index in the tile order.
+
+    As in `TileOrder`, the order goes down the `width` tile rows of a band in one column, then down the next column, and
+    through every second band backwards. The last band may have fewer rows. How many is data.
+    """
+    band = quotient(index, width * columns)
+    within = index - band * (width * columns)
+    rows = jnp.minimum(counts_gmem[0] - band * width, width)
+    column = quotient(within, rows)
+    row = band * width + within - column * rows
+    column = choose(remainder(band, 2) == 1, columns - 1 - column, column)
+    group, first, count = (table_gmem[kind, row] for kind in (_GROUP, _FIRST, _ROWS))
+    return Tile(step=group, m=0, n=column, row_offset=first, rows=count)
 
 
 def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:

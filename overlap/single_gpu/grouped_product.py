@@ -135,7 +135,8 @@ class _RowsBody:
         return GroupedWork(self.refs.inputs.counts, self.columns, most.k_steps, most.num_ctas)
 
     def tile_at(self, index: Index) -> Tile:
-        return groups.tile_at(self.refs.inputs.table, self.columns, index)
+        inputs = self.refs.inputs
+        return groups.tile_at(inputs.table, inputs.counts, self.columns, self.plan.config.order_width, index)
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
