@@ -35,14 +35,33 @@ def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Arr
 
     Groups that would reach beyond row m end there.
     """
-    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    starts, ends = bounds(sizes, m)
     counts = (ends - starts + tile_m - 1) // tile_m
-    last = jnp.cumsum(counts)
+    last = _sums_until(counts)
     index = jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m), dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(last, index, side="right"), sizes.shape[0] - 1).astype(jnp.int32)
-    first = starts[group] + (index - (last - counts)[group]) * tile_m
-    return jnp.stack([group, first, jnp.clip(ends[group] - first, 0, tile_m)]), jnp.stack([last[-1], ends[-1]])
+    # By comparison with each group, which is one small kernel of XLA; a search or a sort would be many.
+    is_group = jnp.logical_and(index[:, None] >= (last - counts)[None, :], index[:, None] < last[None, :])
+
+    def of_group(values: jax.Array) -> jax.Array:
+        return jnp.where(is_group, values[None, :], 0).sum(axis=1, dtype=jnp.int32)
+
+    first = of_group(starts - (last - counts) * tile_m) + index * tile_m
+    rows = jnp.clip(of_group(ends) - first, 0, tile_m)
+    group = of_group(jnp.arange(sizes.shape[0], dtype=jnp.int32))
+    return jnp.stack([group, first, rows]), jnp.stack([last[-1], ends[-1]])
+
+
+def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
+    """Returns first row and end of each group. Groups that would reach beyond row m end there."""
+    ends = jnp.minimum(_sums_until(sizes.astype(jnp.int32)), m)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
+
+
+def _sums_until(values: jax.Array) -> jax.Array:
+    """Returns the cumulative sums, as one small kernel of XLA, which `jnp.cumsum` is not."""
+    count = values.shape[0]
+    until = jnp.arange(count)[:, None] >= jnp.arange(count)[None, :]
+    return jnp.where(until, values[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +126,7 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
       depth: rows of a k step.
       num_ctas: CTAs of the grid.
     """
-    ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    starts, ends = bounds(sizes, m)
     rows = ends - starts
     # A group without rows has one k step, too, of which no row counts: its result is zeros.
     k_steps = jnp.maximum((rows + depth - 1) // depth, 1)

@@ -230,8 +230,7 @@ class Hooks:
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
       last_k_at: a function from a tile to how many rows of the last k step of its operands, stored as [k, m] and
-        [k, n], belong to its contraction. The others count as zeros. None: all belong to it. Needs tiles of which each
-        compute warpgroup has its own (`Config.schedule` "pingpong").
+        [k, n], belong to its contraction. The others count as zeros. None: all belong to it.
     """
 
     load_lhs: Callable[[Tile, Callable[[GmemRef | OneOf | ByKStep], None]], None]

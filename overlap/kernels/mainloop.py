@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.kernels.operations import EXCHANGING, PLAIN, OperandLayouts, Transport
+from overlap.kernels.operations import EXCHANGING, PLAIN, Dimension, OperandLayouts, Transport
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
@@ -43,7 +43,8 @@ class OperandTypes:
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
       sides: how many right operands a tile has columns of (`SideBySide`).
-      grouped: whether tiles may end before their last row (`Tile.rows`).
+      grouped: the dimension that groups of any sizes divide: "m" if tiles may end before their last row
+        (`Tile.rows`), "k" if the last k step may (`Hooks.last_k_at`); empty if there are no groups.
     """
 
     m: int
@@ -55,7 +56,7 @@ class OperandTypes:
     addend: bool = False
     block_scaled: bool = False
     sides: int = 1
-    grouped: bool = False
+    grouped: Dimension = ""
 
     @property
     def forwards(self) -> bool:

@@ -38,7 +38,7 @@ from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_grouped_matmul"
 # The box of zeros that is stored at a time: rows, columns.
-_ZEROS = 64, 64
+_ZEROS = 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ def rows(
     (m, k), (_, n) = lhs.shape, layouts.k_n(rhs_list[0].shape)
     table, counts = groups.tile_rows(sizes, m, config.tile_m)
     out_dtype = jnp.dtype(plan.out_dtype)
-    types = OperandTypes(m, lhs.dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped=True)
+    types = OperandTypes(m, lhs.dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped="m")
     columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
     most = StreamK.on(plan.target, config, table.shape[1] * columns, k_steps)
     smem = plgpu.SMEM(_ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
@@ -202,7 +202,7 @@ def contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, plan: GroupedP
     config = plan.config
     (m, k), (_, n) = lhs.shape, rhs.shape
     order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), jnp.dtype(plan.out_dtype)
-    types = OperandTypes(k, lhs.dtype, rhs.dtype, out_dtype, OperandLayouts(transpose_lhs=True))
+    types = OperandTypes(k, lhs.dtype, rhs.dtype, out_dtype, OperandLayouts(transpose_lhs=True), grouped="k")
     most = StreamK.on(plan.target, config, sizes.shape[0] * order.tiles, 1)
     kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)
     inputs = _Contraction(lhs, rhs, *groups.contractions(sizes, m, order.tiles, depth, most.num_ctas))

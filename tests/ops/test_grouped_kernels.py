@@ -80,15 +80,15 @@ def test_epilogue_of_each_group() -> None:
         np.testing.assert_array_equal(out[span], np.maximum(a, 0) * b)
 
 
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.schedule)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_contractions(sizes: tuple[int, ...]) -> None:
+def test_contractions(sizes: tuple[int, ...], config: Config) -> None:
     emulation.enable()
     m, k, n = sum(sizes) + 20, 136, 192
     lhs, rhs = operands(sum(sizes), (m, k), (m, n))
     lhs = lhs.at[sum(sizes) :].set(jnp.nan)  # Rows of no group do not count, whatever they hold.
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        config = Config(tile_m=128, tile_n=128, stages=3, schedule="pingpong")
         return grouped_product.contraction(lhs, rhs, sizes, GroupedPlan(False, F32, config, dispatch.target()))
 
     out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)))

@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 # are sent to the peers as well (`Exchange.own_stored`).
 REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
+# So many rows of a box, of 128 bytes each, fill one store of 16 bytes by each thread of a warpgroup.
+_CLEARED_ROWS = 16
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 
@@ -106,7 +108,7 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
         have_landed()
         if last_k is not None:
             cut = jnp.logical_and(k == piece.k_steps - 1, last_k < lhs_mma.shape[1])
-            pl.when(cut)(lambda: _clear_rows((lhs_mma.at[stage], rhs_mma.at[stage]), last_k))
+            pl.when(cut)(lambda: _clear_rest(loop, buffers, stage, last_k, warpgroup))
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
         rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
         # The operands of wgmma: [rows, k] and [k, columns] of the tile that the tensor cores compute.
@@ -148,16 +150,36 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     return values
 
 
-def _clear_rows(stages_smem: tuple[SmemRef, SmemRef], first: Index) -> None:
-    """Sets the rows of both operands' k step, [k, m] and [k, n], from `first` on to zero."""
-    for stage_smem in stages_smem:
-        rows, width = stage_smem.shape
-        for column in range(0, width, rows):
-            block_smem = stage_smem.at[:, pl.ds(column, rows)]
-            values = plgpu.load(block_smem, layout=plgpu.Layout.WGMMA, optimized=False)
-            row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
-            block_smem[...] = jnp.where(row < first, values, jnp.zeros_like(values))
+def _clear_rest(loop: Loop, buffers: Buffers, stage: Index, first: Index, warpgroup: Index) -> None:
+    """Sets the rows of both operands' k step, [k, m] and [k, n], from `first` on to zero.
+
+    Warpgroups that share a tile clear one operand each.
+    """
+    lhs_smem, rhs_smem = buffers.lhs[2].at[stage], buffers.rhs[2].at[stage]
+    if loop.config.in_turn:
+        _clear_rows(lhs_smem, first)
+        _clear_rows(rhs_smem, first)
+        plgpu.commit_smem()
+        return
+    pl.when(warpgroup == 0)(lambda: _clear_rows(lhs_smem, first))
+    pl.when(warpgroup == 1)(lambda: _clear_rows(rhs_smem, first))
     plgpu.commit_smem()
+    plgpu.barrier_arrive(buffers.cleared)
+    plgpu.barrier_wait(buffers.cleared)
+
+
+def _clear_rows(boxes_smem: SmemRef, first: Index) -> None:
+    boxes, rows, width = boxes_smem.shape
+    for begin in range(0, rows, _CLEARED_ROWS):
+
+        @pl.when(first < begin + _CLEARED_ROWS)
+        def _block(begin: int = begin) -> None:
+            for box in range(boxes):
+                block_smem = boxes_smem.at[box, pl.ds(begin, _CLEARED_ROWS)]
+                layout = plgpu.Layout.WG_STRIDED((_CLEARED_ROWS, width), vec_size=8)
+                values = plgpu.load(block_smem, layout=layout, optimized=False)
+                row = begin + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+                block_smem[...] = jnp.where(row < first, values, jnp.zeros_like(values))
 
 
 def _tells_later(loop: Loop) -> bool:
@@ -195,6 +217,23 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
     exchanged = loop.hooks.exchange
     if exchanged is not None and exchanged.direct_sends is None and not _tells_later(loop):
         exchange.tell_stored(buffers, piece.ordinal)
+
+
+def _compute_rows(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
+    """Does the work of a compute warpgroup on a tile of a group, unless the tile ends before the warpgroup's rows."""
+    assert tile.rows is not None
+    wg_m, _ = warpgroup_tile(loop.config)
+    has_rows = _wg_tile_index(loop.config, warpgroup)[1] * wg_m < tile.rows
+    pl.when(has_rows)(lambda: _compute(loop, buffers, tile, piece, warpgroup))
+
+    @pl.when(jnp.logical_not(has_rows))
+    def _release() -> None:
+        def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(buffers.full_at(piece, stage))
+            plgpu.barrier_arrive(buffers.consumed.at[stage])
+            return following(stage, loop.config.stages)
+
+        lax.fori_loop(0, piece.k_steps, k_step, remainder(piece.before, loop.config.stages))
 
 
 def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
@@ -249,6 +288,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
         taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,
+        skips=types.grouped == "m" and wg_m < config.tile_m,
     )
 
 
@@ -317,7 +357,7 @@ class Hopper:
             if loop.counter is None and in_turn:
                 for_each_piece(_compute, warpgroup, first=warpgroup, every=COMPUTE_WARPGROUPS)
             elif loop.counter is None:
-                for_each_piece(_compute, warpgroup)
+                for_each_piece(_compute_rows if buffers.plan.skips else _compute, warpgroup)
             else:
                 drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
                 if _tells_later(loop):

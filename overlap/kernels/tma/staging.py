@@ -66,7 +66,8 @@ class Buffers:
     `lhs`, `rhs` and `out` are each two views of the same memory: `box`, as TMA copies it, and `mma`, as the tensor
     cores read it. If terms come through the stages (`terms_in_stages`), `lhs` or `rhs` has further views for them, of
     the first boxes of each stage: one box for each warpgroup tile. Results and terms that are sent directly from shared
-    memory have a third view, of *flat* boxes: [..., elements].
+    memory have a third view, of *flat* boxes: [..., elements]. If the last k step may have fewer rows
+    (`Hooks.last_k_at`), `lhs` and `rhs` have a third view of boxes without swizzling, in which rows can be cleared.
 
     Attributes:
       lhs: the stages of the left operand: (box, mma, …), each [stages, ...].
@@ -81,6 +82,8 @@ class Buffers:
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
+      cleared: the barrier at which both warpgroups of a shared tile arrive when they have cleared the rows of a k step
+        that do not count.
       cluster_sums: the sums that the CTAs of a cluster read from each other; None: they share no tiles.
       in_stages: the memory of `lhs`, `rhs` and `cluster_sums.sums` if CTAs share tiles (`divided`); else None.
     """
@@ -97,6 +100,7 @@ class Buffers:
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
     stored: BarrierRef = None
+    cleared: BarrierRef = None
     cluster_sums: ClusterSums | None = None
     in_stages: SmemRef = None
 
@@ -182,6 +186,7 @@ class BufferPlan:
       taking_turns: how many warpgroups compute tiles of their own, in turn; 1: all warpgroups share each tile. Each
         such warpgroup waits only for the operands of its own tiles, at barriers of its own. Two warpgroups cannot share
         these barriers, because a warpgroup that waits at a barrier must wait in each of the barrier's phases.
+      skips: whether a warpgroup does nothing for a tile that ends before its rows.
     """
 
     wg_tile: WarpgroupTile
@@ -197,6 +202,7 @@ class BufferPlan:
     copies_beside: int = 0
     stored_barriers: int = 1
     taking_turns: int = 1
+    skips: bool = False
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType, ...]:
@@ -210,7 +216,7 @@ def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType,
       types: the operands' types.
     """
     views = _views(shape, shape, types.out_dtype)
-    if types.grouped:
+    if types.grouped == "m":
         return *views, plgpu.SMEM(shape, types.out_dtype)
     return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
@@ -242,6 +248,8 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     copies = copies_per_k_step(types, plan) + plan.copies_beside
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
+    if types.grouped == "k":
+        in_lhs, in_rhs = (plgpu.SMEM((stages, *lhs_box), dtype),), (plgpu.SMEM((stages, *rhs_box), types.rhs_dtype),)
     addend_barriers = wg_tile.warpgroups * out_boxes
     stages_of: dict[str, ScratchType] = {
         "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
@@ -268,6 +276,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
+        "cleared": plgpu.Barrier(num_arrivals=wg_tile.warpgroups) if types.grouped == "k" else None,
         "stages": stages,
         "sides": types.sides,
     }
