@@ -6,7 +6,8 @@ how to treat any kernel inside a program:
     types      The results vary along the mesh axes that any operand varies along (`varying.py`). The kernel itself is
                traced on types without such axes, because Mosaic GPU refuses references that have them.
     vmap       Refused. It would add an axis to the grid, and a persistent kernel with counted flags would then hang.
-    patches      The changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`).
+    patches    The changes of jax that the kernel needs are made before it is lowered for a GPU (`overlap/_compat/`).
+    slices     An operand that is a slice of an array may not begin at any address (`_kept_apart`).
     lowering   Where each device runs the kernel on operands of its own, the kernel is lowered. Elsewhere, in a program
                of several devices outside `jax.shard_map`, XLA's partitioner would silently run the whole kernel on
                every device. There the same operation as XLA computes it, `otherwise`, is lowered instead, or the call
@@ -15,12 +16,14 @@ how to treat any kernel inside a program:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
@@ -30,6 +33,8 @@ from overlap.primitives.types import Tree
 
 _logger = logging.getLogger("overlap")
 _said: set[tuple[str, str]] = set()
+# Of the addresses of a kernel's operands, in bytes.
+_ALIGNMENT = 256
 _kernel_p = Primitive("overlap_kernel")
 _kernel_p.multiple_results = True
 
@@ -142,9 +147,25 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
         lowered = otherwise
     elif "cuda" in context.module_context.platforms:
         _compat.apply(*patches, *_compat.equal_texts())
+
+    def run(*operands: jax.Array) -> Any:
+        return jaxpr_as_fun(lowered)(*map(_kept_apart, operands))
+
     # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
-    return mlir.lower_fun(jaxpr_as_fun(lowered), multiple_results=True)(within, *operands)
+    return mlir.lower_fun(run, multiple_results=True)(within, *operands)
+
+
+def _kept_apart(operand: jax.Array) -> jax.Array:
+    """Makes XLA copy the operand if it is a slice that may begin at an address that Mosaic GPU refuses.
+
+    XLA hands a kernel that reads a contiguous slice of an array the address in that array, and Mosaic GPU wants a
+    multiple of 256 bytes. Such a slice has whole rows: entries of the first dimension that has several. A barrier
+    keeps XLA from seeing the slice. It costs nothing where there is none.
+    """
+    _, *row = itertools.dropwhile(lambda size: size == 1, (*operand.shape, 2))
+    is_aligned = math.prod(row[:-1]) * operand.dtype.itemsize % _ALIGNMENT == 0
+    return operand if is_aligned else lax.optimization_barrier(operand)
 
 
 mlir.register_lowering(_kernel_p, _lower)

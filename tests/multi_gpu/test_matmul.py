@@ -51,6 +51,21 @@ def random_config(seed, dtype, left, right, m, n, k, batch, out):
     return configs[np.random.default_rng(seed).integers(len(configs))]
 
 
+def test_operands_that_are_slices_of_arrays():
+    """XLA hands kernels addresses inside these arrays where it can, and Mosaic GPU refuses some (`kernels/launch.py`)."""
+    chance = np.random.default_rng(0)
+    shapes = (150, 200), (400, 264), (1000,), (400, 1), (300, 264)
+    arrays = [jnp.asarray(chance.integers(-3, 4, s), jnp.bfloat16) for s in shapes]
+    arrays = [x.astype(jnp.float32) if x.ndim == 1 or x.shape[1] == 1 else x for x in arrays]
+
+    def run(lhs, rhs, bias, scale, addend, implementation):
+        given = {"bias": bias[3:267], "lhs_scale": scale[7:135], "addend": addend[5:133]}
+        return overlap.matmul(lhs[3:131], rhs[72:272], implementation=implementation, **given)
+
+    fused, by_xla = (jax.jit(run, static_argnums=5)(*arrays, name) for name in ("fused", "xla"))
+    assert (fused == by_xla).all()
+
+
 @pytest.mark.parametrize("seed", range(CASES))
 def test_random(seed):
     *case, extras = random_case(seed)
