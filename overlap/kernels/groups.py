@@ -2,9 +2,12 @@
 
 The rows of group e are `sizes[e]` rows of the left operand that follow each other, and are multiplied by right operand
 e. A tile has rows of one group: the first tile of a group begins with the group's first row, and the last one may have
-fewer rows than the others. So there are at most ⌊m / tile_m⌋ + groups tile rows. A table in global memory lists them;
-XLA computes it from the sizes. All tiles of all groups are numbered together and dealt to the CTAs in turn, so that the
-cores are idle only once, at the end.
+fewer rows than the others. So there are at most ⌊m / tile_m⌋ + groups tile rows. A table in global memory lists the
+tiles; XLA computes it from the sizes. All tiles of all groups are numbered together and dealt to the CTAs in turn, so
+that the cores are idle only once, at the end.
+
+Within a group, tiles follow each other in bands, as in `TileOrder`. CTAs that multiply at the same time then share
+rows of the left operand and columns of one right operand, and load them from the L2.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import jax.numpy as jnp
 
 from overlap.kernels.hooks import Tile
 from overlap.kernels.stream_k import Piece
-from overlap.primitives.integers import choose, quotient, remainder
+from overlap.primitives.integers import quotient
 from overlap.primitives.types import GmemRef, Index
 
-# The rows of the table: of each tile row its group, its first row, and how many rows it has.
-_GROUP, _FIRST, _ROWS = range(3)
+# The columns of the table: of each tile its group, its first row, how many rows it has, and its tile column.
+_GROUP, _FIRST, _ROWS, _COLUMN = range(4)
 # The rows of the table of contractions.
 FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP = range(3)
 
@@ -30,25 +33,43 @@ def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
     return m // tile_m + min(groups, m)
 
 
-def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the table of tile rows, int32 [3, most_tile_rows], and [tile rows, rows in groups], int32 [2].
+def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the table of tiles, int32 [most tiles, 4], and [tiles, rows in groups], int32 [2].
 
     Groups that would reach beyond row m end there.
+
+    Args:
+      sizes: rows of each group.
+      m: rows of the left operand.
+      columns: tile columns.
+      tile_m: rows of a tile.
+      width: the most tile rows of a band.
     """
     starts, ends = bounds(sizes, m)
-    counts = (ends - starts + tile_m - 1) // tile_m
-    last = _sums_until(counts)
-    index = jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m), dtype=jnp.int32)
+    rows = (ends - starts + tile_m - 1) // tile_m
+    last = _sums_until(rows * columns)
+    index = jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m) * columns, dtype=jnp.int32)
     # By comparison with each group, which is one small kernel of XLA; a search or a sort would be many.
-    is_group = jnp.logical_and(index[:, None] >= (last - counts)[None, :], index[:, None] < last[None, :])
+    first_of_group = last - rows * columns
+    is_group = jnp.logical_and(index[:, None] >= first_of_group[None, :], index[:, None] < last[None, :])
 
     def of_group(values: jax.Array) -> jax.Array:
         return jnp.where(is_group, values[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
-    first = of_group(starts - (last - counts) * tile_m) + index * tile_m
-    rows = jnp.clip(of_group(ends) - first, 0, tile_m)
+    # Bands of about the same number of rows: a band of one row would load a whole right operand for itself.
+    bands = jnp.maximum((rows + width - 1) // width, 1)
+    of_band = jnp.maximum((rows + bands - 1) // bands, 1)
+    within, height = index - of_group(first_of_group), jnp.maximum(of_group(of_band), 1)
+    band = within // (height * columns)
+    in_band = within - band * height * columns
+    own_height = jnp.maximum(jnp.minimum(height, of_group(rows) - band * height), 1)
+    column = in_band // own_height
+    row = band * height + in_band - column * own_height
+    column = jnp.where(band % 2 == 1, columns - 1 - column, column)
+    first = of_group(starts) + row * tile_m
+    count = jnp.clip(of_group(ends) - first, 0, tile_m)
     group = of_group(jnp.arange(sizes.shape[0], dtype=jnp.int32))
-    return jnp.stack([group, first, rows]), jnp.stack([last[-1], ends[-1]])
+    return jnp.stack([group, first, count, column], axis=1), jnp.stack([last[-1], ends[-1]])
 
 
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
@@ -69,48 +90,31 @@ class GroupedWork:
     """The pieces of each CTA: whole tiles, dealt out in turn (as `StreamK`, but the number of tiles is data).
 
     Attributes:
-      counts_gmem: [tile rows, rows in groups].
-      columns: tile columns.
+      counts_gmem: [tiles, rows in groups].
       k_steps: k steps of each tile.
       num_ctas: CTAs of the grid.
     """
 
     counts_gmem: GmemRef
-    columns: int
     k_steps: int
     num_ctas: int
     cuts = False
     ctas_per_tile = 1
     pieces_per_tile = 1
 
-    @property
-    def tiles(self) -> jax.Array:
-        """How many tiles there are."""
-        return self.counts_gmem[0] * self.columns
-
     def pieces(self, cta: Index) -> Index:
         """Returns how many pieces a CTA computes."""
-        return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
+        return quotient(self.counts_gmem[0] + (self.num_ctas - 1) - cta, self.num_ctas)
 
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
         """Returns piece number `ordinal` of a CTA."""
         return Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
 
 
-def tile_at(table_gmem: GmemRef, counts_gmem: GmemRef, columns: int, width: int, index: Index) -> Tile:
-    """Returns the tile with an index in the tile order.
-
-    As in `TileOrder`, the order goes down the `width` tile rows of a band in one column, then down the next column, and
-    through every second band backwards. The last band may have fewer rows. How many is data.
-    """
-    band = quotient(index, width * columns)
-    within = index - band * (width * columns)
-    rows = jnp.minimum(counts_gmem[0] - band * width, width)
-    column = quotient(within, rows)
-    row = band * width + within - column * rows
-    column = choose(remainder(band, 2) == 1, columns - 1 - column, column)
-    group, first, count = (table_gmem[kind, row] for kind in (_GROUP, _FIRST, _ROWS))
-    return Tile(step=group, m=0, n=column, row_offset=first, rows=count)
+def tile_at(table_gmem: GmemRef, index: Index) -> Tile:
+    """Returns the tile with an index in the table."""
+    group, first, rows, column = (table_gmem[index, of_tile] for of_tile in (_GROUP, _FIRST, _ROWS, _COLUMN))
+    return Tile(step=group, m=0, n=column, row_offset=first, rows=rows)
 
 
 def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:

@@ -108,16 +108,16 @@ def rows(
     """
     config, layouts, sides = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs), len(rhs_list)
     (m, k), (_, n) = lhs.shape, layouts.k_n(rhs_list[0].shape)
-    table, counts = groups.tile_rows(sizes, m, config.tile_m)
     out_dtype = jnp.dtype(plan.out_dtype)
     types = OperandTypes(m, lhs.dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped="m")
     columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
-    most = StreamK.on(plan.target, config, table.shape[1] * columns, k_steps)
+    table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
+    most = StreamK.on(plan.target, config, table.shape[0], k_steps)
     smem = plgpu.SMEM(_ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
     inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(_ZEROS, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, columns, plan))
+    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,18 +125,16 @@ class _RowsBody:
     """The body of the product of rows: its tiles, and where the operands of a tile lie."""
 
     kernel: ProductKernel
-    columns: int
     plan: GroupedPlan
     refs: Refs[_Rows, GmemRef]
 
     @property
     def work(self) -> GroupedWork:
         most = self.kernel.work
-        return GroupedWork(self.refs.inputs.counts, self.columns, most.k_steps, most.num_ctas)
+        return GroupedWork(self.refs.inputs.counts, most.k_steps, most.num_ctas)
 
     def tile_at(self, index: Index) -> Tile:
-        inputs = self.refs.inputs
-        return groups.tile_at(inputs.table, inputs.counts, self.columns, self.plan.config.order_width, index)
+        return groups.tile_at(self.refs.inputs.table, index)
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs

@@ -103,11 +103,11 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 
     last_k = None if loop.hooks.last_k_at is None else loop.hooks.last_k_at(tile)
 
-    def multiply(k: Index, stage: Index, acc: AccumulatorRef, have_landed: Callable[[], None] = lambda: None) -> None:
+    def multiply(stage: Index, acc: AccumulatorRef, is_last: Index, have_landed: Callable[[], None]) -> None:
         plgpu.barrier_wait(buffers.full_at(piece, stage))
         have_landed()
-        if last_k is not None:
-            cut = jnp.logical_and(k == piece.k_steps - 1, last_k < lhs_mma.shape[1])
+        if last_k is not None and is_last is not False:
+            cut = jnp.logical_and(is_last, last_k < lhs_mma.shape[1])
             pl.when(cut)(lambda: _clear_rest(loop, buffers, stage, last_k, warpgroup))
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
         rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
@@ -125,11 +125,16 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
     def accumulate(acc: AccumulatorRef) -> tuple[jax.Array, Index]:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
         begin = remainder(piece.before, config.stages)
-        multiply(0, begin, acc, lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile))
+        multiply(
+            begin,
+            acc,
+            last_k is not None and piece.k_steps == 1,
+            lambda: marks.now(Work.MULTIPLY, tile.step, piece.tile),
+        )
 
-        def k_step(k: jax.Array, last: jax.Array) -> jax.Array:
+        def k_step(k: jax.Array, last: jax.Array, is_last: bool = False) -> jax.Array:
             stage = following(last, config.stages)
-            multiply(k, stage, acc)
+            multiply(stage, acc, is_last, lambda: None)
             # Invariant: at most one wgmma is in flight, the one just issued; all before it have read their stages.
             plgpu.wgmma_wait(1)
             plgpu.barrier_arrive(buffers.consumed.at[last])
@@ -141,7 +146,12 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
             last = lax.fori_loop(1, first, k_step, last)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
-        last = lax.fori_loop(first, piece.k_steps, k_step, last)
+        if last_k is None:
+            last = lax.fori_loop(first, piece.k_steps, k_step, last)
+        else:  # The loop of most k steps has no branch.
+            last = lax.fori_loop(first, piece.k_steps - 1, k_step, last)
+            until = jnp.maximum(piece.k_steps - 1, first)
+            last = lax.fori_loop(until, piece.k_steps, functools.partial(k_step, is_last=True), last)
         return acc[...], last  # Reading `acc` waits for the last wgmma.
 
     shape = (wg_n, wg_m) if config.swap_operands else (wg_m, wg_n)
@@ -219,23 +229,6 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         exchange.tell_stored(buffers, piece.ordinal)
 
 
-def _compute_rows(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
-    """Does the work of a compute warpgroup on a tile of a group, unless the tile ends before the warpgroup's rows."""
-    assert tile.rows is not None
-    wg_m, _ = warpgroup_tile(loop.config)
-    has_rows = _wg_tile_index(loop.config, warpgroup)[1] * wg_m < tile.rows
-    pl.when(has_rows)(lambda: _compute(loop, buffers, tile, piece, warpgroup))
-
-    @pl.when(jnp.logical_not(has_rows))
-    def _release() -> None:
-        def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
-            plgpu.barrier_wait(buffers.full_at(piece, stage))
-            plgpu.barrier_arrive(buffers.consumed.at[stage])
-            return following(stage, loop.config.stages)
-
-        lax.fori_loop(0, piece.k_steps, k_step, remainder(piece.before, loop.config.stages))
-
-
 def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> None:
     """Does the work of a compute warpgroup on a tile, if it is this warpgroup's turn ("pingpong")."""
     pl.when(remainder(piece.ordinal, COMPUTE_WARPGROUPS) == warpgroup)(
@@ -288,7 +281,6 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
         taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,
-        skips=types.grouped == "m" and wg_m < config.tile_m,
     )
 
 
@@ -357,7 +349,7 @@ class Hopper:
             if loop.counter is None and in_turn:
                 for_each_piece(_compute, warpgroup, first=warpgroup, every=COMPUTE_WARPGROUPS)
             elif loop.counter is None:
-                for_each_piece(_compute_rows if buffers.plan.skips else _compute, warpgroup)
+                for_each_piece(_compute, warpgroup)
             else:
                 drawn.for_each(loop, buffers, _compute_own_turns if in_turn else _compute, warpgroup)
                 if _tells_later(loop):

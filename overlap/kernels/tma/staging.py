@@ -186,7 +186,6 @@ class BufferPlan:
       taking_turns: how many warpgroups compute tiles of their own, in turn; 1: all warpgroups share each tile. Each
         such warpgroup waits only for the operands of its own tiles, at barriers of its own. Two warpgroups cannot share
         these barriers, because a warpgroup that waits at a barrier must wait in each of the barrier's phases.
-      skips: whether a warpgroup does nothing for a tile that ends before its rows.
     """
 
     wg_tile: WarpgroupTile
@@ -202,7 +201,6 @@ class BufferPlan:
     copies_beside: int = 0
     stored_barriers: int = 1
     taking_turns: int = 1
-    skips: bool = False
 
 
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType, ...]:
