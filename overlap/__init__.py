@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from overlap.frame.explain import explain
     from overlap.kernels.config import Config
     from overlap.sharded.matmul import sharded_matmul
+    from overlap.single_gpu.grouped_matmul import grouped_matmul
     from overlap.single_gpu.matmul import matmul
     from overlap.tuning.autotune import autotune
 
@@ -37,6 +38,7 @@ __all__ = [
     "autotune",
     "emulation",
     "explain",
+    "grouped_matmul",
     "initialize",
     "matmul",
     "matmul_all_reduce",
@@ -50,6 +52,7 @@ _HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Explanation": "choice.dispatch",
     "autotune": "tuning.autotune",
     "explain": "frame.explain",
+    "grouped_matmul": "single_gpu.grouped_matmul",
     "initialize": "distributed",
     "sharded_matmul": "sharded.matmul",
 }

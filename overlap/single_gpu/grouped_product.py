@@ -38,7 +38,7 @@ from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_grouped_matmul"
 # The box of zeros that is stored at a time: rows, columns.
-_ZEROS = 16, 64
+ZEROS = 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +113,9 @@ def rows(
     columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
     table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
     most = StreamK.on(plan.target, config, table.shape[0], k_steps)
-    smem = plgpu.SMEM(_ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
+    smem = plgpu.SMEM(ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
-    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(_ZEROS, out_dtype), of_epilogue)
+    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(ZEROS, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
     return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan))
 
@@ -166,7 +166,7 @@ class _RowsBody:
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
         out_gmem, (zeros_smem, loaded) = self.refs.outputs, self.refs.smem
-        (m, n), (box_rows, box_columns), first = out_gmem.shape, _ZEROS, self.refs.inputs.counts[1]
+        (m, n), (box_rows, box_columns), first = out_gmem.shape, ZEROS, self.refs.inputs.counts[1]
         across, cta, ctas = ceil_div(n, box_columns), lax.axis_index(GRID_AXIS), self.kernel.work.num_ctas
         boxes = quotient(m - first + box_rows - 1, box_rows) * across
 

@@ -1,0 +1,258 @@
+"""`grouped_matmul`: each group of rows times a matrix of its own, as a layer of experts multiplies its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from overlap import _settings
+from overlap.choice import dispatch
+from overlap.choice.choose import is_collecting
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation, Implementation
+from overlap.frame import activation as activations
+from overlap.frame import arguments, sharded
+from overlap.frame.explain import record
+from overlap.frame.operands import Leaf, accumulator, rhs_names
+from overlap.frame.signatures import AnyArray, Given, Scale
+from overlap.kernels.config import FLOAT8, Config
+from overlap.single_gpu import grouped_choice, grouped_operation
+from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
+
+
+def grouped_matmul(
+    lhs: AnyArray,
+    rhs: AnyArray | Sequence[AnyArray],
+    group_sizes: AnyArray,
+    *,
+    bias: AnyArray | Sequence[AnyArray] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | Sequence[Scale] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    config: Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Computes activation(lhs_scale · (lhs[rows of e] @ rhs[e]) · rhs_scale[e] + bias[e]) for each group e of rows.
+
+    The rows of a group follow each other: first the `group_sizes[0]` rows of group 0, then those of group 1, and so on.
+    The sizes are data, may be zero, and may differ from call to call without anything being compiled again.
+
+    Args:
+      lhs: [m, k]. float16, bfloat16, or float8 (e4m3fn, e5m2); by XLA any floating-point dtype.
+      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs` (float8 needs it). Same dtype as `lhs` (float8 kinds
+        may be mixed). Or a list or tuple of such arrays, if `activation` takes an array for each; `bias` and
+        `rhs_scale` are then lists, too.
+      group_sizes: integers [groups]: how many rows each group has. Rows behind all groups may hold anything; their
+        results are zero. If the sizes add up to more than m, the last groups have fewer rows.
+      bias: [groups, n], added to each row of the group.
+      activation: as in `matmul`.
+      lhs_scale: a factor of the product, in float32: a scalar, or [m, 1], one value per row.
+      rhs_scale: a factor of the product, in float32: a scalar, or [groups, n], one value per column of each group.
+      preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
+        Accumulation is in float32.
+      transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
+      config: tile sizes of the kernel; by default the model chooses, as for equal groups.
+      implementation: "fused" (this library's kernel; emulated on a CPU), "xla" (`jax.lax.ragged_dot`), or None to
+        choose: the kernel wherever it can serve the call on a GPU.
+
+    Returns:
+      [m, n]. Deterministic.
+
+    Raises:
+      ValueError: ranks, dtypes, sizes, the activation or the config are wrong.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
+
+    Works under `jax.jit` and `lax.scan`, inside `jax.shard_map` (each device multiplies its own rows), and under
+    `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
+    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. Cotangents are rounded
+    to the operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
+    products are kept in float32 for the backward pass.
+
+    Example:
+      >>> tokens, experts = jnp.ones((6, 64), jnp.bfloat16), jnp.ones((3, 64, 128), jnp.bfloat16)
+      >>> overlap.grouped_matmul(tokens, experts, jnp.array([4, 0, 2])).shape
+      (6, 128)
+
+    Source: the grouped products of CUTLASS and of "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts"
+    (Gale et al., MLSys 2023). That tiles of all groups are numbered together is also how DeepGEMM deals them out.
+    """
+    arguments.require_values(lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias, scales=(lhs_scale, rhs_scale))
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    arguments.config(config)
+    _settings.require_valid()
+    transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
+    container, operands, out_dtype = _checked(lhs, rhs, group_sizes, transpose_rhs, preferred_element_type)
+    operands = _with_vectors(operands, container, transpose_rhs, bias, lhs_scale, rhs_scale)
+    combines = activations.takes_all(activation, rhs)
+    if container is not None and not combines:
+        raise ValueError(
+            f"`rhs` must be one array unless `activation` takes one array for each, got a {container.__name__} of "
+            f"{len(operands.rhs_list)}: make a call for each, or pass such an activation"
+        )
+    applied, after = None, None
+    if activation is not None:
+        arrays = len(operands.rhs_list) if combines else 1
+        try:
+            applied, scalars = activations.traced(activation, accumulator(operands.lhs.dtype), arrays)
+            operands = dataclasses.replace(operands, scalars=scalars)
+        except activations.NotElementwise as why:
+            if implementation == "fused":
+                raise NotImplementedError(str(why)) from None
+            after = activations.on_all(activations.by_itself(activation), combines)
+    target = dispatch.target()
+    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, implementation == "fused", applied)
+    if after is not None:
+        product = product.like("rows", accumulator(operands.lhs.dtype), transpose_rhs)
+    choice = _decide(operands, product, implementation)
+    record(choice)
+    product = dataclasses.replace(product, implementation=choice.implementation)
+    if after is None:
+        return _run(operands, product)
+    # XLA applies a function that no kernel can compute, to bare products and their scales and biases.
+    products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
+    values = grouped_operation.scaled(products, operands)
+    (out,) = after(values)
+    return grouped_operation.cleared(out, operands.sizes).astype(out_dtype)
+
+
+def _run(operands: Grouped, product: Product) -> jax.Array:
+    return sharded.in_enterable_axes(functools.partial(grouped_operation.run, product=product), operands)
+
+
+def _checked(
+    lhs: Given, rhs: Given, group_sizes: Given, transpose_rhs: bool, preferred: DTypeLike | None
+) -> tuple[type | None, Grouped, jnp.dtype]:
+    """Returns the container of the right operands (None: one array), the operands, and the dtype of the result."""
+    lhs = arguments.array("lhs", lhs)
+    container = type(rhs) if type(rhs) in (list, tuple) else None
+    given = [rhs] if container is None else list(rhs)
+    if not given:
+        raise ValueError(f"`rhs` must hold at least one array, got an empty {type(rhs).__name__}: name the weights")
+    names = rhs_names(container, len(given))
+    rhs_list = [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
+    sizes = jnp.asarray(group_sizes)
+    if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            "`group_sizes` must be integers of shape (groups,), got "
+            f"{arguments.shown(group_sizes)}: pass how many rows each group has"
+        )
+    if lhs.ndim != 2:
+        raise ValueError(f"`lhs` must have 2 dimensions, got {lhs.ndim} (shape {lhs.shape}): reshape it")
+    layout = "n, k" if transpose_rhs else "k, n"
+    for name, x in zip(names, rhs_list, strict=True):
+        if x.ndim != 3:
+            raise ValueError(
+                f"`{name}` must have 3 dimensions, (groups, {layout}), got {x.ndim} (shape {x.shape}): stack the "
+                "matrices of the groups"
+            )
+        if x.dtype != lhs.dtype and not (lhs.dtype in FLOAT8 and x.dtype in FLOAT8):
+            raise ValueError(f"`lhs` and `{name}` must have the same dtype, got {lhs.dtype} and {x.dtype}: cast one")
+        if x.shape[0] != sizes.shape[0]:
+            raise ValueError(
+                f"`{name}` must have a matrix for each of the {sizes.shape[0]} groups of `group_sizes`, got "
+                f"{x.shape[0]} (shape {x.shape}): give each group one of each"
+            )
+        k = x.shape[2 if transpose_rhs else 1]
+        if k != lhs.shape[1]:
+            raise ValueError(
+                f"`lhs` and `{name}` must agree in the contraction dimension, got k={lhs.shape[1]} in lhs {lhs.shape} "
+                f"and k={k} in {name} {x.shape}: is it stored transposed (`transpose_rhs`)?"
+            )
+        if x.shape != rhs_list[0].shape:
+            raise ValueError(
+                f"the arrays of `rhs` must have one shape, got {rhs_list[0].shape} and {x.shape}: pad them"
+            )
+    if not sizes.shape[0]:
+        raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
+    operands = Grouped(lhs, tuple(rhs_list), sizes.astype(jnp.int32))
+    return container, operands, arguments.result_dtype(preferred, lhs.dtype)
+
+
+def _with_vectors(
+    operands: Grouped, container: type | None, transpose_rhs: bool, bias: Given, lhs_scale: Given, rhs_scale: Given
+) -> Grouped:
+    wide = accumulator(operands.lhs.dtype)
+    groups, *last = operands.rhs_list[0].shape
+    shape, m = (groups, last[0 if transpose_rhs else 1]), operands.lhs.shape[0]
+    biases = _per_rhs("bias", bias, operands, container, [shape], wide)
+    columns = _per_rhs("rhs_scale", rhs_scale, operands, container, [shape, ()], wide)
+    row_scale: Leaf = None
+    if lhs_scale is not None:
+        given = arguments.factor("lhs_scale", lhs_scale, wide)
+        if given.shape not in {(), (m, 1)}:
+            raise ValueError(
+                f"`lhs_scale` must be a scalar or of shape ({m}, 1), one value per row of `lhs`, got shape "
+                f"{given.shape}: reshape it"
+            )
+        row_scale = jnp.broadcast_to(given, (m, 1))[:, 0]
+    if columns is not None:
+        columns = tuple(jnp.broadcast_to(x, shape) for x in columns)
+    return dataclasses.replace(operands, row_scale=row_scale, column_scales=columns, biases=biases)
+
+
+def _per_rhs(
+    name: str,
+    given: Given,
+    operands: Grouped,
+    container: type | None,
+    shapes: list[tuple[int, ...]],
+    dtype: DTypeLike,
+) -> tuple[Leaf, ...] | None:
+    """Returns an argument's entry for each right operand, or None if there is none."""
+    if given is None:
+        return None
+    count = len(operands.rhs_list)
+    is_list = isinstance(given, (list, tuple))
+    if () in shapes and not is_list and jnp.ndim(given) == 0:
+        given, is_list = [given] * count, True
+    elif is_list != (container is not None) or (is_list and len(given) != count):
+        wanted = "one array" if container is None else f"a list of {count}, as `rhs` is"
+        raise ValueError(f"`{name}` must be {wanted}, got {arguments.shown(given)}: give one for each array of `rhs`")
+    entries = []
+    for index, x in enumerate(given if is_list else [given]):
+        label = name if container is None else f"{name}[{index}]"
+        x = arguments.factor(label, x, dtype)
+        if x.shape not in shapes:
+            raise ValueError(
+                f"`{label}` must have shape {shapes[0]}, one value per group and column, got {x.shape}: reshape it"
+            )
+        entries.append(x)
+    return tuple(entries)
+
+
+def _decide(operands: Grouped, product: Product, implementation: Implementation | None) -> Explanation:
+    """Chooses between the kernel and XLA."""
+    lhs, target = operands.lhs, product.target
+    groups, (m, k), n = (
+        operands.sizes.shape[0],
+        lhs.shape,
+        operands.rhs_list[0].shape[1 if product.transpose_rhs else 2],
+    )
+    shapes = f"{groups} groups, {m}x{n}x{k} {lhs.dtype.name}"
+
+    def by_xla(reason: str, cause: Cause) -> Explanation:
+        return Explanation(NAME, "xla", None, reason, cause, target, shapes=shapes)
+
+    if implementation == "xla":
+        return by_xla("asked for", Cause.ASKED_FOR)
+    if implementation is None and target.platform == "cpu" and not is_collecting():
+        return by_xla(Cause.EMULATED.value, Cause.EMULATED)
+    try:
+        sharded.require_no_partitioner_axes()
+        if product.config is not None:
+            grouped_choice.check(lhs, operands.rhs_list, operands.sizes, product, product.config)
+        config = product.config or grouped_choice.config_of(lhs, operands.rhs_list, operands.sizes, product)
+    except NotImplementedError as cannot:
+        if implementation == "fused":
+            raise
+        choice = dispatch.leave_to_xla(NAME, None, target, str(cannot))
+        return dataclasses.replace(choice, shapes=shapes)
+    source, reason = ("heuristic" if product.config is None else "given"), "XLA multiplies all rows with all matrices"
+    return Explanation(NAME, "fused", config, reason, Cause.ASKED_FOR, target, source, shapes=shapes)

@@ -1,0 +1,197 @@
+"""`grouped_matmul`: numbers, derivatives and transformations by both implementations, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap import Config
+from overlap.choice import dispatch
+from overlap.kernels.target import Target
+from tests import oracle
+from tests.ops.contract import BF16, E4M3, F32, assert_close
+
+SIZES, M, K, N = (70, 0, 37, 1), 120, 80, 136
+GROUPS = len(SIZES)
+HOPPER = Config(tile_m=64, tile_n=128, stages=2)
+
+
+def drawn(seed, dtype=BF16, transpose_rhs=False, sides=1):
+    chance = np.random.default_rng(seed)
+    integers = lambda *shape: jnp.asarray(chance.integers(-3, 4, shape))  # noqa: E731
+    shape = (GROUPS, N, K) if transpose_rhs else (GROUPS, K, N)
+    rhs = [integers(*shape).astype(dtype) for _ in range(sides)]
+    biases = [integers(GROUPS, N).astype(F32) for _ in range(sides)]
+    return {
+        "lhs": integers(M, K).astype(dtype), "rhs": rhs if sides > 1 else rhs[0], "sizes": jnp.asarray(SIZES),
+        "bias": biases if sides > 1 else biases[0],
+        "rows": 2.0 ** chance.integers(-1, 2, (M, 1)), "columns": 2.0 ** chance.integers(-1, 2, (GROUPS, N)),
+    }  # fmt: skip
+
+
+def plain(lhs, rhs, sizes, transpose_rhs=False):
+    """One product for each group, in f32; differentiable."""
+    ends = np.cumsum(SIZES)
+    parts = [
+        lhs[end - size : end].astype(F32) @ (matrix.T if transpose_rhs else matrix).astype(F32)
+        for matrix, end, size in zip(rhs, ends, SIZES, strict=True)
+    ]
+    return jnp.concatenate([*parts, jnp.zeros((M - ends[-1], N))])
+
+
+def rows_of(vector):
+    """The vector of each row's group; zeros behind all groups."""
+    given = np.zeros((M, N), np.float32)
+    given[: sum(SIZES)] = np.repeat(np.asarray(vector), SIZES, axis=0)
+    return given
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@pytest.mark.parametrize(("dtype", "transpose_rhs"), [(BF16, False), (BF16, True), (E4M3, True)])
+def test_every_bit(dtype, transpose_rhs, implementation):
+    """Rows behind all groups hold NaN, and sizes change without a new program."""
+    given = drawn(0, dtype, transpose_rhs)
+    given["lhs"] = given["lhs"].at[sum(SIZES) :].set(jnp.nan)
+
+    @jax.jit
+    def run(given):
+        return overlap.grouped_matmul(
+            given["lhs"], given["rhs"], given["sizes"], bias=given["bias"], lhs_scale=given["rows"],
+            rhs_scale=given["columns"], preferred_element_type=F32, transpose_rhs=transpose_rhs,
+            activation=jax.nn.relu, implementation=implementation,
+        )  # fmt: skip
+
+    out = run(given)
+    exact = (
+        np.asarray(plain(given["lhs"], given["rhs"], SIZES, transpose_rhs)) * given["rows"] * rows_of(given["columns"])
+    )
+    exact = np.maximum(np.nan_to_num(exact) + rows_of(given["bias"]), 0)
+    np.testing.assert_array_equal(out, exact.astype(np.float32))
+    run({**given, "sizes": jnp.asarray((0, 100, 0, 3))})
+    assert run._cache_size() == 1
+
+
+def gated(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def two(given, implementation, **more):
+    keywords = {"bias": given["bias"], "activation": gated, "implementation": implementation} | more
+    return overlap.grouped_matmul(given["lhs"], given["rhs"], given["sizes"], **keywords)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_derivatives(implementation):
+    """Of a gated product with biases: in reverse, forward and twice in reverse, under checkpoint and scan."""
+    given = jax.tree.map(lambda x: x * 0.25 if x.dtype == BF16 else x, drawn(1, sides=2))
+    moved = ("lhs", "rhs", "bias")
+
+    def by_hand(parts):
+        values = [plain(parts["lhs"], rhs, SIZES) for rhs in parts["rhs"]]
+        out = gated(*(z + jnp.asarray(rows_of(np.ones((GROUPS, N)))) * jnp.repeat(  # Only rows of groups have a bias.
+            jnp.concatenate([bias, jnp.zeros((1, N))]), jnp.asarray((*SIZES, M - sum(SIZES))), axis=0,
+            total_repeat_length=M) for z, bias in zip(values, parts["bias"], strict=True)))  # fmt: skip
+        return out.astype(F32)
+
+    def ours(parts):
+        def layer(carry, _):
+            return carry, two({**given, **parts}, implementation, preferred_element_type=F32)
+
+        return jax.lax.scan(jax.checkpoint(layer), 0, None, length=1)[1][0]
+
+    parts = {name: given[name] for name in moved}
+
+    def both(f):
+        def loss(parts):
+            return (f(parts) ** 2).mean()
+
+        def twice(parts):
+            return sum((x.astype(F32) ** 2).sum() for x in jax.tree.leaves(jax.grad(loss)(parts)))
+
+        return f(parts), jax.grad(loss)(parts), jax.grad(twice)(parts), jax.jvp(f, (parts,), (parts,))[1]
+
+    assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(by_hand))(), 2e-2)
+
+
+def test_in_shard_map_and_vmap():
+    """Each device has groups of its own; weights that are the same on all devices get a summed gradient."""
+    mesh, given = oracle.make_mesh(x=2), drawn(2)
+    lhs = jnp.concatenate([given["lhs"], given["lhs"] * 2])
+    sizes = jnp.concatenate([given["sizes"], given["sizes"]])
+
+    def loss(implementation, lhs, rhs, sizes):
+        out = overlap.grouped_matmul(lhs, rhs, sizes, implementation=implementation)
+        return (out.astype(F32) ** 2).mean()[None]
+
+    specs = dict(in_specs=(P("x"), P(), P("x")), out_specs=P("x"))
+    results = {
+        name: jax.jit(jax.grad(lambda *args, name=name: jax.shard_map(
+            functools.partial(loss, name), mesh=mesh, **specs)(*args).sum(), (0, 1)))(lhs, given["rhs"], sizes)
+        for name in ("fused", "xla")
+    }  # fmt: skip
+    assert_close(results["fused"], results["xla"])
+    pairs = lhs.reshape(2, M, K), sizes.reshape(2, -1)
+    mapped = jax.vmap(lambda x, s: overlap.grouped_matmul(x, given["rhs"], s, implementation="fused"))(*pairs)
+    for out, x in zip(mapped, pairs[0], strict=True):
+        np.testing.assert_array_equal(out, plain(x, given["rhs"], SIZES).astype(BF16))
+
+
+def test_a_function_that_no_kernel_computes():
+    given = drawn(3)
+    softmax = lambda x: jax.nn.softmax(x, axis=-1)  # noqa: E731
+    out = overlap.grouped_matmul(given["lhs"], given["rhs"], given["sizes"], activation=softmax)
+    exact = np.array(jax.nn.softmax(plain(given["lhs"], given["rhs"], SIZES), axis=-1), np.float32)
+    exact[sum(SIZES) :] = 0
+    np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=4e-3)
+    with pytest.raises(NotImplementedError, match="cannot take this `activation`"):
+        overlap.grouped_matmul(given["lhs"], given["rhs"], given["sizes"], activation=softmax, implementation="fused")
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize(
+    ("error", "changed", "words"),
+    [
+        (ValueError, {"lhs": jnp.ones((2, M, K), BF16)}, "`lhs` must have 2 dimensions, got 3"),
+        (ValueError, {"rhs": jnp.ones((K, N), BF16)}, "`rhs` must have 3 dimensions"),
+        (ValueError, {"rhs": jnp.ones((GROUPS, N, K), BF16)}, r"got k=80 .* and k=136 .*transpose_rhs"),
+        (ValueError, {"rhs": jnp.ones((3, K, N), BF16)}, r"each of the 4 groups .* got 3"),
+        (ValueError, {"rhs": jnp.ones((GROUPS, K, N), jnp.float16)}, "got bfloat16 and float16"),
+        (ValueError, {"rhs": [jnp.ones((GROUPS, K, N), BF16)] * 2}, "unless `activation` takes one array for each"),
+        (ValueError, {"rhs": []}, "empty list"),
+        (ValueError, {"group_sizes": jnp.ones(GROUPS)}, r"`group_sizes` must be integers of shape \(groups,\)"),
+        (ValueError, {"bias": jnp.ones(N)}, r"`bias` must have shape \(4, 136\).* got \(136,\)"),
+        (ValueError, {"lhs_scale": jnp.ones(M)}, r"`lhs_scale` must be a scalar or of shape \(120, 1\)"),
+        (ValueError, {"rhs_scale": jnp.ones((GROUPS, 1))}, r"`rhs_scale` must have shape \(4, 136\)"),
+        (ValueError, {"config": Config(stream_k=2), "implementation": "fused"}, "got 1, 2 and 1"),
+        (ValueError, {"config": HOPPER.replace(stages=40), "implementation": "fused"}, "bytes of shared memory"),
+        (NotImplementedError, {"rhs": jnp.ones((GROUPS, K, 130), BF16), "implementation": "fused"}, "multiples of 16"),
+        (NotImplementedError, {"lhs": jnp.ones((M, K)), "rhs": jnp.ones((GROUPS, K, N)), "implementation": "fused"},
+         "float32 operands"),
+    ],
+)  # fmt: skip
+def test_refusals(error, changed, words):
+    given = {"lhs": jnp.ones((M, K), BF16), "rhs": jnp.ones((GROUPS, K, N), BF16), "group_sizes": jnp.asarray(SIZES)}
+    given |= changed
+    with pytest.raises(error, match=words):
+        overlap.grouped_matmul(given.pop("lhs"), given.pop("rhs"), given.pop("group_sizes"), **given)
+
+
+@pytest.mark.one_jax
+def test_the_choice(monkeypatch):
+    """On Hopper the kernel, elsewhere XLA, with the reason."""
+    types = jax.ShapeDtypeStruct((4096, 2048), BF16), jax.ShapeDtypeStruct((16, 2048, 1536), BF16)
+    sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
+    answers = {}
+    for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA A100"):
+        monkeypatch.setattr(dispatch, "target", lambda mesh=None, kind=kind: Target("gpu", kind, 132))
+        (answers[kind],) = overlap.explain(overlap.grouped_matmul, *types, sizes)
+    assert answers["NVIDIA H200"].implementation == "fused"
+    assert answers["NVIDIA H200"].config.tile_m * answers["NVIDIA H200"].config.tile_n >= 128 * 128
+    assert {answers[kind].implementation for kind in ("NVIDIA B200", "NVIDIA A100")} == {"xla"}
+    assert "Hopper" in answers["NVIDIA B200"].reason
