@@ -160,7 +160,7 @@ def begin(
     if "xla" not in arguments.methods:
         raise WrongArguments(f"{name}: `--methods` must contain xla, with which the others are compared")
     for model in arguments.models:
-        if (heads := MODELS[model].kv_heads) % count:
+        if (heads := MODELS[model].kv_heads if model in MODELS else 0) % count:
             raise WrongArguments(f"{name}: {count} devices do not divide the {heads} heads of keys of {model}")
     if rest := [tokens for tokens in arguments.tokens if tokens % count]:
         raise WrongArguments(f"{name}: `--tokens` must be multiples of the {count} devices, got {rest[0]}")
@@ -243,13 +243,13 @@ def compiled(
         expected = jax.tree.map(jnp.copy, results) if expected is None else expected
         if name == "roof":  # It is not the same result: it lacks the sum over the devices.
             continue
-        distance = max(map(float, jax.tree.leaves(jax.tree.map(_distance, results, expected))))
+        distance = max(map(float, jax.tree.leaves(jax.tree.map(distance, results, expected))))
         assert distance < allowed, f"{name} differs from XLA by {distance:.1e}"
     return {name: loops[name] for name in methods}
 
 
 @jax.jit
-def _distance(result: jax.Array, expected: jax.Array) -> jax.Array:
+def distance(result: jax.Array, expected: jax.Array) -> jax.Array:
     wide = expected.astype(jnp.float32)
     return jnp.linalg.norm(result.astype(jnp.float32) - wide) / jnp.linalg.norm(wide)
 

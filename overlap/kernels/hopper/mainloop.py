@@ -108,7 +108,7 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
         have_landed()
         if last_k is not None and is_last is not False:
             cut = jnp.logical_and(is_last, last_k < lhs_mma.shape[1])
-            pl.when(cut)(lambda: _clear_rest(loop, buffers, stage, last_k, warpgroup))
+            pl.when(cut)(functools.partial(_clear_rest, loop, buffers, stage, last_k, warpgroup))
         lhs_wg_smem = staging.operand_slice(lhs_mma.at[stage], wg_m_index, wg_m, not layouts.transpose_lhs)
         rhs_wg_smem = staging.operand_slice(rhs_mma.at[stage], wg_n_index, wg_n, layouts.transpose_rhs)
         # The operands of wgmma: [rows, k] and [k, columns] of the tile that the tensor cores compute.
