@@ -157,7 +157,7 @@ def measure(
     of_methods: Mapping[str, Call], shapes: Sequence[tuple[int, ...]], sizes: np.ndarray, rounds: int, turns: int
 ) -> dict[str, list[float]]:
     """Times the methods in turns, and compares their results with XLA's. Those that fail are reported and left out."""
-    loops: dict[str, tuple[Callable[[], None], Callable[[], Any], int, int]] = {}
+    loops: dict[str, tuple[Callable[..., None], Callable[..., Any], int, int]] = {}
     expected: Any = None
     for name in sorted(of_methods, key=lambda name: name != "xla"):
         own_turns = 1 if name == "xla" else turns
@@ -187,9 +187,9 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(rounds):
         for name in np.random.default_rng(number).permutation(list(loops)):
-            launch, outputs, many, own_turns = loops[name]
-            elapsed_s(launch, outputs, many)
-            times[name].append(1e6 * elapsed_s(launch, outputs, many) / (many * own_turns))
+            start, outputs, many, own_turns = loops[name]
+            elapsed_s(start, outputs, many)
+            times[name].append(1e6 * elapsed_s(start, outputs, many) / (many * own_turns))
     return times
 
 
