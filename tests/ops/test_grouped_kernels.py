@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,13 @@ CONFIGS = [
 ]
 
 
+def some(*others: list) -> list:
+    """All combinations with `SIZES`; a few of them, with each value, in `make test`."""
+    cases = list(itertools.product(SIZES, *others))
+    few = {(sizes, *(other[i % len(other)] for other in others)) for i, sizes in enumerate(SIZES)}
+    return [pytest.param(*case, marks=() if case in few else pytest.mark.slow) for case in cases]
+
+
 def operands(seed: int, *shapes: tuple[int, ...]) -> list[jax.Array]:
     chance = np.random.default_rng(seed)
     return [jnp.asarray(chance.integers(-4, 5, shape), jnp.bfloat16) for shape in shapes]
@@ -32,9 +41,7 @@ def spans(sizes: tuple[int, ...], m: int) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("transpose_rhs", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.tile_m}-{config.schedule}")
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "config", "transpose_rhs"), some(CONFIGS, [False, True]), ids=str)
 def test_rows(sizes: tuple[int, ...], config: Config, transpose_rhs: bool) -> None:
     emulation.enable()
     m, k, n = sum(sizes) + 20, 136, 192
@@ -80,8 +87,7 @@ def test_epilogue_of_each_group() -> None:
         np.testing.assert_array_equal(out[span], np.maximum(a, 0) * b)
 
 
-@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.schedule)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("sizes", "config"), some(CONFIGS[:2]), ids=str)
 def test_contractions(sizes: tuple[int, ...], config: Config) -> None:
     emulation.enable()
     m, k, n = sum(sizes) + 20, 136, 192
