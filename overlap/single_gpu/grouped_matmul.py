@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
@@ -40,16 +39,13 @@ def grouped_matmul(
     group = (row[:, None] >= ends).sum(1)
     weights: Given = rhs if isinstance(rhs, (list, tuple)) else [rhs]
     biases: Given = bias if isinstance(bias, (list, tuple)) else [bias] * len(weights)
+    mine = (group == jnp.arange(len(group_sizes))[:, None])[..., None]
     outs = []
     for weight, one in zip(weights, biases, strict=True):
-        out = jnp.zeros((), jnp.float32)
-        for e in range(weight.shape[0]):
-            mine = (group == e)[:, None]
-            dimension = 1 if transpose_rhs else 0
-            product = lax.dot_general(
-                jnp.where(mine, lhs, 0), weight[e], (((1,), (dimension,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            out = out + jnp.where(mine, product if one is None else product + one[e], 0)
-        outs.append(out)
+        out = jnp.einsum(
+            "emk,enk->emn" if transpose_rhs else "emk,ekn->emn",
+            jnp.where(mine, lhs, 0), weight, preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        outs.append(jnp.where(mine, out if one is None else out + one[:, None], 0).sum(0))
     result = activation(*outs) if activation is not None else outs[0]
     return jnp.where((row < ends[-1])[:, None], result, 0).astype(dtype)
