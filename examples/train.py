@@ -219,9 +219,7 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
     with ocp.CheckpointManager(folder, options=saving) as checkpoints, _signals() as received:
         done = checkpoints.latest_step() or 0
         state, file = program.first(), options.out / "model.json"
-        sizes = {
-            name: getattr(options, name) for name in ("layers", "features", "heads", "hidden", "sequence", "experts")
-        }
+        sizes = {key: getattr(options, key) for key in ("layers", "features", "heads", "hidden", "sequence", "experts")}
         if not done and leads:
             file.write_text(json.dumps(sizes))
         if done:

@@ -131,6 +131,7 @@ def test_a_step_is_that_of_one_device(whole_run):
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
+@pytest.mark.slow
 def test_a_model_of_experts_learns(tmp_path, text):
     steps = train.train(told(tmp_path, "--data 1 --fsdp 2 --tensor 2 --experts 4 --remat"), text)
     assert losses_of(steps)[-1] < losses_of(steps)[0] - 1.5
