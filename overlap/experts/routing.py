@@ -80,11 +80,9 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-      >>> chosen = jnp.array([[5, 0], [5, 7], [1, 2], [5, 6]])
-      >>> sizes = jax.shard_map(
-      ...     lambda ids: overlap.route(ids, 8, "x").group_sizes, mesh=mesh, in_specs=P("x"), out_specs=P("x")
-      ... )
-      >>> sizes(chosen).tolist()  # Of the experts 0 … 7, two on each device.
+      >>> chosen = jnp.array([[5, 0], [5, 7], [1, 2], [5, 6]])  # Of the experts 0 … 7, two on each device.
+      >>> sizes = lambda ids: overlap.route(ids, 8, "x").group_sizes
+      >>> jax.jit(jax.shard_map(sizes, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(chosen).tolist()
       [1, 1, 1, 0, 0, 3, 1, 1]
     """
     devices, capacity = device_count("route", axis_name), arguments.count("capacity", capacity)
