@@ -16,11 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.layers import ColumnParallelLinear, GatedMLP, OutputProjection, QKVProjection, RMSNorm
+from overlap.layers import ColumnParallelLinear, ExpertMLP, GatedMLP, OutputProjection, QKVProjection, RMSNorm
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA, FSDP)  # The batch is split along these axes.
 VOCABULARY = 256  # A token is a byte.
+EXPERTS_PER_TOKEN = 2  # As in Mixtral, if there are experts.
+BALANCE, Z = 1e-2, 1e-3  # The weights of a router's losses, as in Switch Transformer and ST-MoE.
 
 type State = dict[str, Any]
 
@@ -41,7 +43,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, each behind a norm and with a residual connection."""
+    """Attention and a gated MLP (or experts), each behind a norm and with a residual connection."""
 
     def __init__(self, options: argparse.Namespace, **layer: Any):
         features, heads = options.features, options.heads
@@ -49,17 +51,27 @@ class Block(nnx.Module):
         self.qkv = QKVProjection(features, heads, **layer)
         self.output = OutputProjection(heads, features // heads, features, **layer)
         self.mlp_norm = RMSNorm(features, **layer)
-        self.mlp = GatedMLP(features, options.hidden, **layer)
+        if options.experts:
+            chosen = min(EXPERTS_PER_TOKEN, options.experts)
+            self.mlp = ExpertMLP(features, options.hidden, options.experts, chosen, **layer)
+        else:
+            self.mlp = GatedMLP(features, options.hidden, **layer)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same shape and sharding."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+        """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same, and the router's loss."""
         query, key, value = self.qkv(self.attention_norm(x))
         x = self.output(attend(query, key, value), residual=x)
-        return self.mlp(self.mlp_norm(x), residual=x)
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp(self.mlp_norm(x), residual=x), 0.0
+        x, report = self.mlp(self.mlp_norm(x), residual=x)
+        return x, BALANCE * report.load_balance_loss + Z * report.z_loss
 
 
 class GPT(nnx.Module):
-    """Maps tokens, int32 [batch, sequence], to logits of the next ones, [batch, sequence, vocabulary]."""
+    """Maps tokens, int32 [batch, sequence], to logits of the next ones, [batch, sequence, vocabulary].
+
+    The second result is the mean of the routers' losses, 0 without experts.
+    """
 
     def __init__(self, options: argparse.Namespace):
         rngs, dtype = nnx.Rngs(options.seed), jnp.dtype(options.dtype)
@@ -75,13 +87,15 @@ class GPT(nnx.Module):
         self.logits = ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, **layer)
         self.remat = options.remat
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array | float]:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         # From here on each device of the tensor axis has a part of every sequence (sequence parallelism).
         x = jax.lax.with_sharding_constraint(x, P(BATCH_AXES, TENSOR, None))
+        routers = 0.0
         for block in self.blocks:
-            x = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
-        return self.logits(self.norm(x))
+            x, loss = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
+            routers += loss / len(self.blocks)
+        return self.logits(self.norm(x)), routers
 
 
 class Program:
@@ -154,8 +168,9 @@ class Program:
         return {"params": params, "optimizer": self._optimizer.init(params)}
 
     def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(self._graph, params)(tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:]).mean()
+        logits, routers = nnx.merge(self._graph, params)(tokens[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+        return losses.mean() + routers
 
     def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         """Computes one step. `batch` is [parts, sequences, tokens]; losses and gradients of the parts are averaged."""

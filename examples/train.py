@@ -27,7 +27,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from gpt import VOCABULARY, Program
+from gpt import EXPERTS_PER_TOKEN, VOCABULARY, Program
 from jax.experimental import multihost_utils
 
 import overlap
@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     for name, what in {
         "layers": "blocks of attention and MLP", "features": "width of the activations between blocks",
         "heads": "heads of the attention", "hidden": "width inside the MLP",
+        "experts": "MLPs in the place of each, of which a token takes 2; a multiple of --tensor (default: 0)",
         "sequence": "tokens, that is bytes, that the model sees at once",
         "batch": "sequences of a step, on all devices together", "steps": "steps in all",
         "warmup": "steps (default: a tenth of all)", "accumulate": "parts of a batch, one after the other",
@@ -83,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     }.items():  # fmt: skip
         default = f" (default: {_ON_CPUS[name]} on CPU devices, {_ON_GPUS[name]} on GPUs)" if name in _ON_GPUS else ""
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}{default}")
-    made.set_defaults(accumulate=1, seed=0, fsdp=1, checkpoint_every=100)
+    made.set_defaults(experts=0, accumulate=1, seed=0, fsdp=1, checkpoint_every=100)
     made.add_argument("--learning-rate", type=float, metavar="X", help="after the warmup; then it falls as a cosine")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), help="of products and activations")
     how = "auto: for each product what was measured to be faster; without GPUs that is xla, and fused is emulated"
@@ -150,6 +151,8 @@ def check(options: Options) -> None:
         ("features", options.fsdp, f"--fsdp {options.fsdp}"),
         ("heads", options.tensor, f"--tensor {options.tensor}"),
         ("hidden", options.tensor, f"--tensor {options.tensor}"),
+        ("hidden", options.fsdp if options.experts else 1, f"--fsdp {options.fsdp}"),
+        ("experts", options.tensor, f"--tensor {options.tensor}"),
         ("sequence", options.tensor, f"--tensor {options.tensor}"),
         ("batch", parts, f"--data {options.data} × --fsdp {options.fsdp} × --accumulate {options.accumulate}"),
     ):
@@ -216,7 +219,7 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
     with ocp.CheckpointManager(folder, options=saving) as checkpoints, _signals() as received:
         done = checkpoints.latest_step() or 0
         state, file = program.first(), options.out / "model.json"
-        sizes = {name: getattr(options, name) for name in ("layers", "features", "heads", "hidden", "sequence")}
+        sizes = {key: getattr(options, key) for key in ("layers", "features", "heads", "hidden", "sequence", "experts")}
         if not done and leads:
             file.write_text(json.dumps(sizes))
         if done:
@@ -302,7 +305,8 @@ def speed(options: Options, steps: list[Step]) -> str:
     if not seconds:
         return ""
     step_s, tokens, features = statistics.median(seconds), options.batch * options.sequence, options.features
-    of_layer = 4 * features**2 + 3 * features * options.hidden + options.sequence * features
+    hidden = options.hidden * (min(EXPERTS_PER_TOKEN, options.experts) or 1)
+    of_layer = 4 * features**2 + 3 * features * hidden + options.sequence * features
     devices, kind = options.data * options.fsdp * options.tensor, jax.devices()[0].device_kind
     flops = 6 * tokens * (options.layers * of_layer + VOCABULARY * features) / devices
     peak = next((peak for name, peak in _FLOPS_PER_S.items() if name in kind), None)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from overlap.collectives.reduce.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.reduce.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.distributed import initialize
+    from overlap.experts.operations import all_gather_lhs_grouped_matmul, grouped_matmul_reduce_scatter
+    from overlap.experts.routing import Routing, route
     from overlap.frame.explain import explain
     from overlap.kernels.config import Config
     from overlap.sharded.matmul import sharded_matmul
@@ -33,16 +35,20 @@ if TYPE_CHECKING:
 __all__ = [
     "Config",
     "Explanation",
+    "Routing",
+    "all_gather_lhs_grouped_matmul",
     "all_gather_lhs_matmul",
     "all_gather_rhs_matmul",
     "autotune",
     "emulation",
     "explain",
     "grouped_matmul",
+    "grouped_matmul_reduce_scatter",
     "initialize",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "route",
     "sharded_matmul",
 ]
 
@@ -50,10 +56,14 @@ __all__ = [
 _HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
+    "Routing": "experts.routing",
+    "all_gather_lhs_grouped_matmul": "experts.operations",
     "autotune": "tuning.autotune",
     "explain": "frame.explain",
     "grouped_matmul": "single_gpu.grouped_matmul",
+    "grouped_matmul_reduce_scatter": "experts.operations",
     "initialize": "distributed",
+    "route": "experts.routing",
     "sharded_matmul": "sharded.matmul",
 }
 

@@ -2,6 +2,7 @@
 
     column parallel   ColumnParallelLinear, GatedMLP's gate and up, QKVProjection     gathers rows, then multiplies
     row parallel      RowParallelLinear, GatedMLP's down, OutputProjection            multiplies, then scatters the sums
+    expert parallel   ExpertMLP: a router, and a gated MLP for each expert            gathers rows, scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
     for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
 
@@ -29,6 +30,7 @@ except ImportError as _error:
 
 from overlap.layers.attention import OutputProjection, QKVProjection
 from overlap.layers.dot_general import ShardedDotGeneral
+from overlap.layers.experts import ExpertMLP, RouterReport
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
 from overlap.layers.mlp import GatedMLP
 from overlap.layers.norms import LayerNorm, RMSNorm
@@ -36,6 +38,7 @@ from overlap.layers.parallel import Options, Parallel
 
 __all__ = [
     "ColumnParallelLinear",
+    "ExpertMLP",
     "GatedMLP",
     "LayerNorm",
     "Options",
@@ -43,6 +46,7 @@ __all__ = [
     "Parallel",
     "QKVProjection",
     "RMSNorm",
+    "RouterReport",
     "RowParallelLinear",
     "ShardedDotGeneral",
 ]

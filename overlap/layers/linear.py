@@ -17,7 +17,7 @@ import overlap
 from overlap.layers.checks import check_dtypes, check_features, check_residual, check_sizes
 from overlap.layers.parallel import Options, Parallel, divides, metadata, spec_between_layers, spec_inside_layer
 
-_KERNEL_INIT, _BIAS_INIT = initializers.lecun_normal(), initializers.zeros_init()
+KERNEL_INIT, BIAS_INIT = initializers.lecun_normal(), initializers.zeros_init()
 _FEATURES = "pad the features, or shard along fewer devices"
 
 
@@ -33,8 +33,8 @@ class _ParallelLinear(Parallel, nnx.Linear):
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
         preferred_element_type: DTypeLike | None = None,
-        kernel_init: nnx.Initializer = _KERNEL_INIT,
-        bias_init: nnx.Initializer = _BIAS_INIT,
+        kernel_init: nnx.Initializer = KERNEL_INIT,
+        bias_init: nnx.Initializer = BIAS_INIT,
         rngs: nnx.Rngs,
         name: str | None = None,
         **options: Unpack[Options],

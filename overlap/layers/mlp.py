@@ -12,7 +12,7 @@ from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear, colum
 from overlap.layers.parallel import Layer, LinearOptions
 
 
-def _silu(x: jax.Array) -> jax.Array:
+def silu(x: jax.Array) -> jax.Array:
     """jax.nn.silu. That function itself cannot be pickled, nor could a layer that has it as an attribute."""
     return jax.nn.silu(x)
 
@@ -44,7 +44,7 @@ class GatedMLP(Layer):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: Callable[[jax.Array], jax.Array] = _silu,
+        activation: Callable[[jax.Array], jax.Array] = silu,
         use_bias: bool = False,
         name: str = "GatedMLP",
         **options: Unpack[LinearOptions],

@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import initializers
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.layers.checks import check_dtypes, check_features, check_sizes
-from overlap.layers.parallel import Options, Parallel, mesh_in_use, metadata, names_in, spec_between_layers
+from overlap.layers.parallel import Options, Parallel, metadata, placed, spec_between_layers
 
 _ONES, _ZEROS = initializers.ones_init(), initializers.zeros_init()
 
@@ -128,23 +127,11 @@ class LayerNorm(Parallel, nnx.LayerNorm):
 
 
 def _placed(layer: RMSNorm | LayerNorm, x: jax.Array) -> jax.Array:
-    """The activations, sharded as they are between layers. If they are whole along a mesh axis, they are cut along it.
-
-    Cutting moves nothing between devices.
+    """The activations, sharded as they are between layers: see `placed`.
 
     Raises:
       TypeError: `x` is no array.
       ValueError: `x` has another number of features; or, on an Explicit mesh, its type has another sharding.
     """
     check_features(layer.title, x, "num_features", layer.num_features)
-    mesh, spec = mesh_in_use(layer), spec_between_layers(layer, x.shape)
-    if AxisType.Explicit not in mesh.axis_types:
-        return jax.lax.with_sharding_constraint(x, spec if layer.mesh is None else NamedSharding(mesh, spec))
-    found = jax.typeof(x).sharding.spec
-    for entry, wanted in zip(found, spec, strict=False):
-        axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
-        if not axes <= set(names_in(wanted)):
-            raise ValueError(
-                f"{layer.title}: activations must be sharded {spec}, got {found}: jax.reshard(x, {spec}) them first"
-            )
-    return jax.reshard(x, NamedSharding(mesh, spec))
+    return placed(layer, x, spec_between_layers(layer, x.shape))

@@ -10,7 +10,7 @@ from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -183,6 +183,27 @@ def divides(layer: Parallel, what: str, size: int, axis: Axis | None, way_out: s
 def metadata(layer: Parallel, spec: P) -> dict[str, Any]:
     """The metadata of an nnx.Param that is to have this partition."""
     return {"out_sharding": spec} | ({} if layer.mesh is None else {"mesh": layer.mesh})
+
+
+def placed(layer: Parallel, x: jax.Array, spec: P) -> jax.Array:
+    """The activations, sharded as `spec` says. If they are whole along a mesh axis, they are cut along it.
+
+    Cutting moves nothing between devices.
+
+    Raises:
+      ValueError: on an Explicit mesh, the type of `x` has another sharding.
+    """
+    mesh = mesh_in_use(layer)
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.lax.with_sharding_constraint(x, spec if layer.mesh is None else NamedSharding(mesh, spec))
+    found = jax.typeof(x).sharding.spec
+    for entry, wanted in zip(found, spec, strict=False):
+        axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
+        if not axes <= set(names_in(wanted)):
+            raise ValueError(
+                f"{layer.title}: activations must be sharded {spec}, got {found}: jax.reshard(x, {spec}) them first"
+            )
+    return jax.reshard(x, NamedSharding(mesh, spec))
 
 
 def spec_between_layers(layer: Parallel, shape: Sequence[int]) -> P:

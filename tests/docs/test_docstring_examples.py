@@ -47,9 +47,13 @@ def fused(x: jax.Array, w: Any = None) -> jax.Array:
 GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "all_gather_lhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 256)},
     "all_gather_rhs_matmul": lambda: {"x": matrix(64, 64), "w": matrix(64, 64)},
+    "all_gather_lhs_grouped_matmul": dict,
+    "grouped_matmul": dict,
+    "grouped_matmul_reduce_scatter": dict,
     "matmul": dict,
     "matmul_all_reduce": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "matmul_reduce_scatter": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
+    "route": dict,
     "sharded_matmul": lambda: {"x": jnp.ones((2, 64, 64), jnp.bfloat16), "w": matrix(64, 64)},
     "explain": lambda: {"mesh": mesh()},
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},

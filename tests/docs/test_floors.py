@@ -15,7 +15,7 @@ FLOORS = (
     ("choice",),
     ("frame",),
     ("single_gpu",),
-    ("collectives",),
+    ("collectives", "experts"),
     ("sharded",),
     ("tuning",),
     ("__init__",),

@@ -131,6 +131,12 @@ def test_a_step_is_that_of_one_device(whole_run):
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(state["params"]))
 
 
+@pytest.mark.slow
+def test_a_model_of_experts_learns(tmp_path, text):
+    steps = train.train(told(tmp_path, "--data 1 --fsdp 2 --tensor 2 --experts 4 --remat"), text)
+    assert losses_of(steps)[-1] < losses_of(steps)[0] - 1.5
+
+
 def moved_to(folder: pathlib.Path, whole_run) -> pathlib.Path:
     """Returns a copy of the whole run's folder, without the last checkpoint."""
     shutil.copytree(whole_run[1], folder)
@@ -292,6 +298,8 @@ def test_arguments_that_do_not_go_together_and_axes_that_are_chosen(tmp_path):
         ("--batch 8 --data 2 --accumulate 3", "--accumulate 3: choose --batch 12, say"),
         ("--data 4 --tensor 4", "--data 4 × --fsdp 1 × --tensor 4 asks for 16 devices, and there are 8"),
         ("--compare --tensor 2 --implementation xla", "--compare takes --tensor 2 or more, and no --implementation"),
+        ("--experts 6 --tensor 4", "--experts 6 is not divisible by --tensor 4: choose --experts 8, say"),
+        ("--experts 2 --fsdp 4 --hidden 66 --tensor 2", "--hidden 66 is not divisible by --fsdp 4: choose --hidden 68"),
         ("--compare --tensor 1 --data 8", "--compare takes --tensor 2 or more"),
     ):
         with pytest.raises(WrongArguments) as refused:

@@ -1,0 +1,1 @@
+"""Expert parallelism: tokens are routed to experts, and each device of a mesh axis owns some of the experts."""

@@ -1,0 +1,209 @@
+"""The two operations of an expert layer: gather tokens and multiply by expert; multiply by expert and scatter sums.
+
+    all_gather_lhs_grouped_matmul   x [T, H] → tokens of all devices → rows by expert → grouped product [C, N]
+    grouped_matmul_reduce_scatter   h [C, I] → grouped product → sums of each token's rows → this device's part [T, H]
+
+Per token and direction, an all-gather moves D - 1 rows, and an exchange of the routes k (D - 1) / D. So for D ≤ k the
+gather moves no more, and it needs neither counts on the wire nor shapes that depend on the data.
+
+Each operation is the other's backward pass, since `overlap/experts/rows.py` and jax's collectives are each other's
+transposes. XLA communicates, and the products are `grouped_matmul`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+
+from overlap.choice.dispatch import Implementation
+from overlap.experts.routing import Routing, device_count
+from overlap.experts.rows import added, copied
+from overlap.frame import arguments
+from overlap.frame.arguments import shown
+from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf, PerRhs
+from overlap.kernels.config import Config
+from overlap.single_gpu.grouped_matmul import grouped_matmul
+
+
+def all_gather_lhs_grouped_matmul(
+    x: AnyArray,
+    w: AnyArray | Sequence[AnyArray],
+    routing: Routing,
+    axis_name: AxisName | None,
+    *,
+    activation: Callable[..., jax.Array] | None = None,
+    bias: PerRhs | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    config: Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Gathers the tokens of all devices, and multiplies for each expert of this device the tokens that chose it.
+
+    Row r of the result is activation(x[routing.tokens[r]] @ w[e] + bias[e]), where x are the tokens of all devices and
+    e is the expert of row r. Call it inside `jax.shard_map`.
+
+    Args:
+      x: the tokens of this device, [T, H]; global [D · T, H], sharded by rows.
+      w: the weights of this device's experts, [E / D, H, N], or [E / D, N, H] with `transpose_rhs`; global
+        [E, …], sharded along the experts. Same dtype as `x`. Or a list of two such arrays, if `activation` takes two
+        arrays: `lambda gate, up: jax.nn.silu(gate) * up`.
+      routing: what `overlap.route` returned for the same axis.
+      axis_name: the mesh axis, or a tuple of axes, as for `overlap.route`; None on one device.
+      activation: see `overlap.grouped_matmul`.
+      bias: [E / D, N], added to each row of an expert; a list if `w` is one.
+      preferred_element_type, config, implementation: see `overlap.grouped_matmul`.
+      transpose_rhs: whether `w` is stored transposed.
+
+    Returns:
+      [C, N]: the rows of this device, sorted by expert, as `routing` says. Rows that are not in use are zero.
+      Deterministic.
+
+    Raises:
+      ValueError: shapes do not fit each other or the routing; or for the reasons of `overlap.grouped_matmul`.
+      NotImplementedError: `implementation="fused"`, and the kernel cannot serve this call.
+
+    Differentiable to any order in `x`, `w` and `bias`. The gradient of `x` is that of `grouped_matmul_reduce_scatter`:
+    each token's rows are added in float32 in the order of its slots, and the sums are scattered in the dtype of `x`.
+
+    Example:
+      >>> def layer(x, experts, gates, w_gate, w_up, w_down):  # Inside jax.shard_map over axis "x".
+      ...     routing = overlap.route(experts, 8, "x")
+      ...     gated = lambda gate, up: jax.nn.silu(gate) * up
+      ...     h = overlap.all_gather_lhs_grouped_matmul(x, [w_gate, w_up], routing, "x", activation=gated)
+      ...     return overlap.grouped_matmul_reduce_scatter(h, w_down, gates, routing, "x")
+
+    Source: Shazeer et al., "Outrageously Large Neural Networks" (2017) for experts; the all-gather in place of an
+    all-to-all is sequence parallelism's (Korthikanti et al., 2022).
+    """
+    op = "all_gather_lhs_grouped_matmul"
+    tokens, weights = _checked(routing, "x", x, w, transpose_rhs)
+    _require_tokens("x", tokens, routing, device_count(op, axis_name))
+    if axis_name is not None:
+        tokens = lax.all_gather(tokens, axis_name, axis=0, tiled=True)
+    return grouped_matmul(
+        copied(tokens, routing), weights, routing.group_sizes, bias=bias, activation=activation,
+        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def grouped_matmul_reduce_scatter(
+    h: AnyArray,
+    w: AnyArray,
+    gates: AnyArray,
+    routing: Routing,
+    axis_name: AxisName | None,
+    *,
+    bias: AnyArray | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    config: Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Multiplies each row by its expert's weights, and adds the rows of each token, times their gates.
+
+    For token t of this device the result is the sum over its slots j of gates[t, j] · (row @ w[e] + bias[e]), where row
+    is the row of slot j on the device of its expert e. Routes that were dropped, or that name no expert, add nothing.
+    Call it inside `jax.shard_map`.
+
+    Args:
+      h: the rows of this device, [C, I], as `all_gather_lhs_grouped_matmul` returns them. Rows that are not in use may
+        hold anything.
+      w: the weights of this device's experts, [E / D, I, H], or [E / D, H, I] with `transpose_rhs`; global
+        [E, …], sharded along the experts. Same dtype as `h`.
+      gates: the weight of each route in its token's sum, [T, k] per device; global [D · T, k], sharded by rows.
+        Floating-point of any dtype; float32 is best.
+      routing: what `overlap.route` returned for the same axis.
+      axis_name: the mesh axis, or a tuple of axes, as for `overlap.route`; None on one device.
+      bias: [E / D, H], added to each row of an expert, before the gate.
+      preferred_element_type: dtype of the result, of the product's rows and of the sums that travel; see
+        `overlap.grouped_matmul`.
+      transpose_rhs: whether `w` is stored transposed.
+      config, implementation: see `overlap.grouped_matmul`.
+
+    Returns:
+      [T, H]: the tokens of this device; global [D · T, H], sharded by rows. Deterministic: each device adds a token's
+      rows in float32 in the order of the slots and rounds the sum; then the sums of all devices are added.
+
+    Raises:
+      ValueError: shapes do not fit each other or the routing; or for the reasons of `overlap.grouped_matmul`.
+      NotImplementedError: `implementation="fused"`, and the kernel cannot serve this call.
+
+    Differentiable to any order in `h`, `w`, `gates` and `bias`. The backward pass gathers the cotangents, as
+    `all_gather_lhs_grouped_matmul` gathers tokens. It keeps the product's rows for the gradient of the gates.
+
+    Example:
+      >>> def combine(h, w_down, gates, routing):  # Inside jax.shard_map over axis "x".
+      ...     return overlap.grouped_matmul_reduce_scatter(h, w_down, gates, routing, "x")
+
+    Source: as for `all_gather_lhs_grouped_matmul`.
+    """
+    op = "grouped_matmul_reduce_scatter"
+    lhs, weights = _checked(routing, "h", h, w, transpose_rhs)
+    arguments.require_values(gates=gates)
+    factors = arguments.array("gates", gates)
+    _require_tokens("gates", factors, routing, device_count(op, axis_name))
+    rows, k = routing.tokens.shape[0], routing.positions.shape[1]
+    if lhs.shape[0] != rows:
+        raise ValueError(
+            f"`h` must have a row for each of the {rows} rows of `routing`, got {lhs.shape[0]}: pass the result of "
+            "all_gather_lhs_grouped_matmul with this routing"
+        )
+    if factors.shape[1] != k:
+        raise ValueError(
+            f"`gates` must have an entry for each of the {k} experts that a token chose, got {factors.shape[1]}: pass "
+            "[T, k], as the ids that `route` got"
+        )
+    products = grouped_matmul(
+        lhs, weights, routing.group_sizes, bias=bias, preferred_element_type=preferred_element_type,
+        transpose_rhs=transpose_rhs, config=config, implementation=implementation,
+    )  # fmt: skip
+    if axis_name is not None:
+        factors = lax.all_gather(factors, axis_name, axis=0, tiled=True)
+    sums = added(products, factors, routing)
+    return sums if axis_name is None else lax.psum_scatter(sums, axis_name, scatter_dimension=0, tiled=True)
+
+
+def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given) -> tuple[Leaf, Leaf]:
+    """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
+
+    Raises:
+      ValueError: `routing` is none, the weights are not those of its experts, or the features differ.
+    """
+    if not isinstance(routing, Routing):
+        raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
+    arguments.require_values(w=w, **{name: lhs})
+    lhs = arguments.array(name, lhs)
+    if lhs.ndim != 2:
+        raise ValueError(f"`{name}` must be a matrix, got shape {lhs.shape}: reshape it to [rows, features]")
+    if several := isinstance(w, (list, tuple)):
+        weights = {f"w[{i}]": arguments.array(f"w[{i}]", one) for i, one in enumerate(w)}
+    else:
+        weights = {"w": arguments.array("w", w)}
+    is_transposed, experts = arguments.flag("transpose_rhs", transpose_rhs), routing.group_sizes.shape[0]
+    for called, one in weights.items():
+        if one.ndim != 3 or one.shape[0] != experts:
+            raise ValueError(
+                f"`{called}` must be the weights of this device's {experts} experts, of rank 3, got shape {one.shape}: "
+                "shard the weights along their first dimension, as `route` counts the experts"
+            )
+        if (features := one.shape[2 if is_transposed else 1]) != lhs.shape[1]:
+            raise ValueError(
+                f"`{name}` and `{called}` must have the same number of features, got {lhs.shape[1]} and {features}: "
+                f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
+            )
+    return lhs, [*weights.values()] if several else weights["w"]
+
+
+def _require_tokens(name: str, value: jax.Array, routing: Routing, devices: int) -> None:
+    tokens = routing.positions.shape[0]
+    if value.ndim != 2 or value.shape[0] * devices != tokens:
+        raise ValueError(
+            f"`{name}` must have a row for each of this device's {tokens // devices} tokens, as `routing` says (on "
+            f"{devices} devices), got shape {value.shape}: pass the tokens that `route` got the experts of, and the "
+            "same axis"
+        )

@@ -1,0 +1,163 @@
+"""`route`: from the experts that each token chose to lists of rows, the same on every run.
+
+Each device of the axis owns num_experts / D consecutive experts. All devices gather all ids, and each sorts the routes
+of its own experts. So no counts are exchanged, and all shapes are static. A *route* is one choice of one token: the
+token's slot j, of k. The routes of all devices are counted by device, token and slot, in this order.
+
+Cost per device: one stable sort of D · T · k small integers, a scatter to unique places, and comparisons with the
+bounds of the own experts, which XLA fuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from overlap.frame import arguments
+from overlap.frame.arguments import shown
+from overlap.frame.signatures import AnyArray, AxisName, Given
+
+_MOST = jnp.iinfo(jnp.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The rows that one device computes for its experts: a pytree of int32 arrays, made by `overlap.route`.
+
+    D: devices along the axis; T: tokens of one device; k: experts that each token chose; E: experts in all; C: rows,
+    as many as this device may need at most. The first sum(group_sizes) rows are in use. They are sorted by expert, then
+    by device, token and slot.
+
+    Attributes:
+      tokens: [C], the token that each row is a copy of, 0 … D · T - 1. Behind the last row in use: any of these.
+      slots: [C], the slot of that token that chose the row's expert, 0 … k - 1. Behind the last row in use: any.
+      positions: [D · T, k], the row of each route. C if this device computes nothing for that route: the expert is on
+        another device, or there is no such expert, or the route was dropped.
+      group_sizes: [E / D], the number of rows of each expert of this device.
+      dropped: [], the number of routes to experts of this device that got no row.
+    """
+
+    tokens: jax.Array
+    slots: jax.Array
+    positions: jax.Array
+    group_sizes: jax.Array
+    dropped: jax.Array
+
+    @property
+    def filled(self) -> jax.Array:
+        """[C] bool: which rows are in use."""
+        return jnp.arange(self.tokens.shape[0]) < self.group_sizes.sum()
+
+
+def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, capacity: int | None = None) -> Routing:
+    """Sorts the routes of all tokens of a mesh axis by expert, for the experts of this device.
+
+    Call it inside `jax.shard_map`. It is plain JAX without effects and without derivatives: it works under
+    `jax.checkpoint`, `lax.scan` and `jax.vmap`.
+
+    Args:
+      experts: integers, [T, k] per device, global [D · T, k] sharded by rows: the experts that each token chose. The
+        experts of one token must differ, as those of `lax.top_k` do. An id that is negative, or num_experts or more, is
+        no expert: that route computes nothing and adds nothing, and is not counted as dropped. Use -1 for padding.
+      num_experts: the number of experts E of all devices, a multiple of D. Device i owns the experts from i · E / D on.
+      axis_name: the mesh axis, or a tuple of axes, counted row-major in its order. None: one device owns all experts;
+        no `shard_map` is needed.
+      capacity: the most rows that one expert takes, the first ones in the order of device, token and slot. The other
+        routes are dropped: they compute nothing and add nothing. None: nothing is dropped.
+
+    Returns:
+      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less.
+      Deterministic. A token that chooses one expert several times may need more rows than there are; such routes are
+      dropped and counted, the last ones first.
+
+    Raises:
+      ValueError: `experts` is not [T, k] of integers; D does not divide `num_experts`, or the tokens choose more
+        experts than there are; there are 2^31 routes or more; `axis_name` is no axis of the enclosing `shard_map`.
+
+    Example:
+      >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> chosen = jnp.array([[5, 0], [5, 7], [1, 2], [5, 6]])  # Of the experts 0 … 7, two on each device.
+      >>> sizes = lambda ids: overlap.route(ids, 8, "x").group_sizes
+      >>> jax.jit(jax.shard_map(sizes, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(chosen).tolist()
+      [1, 1, 1, 0, 0, 3, 1, 1]
+    """
+    devices, capacity = device_count("route", axis_name), arguments.count("capacity", capacity)
+    experts, owned = _checked(experts, num_experts, devices)
+    first = 0 if axis_name is None else lax.axis_index(axis_name) * owned
+    if axis_name is not None:
+        experts = lax.all_gather(experts, axis_name, axis=0, tiled=True)
+    tokens, k = experts.shape
+    routes, rows = tokens * k, tokens * min(k, owned)
+    rows = rows if capacity is None else min(rows, owned * capacity)
+    own = experts.reshape(-1) - first
+    # Routes that this device does not compute come last.
+    group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
+    order = jnp.argsort(group, stable=True).astype(jnp.int32)
+    counted = jnp.arange(routes, dtype=jnp.int32)
+    rank = jnp.zeros_like(order).at[order].set(counted, unique_indices=True)
+    chosen = (group == jnp.arange(owned, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
+    kept = chosen if capacity is None else jnp.minimum(chosen, capacity)
+    ends = jnp.minimum(jnp.cumsum(kept), rows).astype(jnp.int32)
+    sizes = jnp.diff(ends, prepend=0)
+    if capacity is None:
+        row, of_row = jnp.where(rank < ends[-1], rank, rows), order[:rows]
+    else:
+        # How many routes to earlier experts are dropped: a row lies that far in front of its place among sorted routes.
+        shift = jnp.cumsum(chosen) - chosen - (ends - sizes)
+        behind = jnp.append(ends - sizes, 0)[group] + rank - jnp.append(jnp.cumsum(chosen) - chosen, 0)[group]
+        row = jnp.where((group < owned) & (behind < jnp.append(ends, 0)[group]), behind, rows)
+        places = jnp.arange(rows, dtype=jnp.int32)
+        of_group = jnp.minimum((places[:, None] >= ends).sum(1, dtype=jnp.int32), owned - 1)
+        of_row = order[jnp.minimum(places + shift[of_group], max(routes - 1, 0))]
+    return Routing(of_row // k, of_row % k, row.reshape(tokens, k), sizes, chosen.sum(dtype=jnp.int32) - ends[-1])
+
+
+def device_count(op: str, axis_name: Given) -> int:
+    """The devices along `axis_name`; 1 for None.
+
+    Raises:
+      ValueError: there is no such axis, or it is no name. `op` is the operation's name, for the message.
+    """
+    if axis_name is None:
+        return 1
+    try:
+        return lax.axis_size(arguments.axis_name(axis_name))
+    except NameError:
+        raise ValueError(
+            f"`{op}` must be called inside `jax.shard_map` over axis {axis_name!r}, and there is no such axis here: "
+            "wrap the call, or pass axis_name=None on one device"
+        ) from None
+
+
+def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Array, int]:
+    """Checks the arguments of `route`. Returns the ids as an array, and the number of experts of each device."""
+    arguments.require_values(experts=experts)
+    experts = jnp.asarray(experts) if hasattr(experts, "dtype") else experts
+    kind = getattr(experts, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.integer) or experts.ndim != 2 or not experts.shape[1]:
+        raise ValueError(
+            f"`experts` must be integers [tokens, k], the experts that each token chose, got {shown(experts)}: pass "
+            "the indices of lax.top_k, of rank 2"
+        )
+    count = arguments.count("num_experts", num_experts)
+    if count is None or count % devices:
+        more = -(-(count or 1) // devices) * devices
+        raise ValueError(
+            f"`num_experts` must be a multiple of the {devices} devices along the axis, got {count}: use {more} "
+            "experts, or fewer devices"
+        )
+    if experts.shape[1] > count:
+        raise ValueError(
+            f"`experts` must choose at most num_experts={count} experts for a token, got k={experts.shape[1]}: the "
+            "experts of a token must differ"
+        )
+    if (routes := devices * experts.size) > _MOST:
+        raise ValueError(
+            f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
+            "calls"
+        )
+    return experts.astype(jnp.int32), count // devices

@@ -1,0 +1,255 @@
+"""The expert MLP: a router sends each token to some of many gated MLPs, which the devices share among them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.frame import sharded
+from overlap.layers.checks import check_activation, check_dtypes, check_features, check_residual, check_sizes
+from overlap.layers.linear import BIAS_INIT, KERNEL_INIT
+from overlap.layers.mlp import GatedMLP, silu
+from overlap.layers.parallel import (
+    LinearOptions,
+    Options,
+    Parallel,
+    divides,
+    mesh_in_use,
+    metadata,
+    names_in,
+    placed,
+    spec_between_layers,
+)
+from overlap.sharded.partitions import open_axes
+
+
+class RouterReport(NamedTuple):
+    """What an `ExpertMLP` returns beside its result: scalars in float32, over the tokens of all devices.
+
+    Attributes:
+      load_balance_loss: E · Σ f[e] · P[e], where f[e] is the share of the routes that chose expert e, and P[e] the mean
+        of its probability. It is 1 if all experts are chosen alike, and at most E. Of Switch Transformer; for k experts
+        per token that of Mixtral is k times as large. Add about 0.01 times it to the loss of a model.
+      z_loss: the mean square of the logits' logsumexp, which keeps logits small (ST-MoE). Add about 0.001 times it.
+      dropped: the share of the routes that were dropped; 0 without a capacity.
+    """
+
+    load_balance_loss: jax.Array
+    z_loss: jax.Array
+    dropped: jax.Array
+
+
+class ExpertKernel(nnx.Module):
+    """The weights of all experts for one product: kernel [experts, in, out], bias [experts, out] or None."""
+
+    def __init__(self, parallel: Parallel, shape: tuple[int, int, int], use_bias: bool, options: LinearOptions):
+        init, bias_init = options.get("kernel_init", KERNEL_INIT), options.get("bias_init", BIAS_INIT)
+        rngs, dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        experts, *of_one = shape
+        # Each expert is drawn by itself, as the kernel of an nnx.Linear.
+        drawn = jax.vmap(lambda key: init(key, tuple(of_one), dtype))(jax.random.split(rngs.params(), experts))
+        self.kernel = nnx.Param(drawn, **metadata(parallel, P(parallel.axis, parallel.fsdp_axis, None)))
+        at_bias = metadata(parallel, P(parallel.axis, None))
+        shape_of_bias = experts, of_one[1]
+        self.bias = nnx.Param(bias_init(rngs.params(), shape_of_bias, dtype), **at_bias) if use_bias else None
+
+
+class ExpertMLP(Parallel):
+    """The sum of gated MLPs that a router chooses for each token, as in Mixtral and Qwen3-MoE.
+
+        probability = softmax(router(x))          in float32, over all experts
+        gates, chosen = the largest probabilities of each token, divided by their sum
+        result = Σ gate · down[e](activation(gate[e](x)) · up[e](x)) over the chosen experts e, + shared(x) + residual
+
+    The experts are shared among the devices along `axis` (expert parallelism), where `GatedMLP` shares features.
+    Everything else is as for `GatedMLP`: activations are sharded as between layers, the tokens of the devices along
+    `axis` are gathered, and sums are scattered (`overlap.all_gather_lhs_grouped_matmul`,
+    `overlap.grouped_matmul_reduce_scatter`). There is no tensor parallelism inside an expert.
+
+    Parameters: `router.kernel` [in_features, num_experts], whole on all devices. `gate.kernel` and `up.kernel`
+    [num_experts, in_features, hidden_features] and `down.kernel` [num_experts, hidden_features, in_features], all
+    sharded P(axis, fsdp_axis, None). Each may have a `bias` [num_experts, features], P(axis, None). `shared` is a
+    `GatedMLP`.
+
+    Args:
+      in_features: features of input and result, a multiple of the devices along `fsdp_axis`.
+      hidden_features: features inside an expert, a multiple of the devices along `fsdp_axis`.
+      num_experts: number of experts, a multiple of the devices along `axis`.
+      experts_per_token: how many experts each token chooses (top-k).
+      shared_features: hidden features of a gated MLP that all tokens pass; None: there is none.
+      normalize_gates: whether the gates of a token are divided by their sum, as in Mixtral and Qwen3-MoE. If not, they
+        are the probabilities.
+      capacity_factor: None: nothing is dropped. Else an expert takes at most capacity_factor · (its equal share of the
+        routes of the devices along `axis`) rows, and further routes add nothing. It bounds memory and the slowest
+        device's time.
+      activation: an elementwise function, by default jax.nn.silu.
+      use_bias: whether each product of the experts has a bias. The router has none.
+      name: what profiles and the HLO's metadata call this layer.
+      **options: as for `ColumnParallelLinear`. `kernel_init` draws each expert by itself. `keep_gathered` counts for
+        the shared expert only; the experts keep what they gather, unless `jax.checkpoint` says otherwise.
+
+    Raises:
+      TypeError: the activation is no function; or for the reasons of `ColumnParallelLinear`.
+      ValueError: the devices do not divide the experts or features; `experts_per_token` exceeds `num_experts`;
+        `capacity_factor` is not positive; or for the reasons of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        num_experts: int,
+        experts_per_token: int,
+        *,
+        shared_features: int | None = None,
+        normalize_gates: bool = True,
+        capacity_factor: float | None = None,
+        activation: Callable[[jax.Array], jax.Array] = silu,
+        use_bias: bool = False,
+        name: str | None = None,
+        **options: Unpack[LinearOptions],
+    ):
+        given = {key: options[key] for key in Options.__annotations__ if key in options}
+        Parallel.__init__(self, name=name, **given)
+        check_activation(self.title, activation)
+        sizes = {"in_features": in_features, "hidden_features": hidden_features, "num_experts": num_experts}
+        check_sizes(self.title, **sizes, experts_per_token=experts_per_token)
+        names = ("dtype", "param_dtype", "preferred_element_type")
+        self.dtype, param_dtype, self.preferred_element_type = (options.get(key) for key in names)
+        check_dtypes(self.title, dtype=self.dtype, param_dtype=param_dtype,
+                     preferred_element_type=self.preferred_element_type)  # fmt: skip
+        divides(self, "num_experts", num_experts, self.axis, "use more experts, or shard along fewer devices")
+        for what in ("in_features", "hidden_features"):
+            divides(self, what, sizes[what], self.fsdp_axis, "pad the features, or shard along fewer devices")
+        if experts_per_token > num_experts:
+            raise ValueError(
+                f"{self.title}: experts_per_token={experts_per_token} must be at most num_experts={num_experts}: a "
+                "token chooses each expert once"
+            )
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(
+                f"{self.title}: capacity_factor must be positive, got {capacity_factor!r}: leave it out to drop nothing"
+            )
+        self.in_features, self.hidden_features = in_features, hidden_features
+        self.num_experts, self.experts_per_token = num_experts, experts_per_token
+        self.normalize_gates, self.capacity_factor, self.activation = normalize_gates, capacity_factor, activation
+        self.router = nnx.Linear(
+            in_features, num_experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype or jnp.float32,
+            rngs=options["rngs"], kernel_metadata=metadata(self, P(None, None)),
+        )  # fmt: skip
+        inwards, outwards = (num_experts, in_features, hidden_features), (num_experts, hidden_features, in_features)
+        self.gate = ExpertKernel(self, inwards, use_bias, options)
+        self.up = ExpertKernel(self, inwards, use_bias, options)
+        self.down = ExpertKernel(self, outwards, use_bias, options)
+        self.shared = (
+            None if shared_features is None else
+            GatedMLP(in_features, shared_features, activation=activation, name="shared", **options)
+        )  # fmt: skip
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, RouterReport]:
+        """Computes the experts' sum + shared(x) + residual.
+
+        Args:
+          x: [..., rows, in_features], sharded as between layers (`Parallel`).
+          residual: of the same shape, sharded as the result, to which it is added.
+
+        Returns:
+          [..., rows, in_features], sharded as `x`; and the `RouterReport`, whose losses a training adds to its own.
+        """
+        check_features(self.title, x, "in_features", self.in_features)
+        check_residual(self.title, residual, tuple(x.shape))
+        with jax.named_scope(self.name):
+            x = placed(self, x, spec_between_layers(self, x.shape))
+            with jax.named_scope("router"):
+                gates, chosen, balance, z = self._routes(x)
+            out, dropped = self._experts(x, gates, chosen)
+            if self.shared is not None:
+                residual = self.shared(x, residual)
+            out = checkpoint_name(out if residual is None else out + residual, self.name)
+            return out, RouterReport(balance, z, dropped.sum() / jnp.float32(chosen.size))
+
+    def _routes(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The gates and the chosen experts, [..., rows, experts_per_token], and both losses.
+
+        Gates are read by comparison instead of by index, so that their gradient has no scatter.
+        """
+        logits = self.router(x)
+        probabilities = jax.nn.softmax(logits)
+        _, chosen = lax.top_k(lax.stop_gradient(probabilities), self.experts_per_token)
+        is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
+        gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
+        if self.normalize_gates:
+            gates /= gates.sum(-1, keepdims=True)
+        tokens = tuple(range(x.ndim - 1))
+        share = is_chosen.astype(jnp.float32).mean((*tokens, x.ndim - 1))
+        balance = self.num_experts * (share * probabilities.mean(tokens)).sum()
+        return gates, chosen, balance, (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+
+    def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""
+        mesh, rows = mesh_in_use(self), x.shape[-2]
+        devices, whole = dict(mesh.shape)[self.axis], spec_between_layers(self, x.shape)
+        # Without sequence parallelism each device has all rows: let it bring a part of them, as with it.
+        spec = P(*whole[:-2], self.axis, None)
+        if more := -rows % devices if not self.sequence_parallel else 0:
+            padding = [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]
+            x, gates, chosen = (
+                jnp.pad(value, padding, constant_values=empty) for value, empty in ((x, 0), (gates, 0), (chosen, -1))
+            )
+        kernels = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = {name: module.kernel[...] for name, module in kernels.items()}
+        weights |= {f"{name}.bias": module.bias[...] for name, module in kernels.items() if module.bias is not None}
+        promoted = dtypes.promote_dtype((x, *weights.values()), dtype=self.dtype)
+        parts = dict(zip(("x", *weights), promoted, strict=True)) | {"gates": gates, "chosen": chosen}
+        specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
+        specs |= dict.fromkeys(("x", "gates", "chosen"), spec)
+        parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
+        try:
+            out, dropped = sharded.enter(self._of_parts, mesh, specs, spec, open_axes(mesh))(parts)
+        except (ValueError, NotImplementedError) as wrong:
+            raise type(wrong)(f"{self.title}: {wrong}") from wrong
+        if not self.sequence_parallel:
+            out = (jax.reshard if sharded.explicit_axes(mesh) else lax.with_sharding_constraint)(
+                out, NamedSharding(mesh, whole)
+            )
+        return out[..., :rows, :], dropped
+
+    def _of_parts(self, parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""
+        x, gates, chosen = (parts[name].reshape(-1, parts[name].shape[-1]) for name in ("x", "gates", "chosen"))
+        axes = names_in(self.fsdp_axis)
+
+        def whole(name: str) -> jax.Array:
+            return lax.all_gather(parts[name], axes, axis=1, tiled=True) if axes else parts[name]
+
+        capacity = None
+        if self.capacity_factor is not None:
+            routes = chosen.size * lax.axis_size(self.axis)
+            capacity = math.ceil(self.capacity_factor * routes / self.num_experts)
+        routing = overlap.route(chosen, self.num_experts, self.axis, capacity=capacity)
+        with_bias, common = "gate.bias" in parts, {
+            "preferred_element_type": self.preferred_element_type, "implementation": self.implementation,
+        }  # fmt: skip
+        with jax.named_scope("gate_up"):
+            hidden = overlap.all_gather_lhs_grouped_matmul(
+                x, [whole("gate"), whole("up")], routing, self.axis,
+                activation=lambda gate, up: self.activation(gate) * up,
+                bias=[parts["gate.bias"], parts["up.bias"]] if with_bias else None, **common,
+            )  # fmt: skip
+        with jax.named_scope("down"):
+            out = overlap.grouped_matmul_reduce_scatter(
+                checkpoint_name(hidden, "hidden").astype(x.dtype), whole("down"), gates, routing, self.axis,
+                bias=parts["down.bias"] if with_bias else None, **common,
+            )  # fmt: skip
+        return out.reshape(parts["x"].shape), routing.dropped.reshape((1,) * parts["x"].ndim)

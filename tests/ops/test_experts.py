@@ -1,0 +1,350 @@
+"""Expert layers against an oracle that computes every expert for every token: routes, results, gradients, refusals."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from tests.oracle import make_mesh
+
+pytestmark = pytest.mark.one_jax
+IN, HIDDEN = 6, 5
+gated = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    devices: int
+    tokens: int  # Of each device.
+    k: int
+    experts: int
+    capacity: int | None = None
+    axes: tuple[str, ...] = ("x",)
+
+    @property
+    def axis(self) -> Any:
+        return None if not self.axes else self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        sizes = {"x": self.devices} if len(self.axes) < 2 else {"y": 2, "x": self.devices // 2}
+        return make_mesh(**sizes)
+
+    @property
+    def rows(self) -> int:
+        owned, tokens = self.experts // self.devices, self.devices * self.tokens
+        return min(tokens * min(self.k, owned), owned * (tokens if self.capacity is None else self.capacity))
+
+
+CASES = {
+    "two devices": Case(2, 6, 3, 8),
+    "capacity": Case(2, 6, 3, 8, capacity=4),
+    "no axis": Case(1, 5, 2, 3, axes=()),
+    "one token, all experts": Case(2, 1, 4, 4),
+    "four devices in two axes, one expert": Case(4, 3, 1, 8, axes=("x", "y")),
+}
+
+
+def operands(case: Case, seed: int) -> dict[str, np.ndarray]:
+    chance = np.random.default_rng(seed)
+    tokens, experts = case.devices * case.tokens, case.experts
+    shapes = {
+        "x": (tokens, IN), "gates": (tokens, case.k), "w_gate": (experts, IN, HIDDEN), "w_up": (experts, IN, HIDDEN),
+        "w_down": (experts, HIDDEN, IN), "b_gate": (experts, HIDDEN), "b_up": (experts, HIDDEN),
+        "b_down": (experts, IN),
+    }  # fmt: skip
+    drawn = {name: chance.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return drawn | {"shift": np.zeros((case.devices * case.rows, HIDDEN), np.float32)}
+
+
+def routings(case: Case, seed: int) -> dict[str, np.ndarray]:
+    """Ids of each kind, [tokens of all devices, k]; those of a token differ."""
+    chance, tokens, experts = np.random.default_rng(seed), case.devices * case.tokens, case.experts
+    draw = lambda few: np.array([chance.permutation(few)[: case.k] for _ in range(tokens)], np.int32)  # noqa: E731
+    strange = draw(experts)
+    where = chance.random(strange.shape) < 0.4
+    strange[where] = chance.choice([-1, -7, experts, experts + 1, -(2**31), 2**31 - 1], where.sum())
+    return {
+        "drawn": draw(experts),
+        "to one": np.tile(np.arange(experts - case.k, experts, dtype=np.int32), (tokens, 1)),
+        "an expert without tokens": draw(max(experts - 1, case.k)),
+        "ids out of range": strange,
+        "no expert at all": np.full_like(strange, -1),
+    }
+
+
+def kept(case: Case, ids: np.ndarray) -> np.ndarray:
+    """Which routes are computed: those to experts that exist, the first ones of each up to the capacity."""
+    found, taken = np.zeros(ids.shape, bool), collections.Counter[int]()
+    for at, expert in np.ndenumerate(ids):
+        if 0 <= expert < case.experts and (case.capacity is None or taken[expert] < case.capacity):
+            found[at] = True
+            taken[expert] += 1
+    return found
+
+
+def oracle(given: dict[str, jax.Array], ids: np.ndarray, counts: np.ndarray) -> jax.Array:
+    """Every expert of every token, in float32, and then the gates of those that count."""
+    each = {name: jnp.einsum("th,ehi->tei", given["x"], given[f"w_{name}"]) for name in ("gate", "up")}
+    hidden = gated(each["gate"] + given["b_gate"], each["up"] + given["b_up"])
+    outs = jnp.einsum("tei,eih->teh", hidden, given["w_down"]) + given["b_down"]
+    chosen = (ids[..., None] == np.arange(len(given["w_up"]))) & counts[..., None]
+    return jnp.einsum("tke,tk,teh->th", chosen.astype(jnp.float32), given["gates"], outs)
+
+
+def layer(case: Case, given: dict[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, jax.Array, overlap.Routing]:
+    """The layer on one device. What lies behind the rows in use is NaN between the two operations."""
+    routing = overlap.route(ids, case.experts, case.axis, capacity=case.capacity)
+    hidden = overlap.all_gather_lhs_grouped_matmul(
+        given["x"], [given["w_gate"], given["w_up"]], routing, case.axis, activation=gated,
+        bias=[given["b_gate"], given["b_up"]],
+    )  # fmt: skip
+    used = jnp.arange(len(hidden)) < routing.group_sizes.sum()
+    poisoned = jnp.where(used[:, None], hidden, jnp.nan)
+    if "shift" in given:  # Its gradient is the cotangent of the rows.
+        poisoned += given["shift"]
+    out = overlap.grouped_matmul_reduce_scatter(
+        poisoned, given["w_down"], given["gates"], routing, case.axis, bias=given["b_down"]
+    )
+    return out, hidden, jax.tree.map(lambda x: x[None], routing)
+
+
+def on_devices(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
+    if case.axis is None:
+        return function
+    return jax.shard_map(function, mesh=case.mesh, in_specs=P(case.axis), out_specs=P(case.axis))
+
+
+@functools.cache
+def program(case: Case) -> Any:
+    run = on_devices(case, functools.partial(layer, case))
+
+    def weighted(given: Any, ids: Any, weights: Any) -> Any:
+        out, *rest = run(given, ids)
+        return (out * weights).sum(), (out, *rest)
+
+    return jax.jit(jax.value_and_grad(weighted, has_aux=True))
+
+
+@functools.cache
+def exact(case: Case) -> Any:
+    weighted = lambda given, ids, counts, weights: (oracle(given, ids, counts) * weights).sum()  # noqa: E731
+    return jax.jit(jax.grad(weighted)), jax.jit(oracle)
+
+
+def near(found: Any, expected: Any) -> bool:
+    found, expected = np.asarray(found), np.asarray(expected)
+    return found.shape == expected.shape and bool(
+        np.linalg.norm(found - expected) <= 1e-5 * (np.linalg.norm(expected) + 1e-6)
+    )
+
+
+def check_routing(case: Case, ids: np.ndarray, counts: np.ndarray, routing: Any, context: Any) -> None:
+    """Each device's lists are those of a loop over the sorted routes."""
+    owned = case.experts // case.devices
+    for device in range(case.devices):
+        mine = range(device * owned, (device + 1) * owned)
+        routes = sorted((ids[at], *at) for at in np.ndindex(ids.shape) if ids[at] in mine and counts[at])
+        of_device = jax.tree.map(lambda x, device=device: np.asarray(x)[device], routing)
+        positions = np.full(ids.shape, case.rows)
+        for row, (_, token, slot) in enumerate(routes):
+            positions[token, slot] = row
+        np.testing.assert_array_equal(of_device.positions, positions, context)
+        assert [*zip(of_device.tokens, of_device.slots)][: len(routes)] == [route[1:] for route in routes], context
+        assert of_device.group_sizes.tolist() == [sum(r[0] == expert for r in routes) for expert in mine], context
+        lost = sum(ids[at] in mine and not counts[at] for at in np.ndindex(ids.shape))
+        assert of_device.dropped == lost, context
+        assert len(of_device.tokens) == case.rows and {x.dtype.name for x in jax.tree.leaves(of_device)} == {"int32"}
+        for indices, size in ((of_device.tokens, len(ids)), (of_device.slots, case.k)):
+            assert ((indices >= 0) & (indices < size)).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name: str) -> None:
+    case, seed = CASES[name], secrets.randbits(32)
+    given, ways = operands(case, seed), routings(case, seed)
+    weights = np.random.default_rng(seed + 1).standard_normal(given["x"].shape, np.float32)
+    for kind, ids in ways.items():
+        context, counts = f"{name}, {kind}, seed {seed}", kept(case, ids)
+        (_, (out, hidden, routing)), grads = program(case)(given, ids, weights)
+        if case.axis is None:
+            routing = jax.tree.map(np.asarray, routing)
+        check_routing(case, ids, counts, routing, context)
+        expected_grads, expected = (f(given, ids, counts, *more) for f, more in zip(exact(case), ((weights,), ())))
+        assert near(out, expected), context
+        for operand in given.keys() - {"shift"}:
+            assert near(grads[operand], expected_grads[operand]), (operand, context)
+        # Rows that are not in use are zero, and so are their cotangents.
+        for device, rows in enumerate(np.split(np.arange(len(hidden)), case.devices)):
+            unused = rows[routing.group_sizes[device].sum() :]
+            assert not np.asarray(hidden)[unused].any() and not np.asarray(grads["shift"])[unused].any(), context
+        again = program(case)(given, ids, weights)
+        jax.tree.map(np.testing.assert_array_equal, again, ((_, (out, hidden, again[0][1][2])), grads))
+    # Negative control: another choice of one token shows.
+    other = np.where(np.arange(len(ids))[:, None] == 0, ways["drawn"], ids)
+    assert not near(expected, exact(case)[1](given, other, kept(case, other))), seed
+
+
+def test_a_token_may_choose_an_expert_twice() -> None:
+    """If there are enough rows both count; else the last routes are dropped, and counted."""
+    twice = jax.jit(lambda: overlap.route(np.array([[0, 0], [1, 0]]), 2, None))()
+    assert twice.positions.tolist() == [[0, 1], [3, 2]] and twice.dropped == 0
+    ids = np.array([[0, 0], [0, 0]], np.int32)
+    run = jax.shard_map(lambda ids: jax.tree.map(lambda x: x[None], overlap.route(ids, 2, "x")),
+                        mesh=make_mesh(x=2), in_specs=P("x"), out_specs=P("x"))  # fmt: skip
+    found = jax.jit(run)(ids)
+    assert found.positions[0].tolist() == [[0, 1], [2, 2]] and found.dropped.tolist() == [2, 0]
+    assert found.group_sizes.tolist() == [[2], [0]] and found.tokens.shape == (2, 2)
+
+
+def test_rows_are_added_in_float32_in_the_order_of_the_slots() -> None:
+    ids = np.array([[2, 0, 1]], np.int32)
+    identity, gates = np.ones((3, 1, 1), np.float32), np.ones((1, 3), np.float32)
+
+    def add(rows: list[int], dtype: Any) -> jax.Array:
+        h = np.asarray(rows, dtype)[:, None]
+        one = lambda: overlap.grouped_matmul_reduce_scatter(  # noqa: E731
+            h, identity.astype(dtype), gates, overlap.route(ids, 3, None), None)  # fmt: skip
+        return jax.jit(one)()
+
+    # By slot: 2^24 + 1 rounds to 2^24. In every other order the sum is 1.
+    assert add([1, -(2**24), 2**24], jnp.float32) == 0
+    # In bfloat16 256 + 1 is 256.
+    found = add([1, 1, 256], jnp.bfloat16)
+    assert found == 258 and found.dtype == jnp.bfloat16
+
+
+def test_gates_of_routes_that_are_not_computed_do_not_count() -> None:
+    gates, w = np.array([[2, np.nan], [np.inf, 3]], np.float32), np.ones((2, 1, 1), np.float32)
+
+    def run(gates: jax.Array) -> tuple[jax.Array, Any]:
+        routing = overlap.route(np.array([[0, -1], [0, 1]]), 2, None, capacity=1)
+        out = overlap.grouped_matmul_reduce_scatter(np.ones((2, 1), np.float32), w, gates, routing, None)
+        return out.sum(), (out, routing.dropped)
+
+    (_, (out, dropped)), grad = jax.jit(jax.value_and_grad(run, has_aux=True))(gates)
+    assert out.tolist() == [[2], [3]] and dropped == 1 and grad.tolist() == [[1, 0], [0, 1]]
+
+
+def test_forms_of_the_weights_and_dtypes() -> None:
+    """Transposed weights, one matrix and an activation, operands in bf16 and results in float32."""
+    case = CASES["two devices"]
+    given, ids = operands(case, 1), routings(case, 2)["drawn"]
+    half = {name: jnp.asarray(x, jnp.bfloat16) for name, x in given.items()}
+
+    def both(given: Any, ids: Any, transpose_rhs: bool) -> Any:
+        turn = lambda w: w.swapaxes(1, 2) if transpose_rhs else w  # noqa: E731
+        options: Any = {"transpose_rhs": transpose_rhs, "preferred_element_type": jnp.float32, "implementation": "xla"}
+        routing = overlap.route(ids, case.experts, "x")
+        hidden = overlap.all_gather_lhs_grouped_matmul(
+            given["x"], turn(given["w_up"]), routing, "x", activation=jnp.tanh, **options
+        )
+        lhs = hidden.astype(given["w_down"].dtype)
+        out = overlap.grouped_matmul_reduce_scatter(lhs, turn(given["w_down"]), given["gates"], routing, "x", **options)
+        return hidden, out
+
+    f = lambda which, turned: on_devices(case, functools.partial(both, transpose_rhs=turned))(which, ids)  # noqa: E731
+    (hidden, out), (hidden_half, out_half) = jax.jit(lambda: (f(given, False), f(half, True)))()
+    assert hidden_half.dtype == out_half.dtype == jnp.float32 and hidden.shape == (2 * case.rows, HIDDEN)
+    for found, expected in ((hidden_half, hidden), (out_half, out)):
+        assert 1e-5 < np.linalg.norm(found - expected) / np.linalg.norm(expected) < 3e-2
+    outs = np.einsum("tei,eih->teh", np.tanh(np.einsum("th,ehi->tei", given["x"], given["w_up"])), given["w_down"])
+    assert near(out, np.einsum("tk,tkh->th", given["gates"], np.take_along_axis(outs, ids[..., None], 1)))
+
+
+def test_transforms() -> None:
+    """Forward mode, second derivatives, vmap over tokens and over routings, checkpoint in a scan; no scatter-add."""
+    case = dataclasses.replace(CASES["two devices"], tokens=3, experts=4, k=2)
+    given, ids = operands(case, 3), np.stack([routings(case, seed)["drawn"] for seed in (4, 5)])
+    direction = operands(case, 6)
+    del given["shift"], direction["shift"]
+    given, direction = jax.tree.map(jnp.asarray, (given, direction))
+    counts, run = np.ones(ids[0].shape, bool), on_devices(case, lambda given, ids: layer(case, given, ids)[0])
+    right = lambda given, ids: oracle(given, ids, counts)  # noqa: E731
+
+    def derivatives(f: Any) -> Any:
+        square = lambda given, ids: (f(given, ids) ** 2).sum()  # noqa: E731
+        slope = lambda given: jax.jvp(lambda given: square(given, ids[0]), (given,), (direction,))[1]  # noqa: E731
+        return jax.jvp(lambda given: f(given, ids[0]), (given,), (direction,)), jax.grad(slope)(given)
+
+    def mapped(f: Any) -> Any:
+        of_all = jax.vmap(f, in_axes=({name: 0 if name == "x" else None for name in given}, 0))
+        return jax.value_and_grad(lambda given: (of_all(given, ids) ** 2).sum())(
+            given | {"x": jnp.stack([given["x"], direction["x"]])})  # fmt: skip
+
+    def scanned(f: Any) -> Any:
+        def both(given: Any) -> Any:
+            step = lambda x, ids: (x + jax.checkpoint(f)(given | {"x": x}, ids), None)  # noqa: E731
+            return (lax.scan(step, given["x"], ids)[0] ** 2).sum()
+
+        return jax.value_and_grad(both)(given)
+
+    for kind in (derivatives, mapped, scanned):
+        found, expected = jax.jit(lambda kind=kind: (kind(run), kind(right)))()
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert near(a, b), (kind.__name__, a, b)
+    text = str(jax.make_jaxpr(jax.grad(lambda given: (run(given, ids[0]) ** 2).sum()))(given))
+    assert re.search(r"\bgather\b", text) and "scatter-add" not in text and "scatter_add" not in text
+
+
+# --- Refusals ---------------------------------------------------------------------------------------------------------
+
+IDS = np.zeros((4, 2), np.int32)
+X, W, W2, GATES = (np.zeros(x, np.float32) for x in ((4, IN), (3, IN, HIDDEN), (3, HIDDEN, IN), (4, 2)))
+MANY = jax.ShapeDtypeStruct((2**16, 2**15), np.int32)
+gather, reduce = overlap.all_gather_lhs_grouped_matmul, overlap.grouped_matmul_reduce_scatter
+# A call, given a routing of `IDS`, and the message of its ValueError.
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda r: overlap.route(X, 3, None), r"`experts` must be integers \[tokens, k\].*float32: pass the indices"),
+    (lambda r: overlap.route(IDS[0], 3, None), r"`experts` must be integers .* shape \(2,\)"),
+    (lambda r: overlap.route([[0]], 3, None), "`experts` must be integers"),  # pyright: ignore[reportArgumentType]
+    (lambda r: overlap.route(IDS[:, :0], 3, None), r"`experts` must be integers .* shape \(4, 0\)"),
+    (lambda r: overlap.route(IDS, 1, None), "at most num_experts=1 experts for a token, got k=2: the experts of"),
+    (lambda r: overlap.route(IDS, 0, None), "`num_experts` must be None or an integer of at least 1, got 0"),
+    (lambda r: overlap.route(IDS, 3, None, capacity=0), "`capacity` must be None or an integer of at least 1, got 0"),
+    (lambda r: overlap.route(IDS, 3, "z"), "`route` must be called inside `jax.shard_map` over axis 'z'.*None on one"),
+    (lambda r: overlap.route(IDS, 3, 1.5j * X), "`axis_name` must be the name of a mesh axis"),  # pyright: ignore[reportArgumentType]
+    (lambda r: jax.shard_map(lambda i: overlap.route(i, 3, "x").tokens, mesh=make_mesh(x=2), in_specs=P("x"),
+                             out_specs=P("x"))(IDS),
+     "`num_experts` must be a multiple of the 2 devices along the axis, got 3: use 4 experts"),
+    (lambda r: overlap.route(MANY, 2**20, None), "`experts` must be an array, got a jax.Shape"),  # pyright: ignore[reportArgumentType]
+    (lambda r: jax.eval_shape(lambda i: overlap.route(i, 2**20, None), MANY),
+     r"`experts` must have fewer than 2\^31 routes on all devices, got 2147483648: split"),
+    (lambda r: gather(X, W, IDS, None), "`routing` must be what `overlap.route` returns, got ndarray"),  # pyright: ignore[reportArgumentType]
+    (lambda r: gather(IDS, W, r, None), "`x` must be floating-point, got int32"),
+    (lambda r: gather(X[None], W, r, None), r"`x` must be a matrix, got shape \(1, 4, 6\): reshape"),
+    (lambda r: gather(X[:3], W, r, None), r"`x` .* a row for each of this device's 4 tokens.*1 devices.*\(3, 6\)"),
+    (lambda r: gather(X, W[:2], r, None), r"`w` must be the weights of this device's 3 experts.*\(2, 6, 5\): shard"),
+    (lambda r: gather(X, [W, W2], r, None, activation=gated),
+     r"`x` and `w\[1\]` must have the same number of features, got 6 and 5: weights are \[experts, in, out\]"),
+    (lambda r: gather(X, W, r, None, transpose_rhs=True), r"`x` and `w` .* 6 and 5: weights are \[experts, out, in"),
+    (lambda r: gather(X, W, r, None, transpose_rhs=1), "`transpose_rhs` must be True or False"),  # pyright: ignore[reportArgumentType]
+    (lambda r: gather(X, W, r, "z"), "`all_gather_lhs_grouped_matmul` must be called inside"),
+    (lambda r: gather(X, W, r, None, implementation="XLA"), "`implementation` must be"),  # pyright: ignore[reportArgumentType]
+    (lambda r: reduce(X[:, :5], W2, GATES, r, None), "`h` must have a row for each of the 8 rows of `routing`, got 4"),
+    (lambda r: reduce(np.zeros((8, 6), np.float32), W2, GATES, r, None), "`h` and `w` .*, got 6 and 5"),
+    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
+    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
+    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, IDS, r, None), "`gates` must be floating-point"),
+]  # fmt: skip
+
+
+def test_refusals() -> None:
+    routing = jax.jit(lambda: overlap.route(IDS, 3, None))()
+    for number, (call, message) in enumerate(REFUSED):
+        with pytest.raises(ValueError, match=message):
+            call(routing)
+            pytest.fail(f"number {number} ({message}) is not refused")
