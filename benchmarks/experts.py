@@ -1,17 +1,21 @@
 """Compares products of groups of rows with XLA, with JAX's own Mosaic kernel, and with cuBLAS on one matrix.
 
     python -m benchmarks.experts --out benchmarks/results
-    python -m benchmarks.experts --models qwen3-30b --routings balanced --products up "dW of up"
+    python -m benchmarks.experts --models qwen3-30b --routings balanced --products up "dW of up" "layer, forward"
 
-The sizes are those of one device that has all experts of a layer, or a part of them, and as many rows as tokens choose
-them: `up` is the product of the rows with both matrices of a gated MLP side by side, `down` the one after it, `dx` and
-`dW` their gradients. The methods:
+The sizes are those of one of two devices that share the experts of a layer, with as many rows as tokens choose them.
+`up` is the product of the rows with both matrices of a gated MLP side by side, `down` the one after it, `dx` and `dW`
+are their gradients. The methods:
 
     fused     `grouped_matmul` and its gradients, with `implementation="fused"`
     xla       `jax.lax.ragged_dot` and its gradients
     jax       `ragged_dot_mgpu` of JAX's Pallas examples, with the block sizes that were fastest of a few
     batched   cuBLAS on groups of equal sizes: the same bytes, without groups of any size
     roof      cuBLAS on one matrix: the same operations, but the weights of one group only
+
+With `--products "layer, forward"` or `"layer, forward and backward"` a whole layer runs on all devices: routes, the
+tokens of all devices as rows, the products, and the sums of each token's rows. The router is not part of it. "fused"
+and "xla" are then the implementations of the products. `--tokens` are those of all devices.
 
 Each is a loop in which an element of the result is written into an operand before the next turn, in place. roof/this is
 the time of "roof" / the method's.
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,15 +34,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import overlap
 from benchmarks import layer_runs
 from overlap.cli import ending
+from overlap.tuning.operations import AXIS
+from overlap.tuning.programs import mesh_of
 from overlap.tuning.timing import elapsed_s
 
 METHODS = ("fused", "xla", "jax", "batched", "roof")
 ROUTINGS = ("balanced", "uniform", "zipf")
 PRODUCTS = ("up", "down", "dx of up", "dW of up", "dW of down")
+PASSES = ("layer, forward", "layer, forward and backward")
 # How long each sample takes, and the largest relative difference from XLA.
 _SAMPLE_S, _ALLOWED = 0.05, 1e-2
 
@@ -67,6 +77,8 @@ MODELS = {
     "tiny": Experts(64, 128, 4, 2.0),
 }
 type Call = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# A function from a number of turns to a jitted loop, and one that makes the state that the loop carries.
+type Loop = tuple[Callable[[int], Any], Callable[[], tuple[Any, ...]]]
 
 
 def sizes_of(routing: str, rows: int, groups: int) -> np.ndarray:
@@ -153,32 +165,97 @@ def _program(call: Call, turns: int) -> Any:
     return jax.jit(lambda state: lax.fori_loop(0, turns, turn, state), donate_argnums=0)
 
 
-def measure(
-    of_methods: Mapping[str, Call], shapes: Sequence[tuple[int, ...]], sizes: np.ndarray, rounds: int, turns: int
-) -> dict[str, list[float]]:
+def of_product(product: str, rows: int, model: Experts, routing: str, methods: Sequence[str]) -> dict[str, Loop]:
+    """Returns the loop of each method for one product on one device."""
+    found, shapes = calls(product, rows, model)
+
+    def given(name: str) -> tuple[Any, ...]:
+        operands = [_normal(i, shape) for i, shape in enumerate(shapes)]
+        sizes = jnp.asarray(sizes_of(routing, rows, model.experts))
+        room = jax.eval_shape(found[name], *operands, sizes)
+        return *operands, sizes, jnp.zeros(room.shape, room.dtype)
+
+    return {name: (functools.partial(_program, found[name]), functools.partial(given, name))
+            for name in found if name in methods}  # fmt: skip
+
+
+def of_layer(
+    tokens: int, model: Experts, routing: str, mesh: Mesh, methods: Sequence[str], backward: bool
+) -> dict[str, Loop]:
+    """Returns the loop of each method for a whole layer of experts: routes, tokens to rows and back, three products."""
+    devices = mesh.size
+    experts, slots = model.experts * devices, round(model.share * 2)
+    shards = {"x": (tokens, model.hidden), "ids": (tokens, slots), "gates": (tokens, slots),
+              "w_gate": (experts, model.hidden, model.width), "w_up": (experts, model.hidden, model.width),
+              "w_down": (experts, model.width, model.hidden)}  # fmt: skip
+
+    def layer(
+        implementation: str, x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array
+    ) -> jax.Array:
+        how: dict[str, Any] = {"implementation": implementation}
+        found = overlap.route(ids, experts, AXIS)
+        h = overlap.all_gather_lhs_grouped_matmul(x, weights[:2], found, AXIS, activation=_gated, **how)
+        return overlap.grouped_matmul_reduce_scatter(h, weights[2], gates, found, AXIS, **how)
+
+    def program(implementation: str, turns: int) -> Any:
+        def turn(_: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, gates, weights, ids, gradients = state
+            if not backward:
+                return layer_runs.normalized(layer(implementation, x, gates, weights, ids), x.dtype), *state[1:]
+            call = functools.partial(layer, implementation, ids=ids)
+            y, pull = jax.vjp(call, x, gates, weights)
+            d_x, d_gates, gradients = pull(layer_runs.normalized(y, y.dtype))
+            return layer_runs.normalized(d_x, x.dtype), gates + 1e-6 * d_gates, weights, ids, gradients
+
+        mapped = jax.shard_map(lambda *state: lax.fori_loop(0, turns, turn, state), mesh=mesh, in_specs=P(AXIS),
+                               out_specs=P(AXIS), check_vma=False)  # fmt: skip
+        return jax.jit(lambda state: mapped(*state), donate_argnums=0)
+
+    def given() -> tuple[Any, ...]:
+        placed = jax.NamedSharding(mesh, P(AXIS))
+        put = lambda i, name: jax.jit(lambda: _normal(i, shards[name]), out_shardings=placed)()  # noqa: E731
+        chance = np.random.default_rng(0)
+        odds = np.ones(experts) if routing != "zipf" else chance.permutation(1 / np.arange(1, experts + 1))
+        # The experts of a token differ: those with the largest of random keys, whose odds are those of the experts.
+        keys = chance.gumbel(size=(tokens, experts)) + np.log(odds)
+        chosen = np.argsort(-keys, axis=1)[:, :slots] if routing != "balanced" else (
+            (np.arange(tokens * slots).reshape(tokens, slots)) % experts)  # fmt: skip
+        ids = jax.device_put(chosen.astype(np.int32), placed)
+        gates = jax.device_put(np.full((tokens, slots), 1 / slots, np.float32), placed)
+        weights = [put(i, name) * 0.02 for i, name in enumerate(("w_gate", "w_up", "w_down"))]
+        weights = [w.astype(jnp.bfloat16) for w in weights]
+        return put(7, "x"), gates, weights, ids, jax.tree.map(jnp.zeros_like, weights)
+
+    return {name: (functools.partial(program, name), given) for name in ("fused", "xla") if name in methods}
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def measure(made: Mapping[str, Loop], rounds: int, turns: int) -> dict[str, list[float]]:
     """Times the methods in turns, and compares their results with XLA's. Those that fail are reported and left out."""
     loops: dict[str, tuple[Callable[..., None], Callable[..., Any], int, int]] = {}
     expected: Any = None
-    for name in sorted(of_methods, key=lambda name: name != "xla"):
+    for name in sorted(made, key=lambda name: name != "xla"):
+        program, given = made[name]
         own_turns = 1 if name == "xla" else turns
-        given = [_normal(i, shape) for i, shape in enumerate(shapes)]
-        room = jax.eval_shape(of_methods[name], *given, jnp.asarray(sizes))
-        state = [(*given, jnp.asarray(sizes), jnp.zeros(room.shape, room.dtype))]
-        del given
         try:
-            loop = _program(of_methods[name], own_turns).lower(state[0]).compile()
+            state = [given()]
+            loop = program(own_turns).lower(state[0]).compile()
 
             def launch(loop: Any = loop, state: list[Any] = state) -> None:
                 state[0] = loop(state[0])
 
             launch()
-            result = state[0][-1][..., 1:, :]  # The first rows differ with the number of turns.
+            results = state[0][-1]  # The first rows differ with the number of turns.
+            result = results[..., 1:, :] if isinstance(results, jax.Array) else None
             if name == "xla":
-                expected = result + 0
+                expected = None if result is None else result + 0
             elif name in ("fused", "jax") and expected is not None:
                 distance = float(layer_runs.distance(result, expected))
                 assert distance < _ALLOWED, f"{name} differs from XLA by {distance:.1e}"
-            del result
+            del result, results
             once = elapsed_s(launch, lambda state=state: state[0], 1)
         except jax.errors.JaxRuntimeError as error:  # XLA may run out of memory.
             print(f"{name}: {str(error).splitlines()[0][:150]}", flush=True)
@@ -194,22 +271,21 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    choices = {"models": tuple(MODELS), "methods": METHODS, "products": PRODUCTS, "routings": ROUTINGS}
+    choices = {"models": tuple(MODELS), "methods": METHODS, "products": (*PRODUCTS, *PASSES), "routings": ROUTINGS}
     run = layer_runs.begin("experts", __doc__, choices, argv, tokens="16384")
-    for model in run.arguments.models:
-        for tokens in run.arguments.tokens:
-            rows = int(tokens * MODELS[model].share)
-            for product in run.arguments.products:
-                found, shapes = calls(product, rows, MODELS[model])
-                served = {name: call for name, call in found.items() if name in run.arguments.methods}
-                for routing in run.arguments.routings:
-                    turns = run.turns(2.0 * rows * MODELS[model].hidden * MODELS[model].width * 2)
-                    sizes = sizes_of(routing, rows, MODELS[model].experts)
-                    us = measure(served, shapes, sizes, run.arguments.rounds, turns)
-                    if "xla" in us:
-                        run.add(
-                            f"{rows}x{MODELS[model].hidden}x{MODELS[model].width}", f"{model}, {product}, {routing}", us
-                        )
+    mesh, asked = mesh_of(run.devices), run.arguments
+    for name, tokens, product, routing in itertools.product(asked.models, asked.tokens, asked.products, asked.routings):
+        model, rows = MODELS[name], int(tokens * MODELS[name].share)
+        flops = 4.0 * rows * model.hidden * model.width
+        if product in PASSES:
+            backward = product == PASSES[1]
+            made = of_layer(tokens, model, routing, mesh, asked.methods, backward)
+            turns = run.turns(flops * (4.5 if backward else 1.5) * len(run.devices))
+        else:
+            made, turns = of_product(product, rows, model, routing, asked.methods), run.turns(flops)
+        us = measure(made, asked.rounds, turns)
+        if "xla" in us:
+            run.add(f"{rows}x{model.hidden}x{model.width}", f"{name}, {product}, {routing}", us)
     return 0
 
 

@@ -73,7 +73,7 @@ def grouped_matmul(
     `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
     kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. Cotangents are rounded
     to the operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
-    products are kept in float32 for the backward pass.
+    products are kept in float32 for the backward pass; in the dtype of the result if the activation takes several.
 
     Example:
       >>> tokens, experts = jnp.ones((6, 64), jnp.bfloat16), jnp.ones((3, 64, 128), jnp.bfloat16)

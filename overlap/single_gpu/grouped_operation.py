@@ -281,10 +281,17 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Leaf], *, static: _Sta
 
 
 def _apart(operands: Grouped, product: Product) -> jax.Array:
-    """The same result from bare products in float32 and an epilogue by XLA, which have derivatives."""
-    bare = product.like("rows", accumulator(operands.lhs.dtype), product.transpose_rhs)
+    """The same result from bare products and an epilogue by XLA, which have derivatives.
+
+    The products are in float32. If an activation takes several, they have the dtype of the result, as in other
+    operations: they are what a layer keeps for its backward pass.
+    """
+    dtype = product.out_dtype if len(operands.rhs_list) > 1 else accumulator(operands.lhs.dtype)
+    bare = product.like("rows", dtype, product.transpose_rhs)
     products = [_bare(operands.lhs, rhs, operands.sizes, bare) for rhs in operands.rhs_list]
-    return with_epilogue([checkpoint_name(z, BEFORE_ACTIVATION) for z in products], operands, product)
+    wide = accumulator(operands.lhs.dtype)
+    products = [checkpoint_name(z, BEFORE_ACTIVATION).astype(wide) for z in products]
+    return with_epilogue(products, operands, product)
 
 
 def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
