@@ -129,5 +129,6 @@ def _by_rows(factors: _Factors, routing: Routing) -> jax.Array:
 
 def _by_gates(factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, _ = factors
-    products = jnp.where(routing.filled[:, None], _of_rows(tokens, routing) * _wide(rows), 0)
-    return products.sum(1).at[routing.positions].get(mode="fill", fill_value=0)
+    # Positions name rows in use only, so that what lies behind them does not count.
+    products = (_of_rows(tokens, routing) * _wide(rows)).sum(1)
+    return products.at[routing.positions].get(mode="fill", fill_value=0)

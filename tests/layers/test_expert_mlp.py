@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from overlap import layers
+from overlap.experts import operations
 from tests.layers.layer_cases import (
     AUTO,
     AXES,
@@ -54,9 +55,10 @@ def reference(p: Any, x: jax.Array, capacity: int | None, groups: int, normalize
     counts = is_chosen
     if capacity is not None:
         # In the order of the two devices, which have parts of the rows, then of batch and rows.
-        taken = is_chosen.reshape(groups, x.shape[0] // groups, 2, -1, EXPERTS).swapaxes(1, 2)
+        padded = jnp.pad(is_chosen, ((0, 0), (0, x.shape[1] % 2), (0, 0)))
+        taken = padded.reshape(groups, x.shape[0] // groups, 2, -1, EXPERTS).swapaxes(1, 2)
         before = jnp.cumsum(taken.reshape(groups, -1, EXPERTS), 1).reshape(taken.shape).swapaxes(1, 2)
-        counts = is_chosen & (before.reshape(is_chosen.shape) <= capacity)
+        counts = is_chosen & (before.reshape(padded.shape)[:, : x.shape[1]] <= capacity)
     for expert in range(EXPERTS):
         out += jnp.where(counts, gates, 0)[..., expert, None] * mlp(p, x, expert)
     share, tokens = is_chosen.mean((0, 1)) / CHOSEN, x.shape[0] * x.shape[1]
@@ -75,13 +77,20 @@ def loss_of(outs: Any) -> Any:
 CASES: dict[str, Any] = {
     "auto, a shared expert": (2, 2, AUTO, 8, None, {"shared_features": 16}),
     "explicit, dropped": (2, 2, EXPLICIT, 8, 5, {"use_bias": True, "capacity_factor": 0.6, "normalize_gates": False}),
-    "explicit, rows whole": (1, 2, EXPLICIT, 6, None, {"sequence_parallel": False, "fsdp_axis": None}),
+    "explicit, rows whole": (
+        1,
+        2,
+        EXPLICIT,
+        6,
+        8,
+        {"sequence_parallel": False, "fsdp_axis": None, "capacity_factor": 0.6},
+    ),
     "auto, rows whole": (2, 2, AUTO, 6, None, {"sequence_parallel": False}),
     "one device": (1, 1, AUTO, 8, None, {}),
 }
 
 
-@pytest.mark.parametrize("case", [name if i < 2 else pytest.param(name, marks=pytest.mark.slow)
+@pytest.mark.parametrize("case", [name if i < 3 else pytest.param(name, marks=pytest.mark.slow)
                                   for i, name in enumerate(CASES)])  # fmt: skip
 def test_the_layer(case: str) -> None:
     data, tensor, kind, rows, capacity, options = CASES[case]
@@ -121,6 +130,21 @@ def test_each_expert_begins_as_a_linear_layer() -> None:
         np.testing.assert_allclose(kernel.std((1, 2)), features**-0.5, rtol=0.05)
         assert len(np.unique(kernel[:, 0, 0])) == 4
     assert not np.array_equal(made.gate.kernel[...], made.up.kernel[...])
+
+
+def test_dtypes_and_the_implementation_reach_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, product = [], operations.grouped_matmul
+
+    def noted(lhs: jax.Array, rhs: Any, *args: Any, **options: Any) -> jax.Array:
+        given.append((options["implementation"], *(x.dtype.name for x in jax.tree.leaves((lhs, rhs)))))
+        return product(lhs, rhs, *args, **options)
+
+    monkeypatch.setattr(operations, "grouped_matmul", noted)
+    with jax.set_mesh(make_mesh(1, 2)):
+        build = lambda: layers.ExpertMLP(8, 12, 4, 2, dtype=jnp.bfloat16, implementation="xla", rngs=nnx.Rngs(0))  # noqa: E731
+        out, report = nnx.eval_shape(lambda: build()(jnp.zeros((4, 8))))
+    assert out.dtype == jnp.bfloat16 and {x.dtype.name for x in report} == {"float32"}
+    assert {found[0] for found in given} == {"xla"} and {name for found in given for name in found[1:]} == {"bfloat16"}
 
 
 MLP = functools.partial(layers.ExpertMLP, 32, 64)

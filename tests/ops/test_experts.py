@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.experts import operations, rows
 from tests.oracle import make_mesh
 
 pytestmark = pytest.mark.one_jax
@@ -188,8 +189,8 @@ def test_results_and_gradients(name: str) -> None:
         for operand in given.keys() - {"shift"}:
             assert near(grads[operand], expected_grads[operand]), (operand, context)
         # Rows that are not in use are zero, and so are their cotangents.
-        for device, rows in enumerate(np.split(np.arange(len(hidden)), case.devices)):
-            unused = rows[routing.group_sizes[device].sum() :]
+        for device, places in enumerate(np.split(np.arange(len(hidden)), case.devices)):
+            unused = places[routing.group_sizes[device].sum() :]
             assert not np.asarray(hidden)[unused].any() and not np.asarray(grads["shift"])[unused].any(), context
         again = program(case)(given, ids, weights)
         jax.tree.map(np.testing.assert_array_equal, again, ((_, (out, hidden, again[0][1][2])), grads))
@@ -225,6 +226,36 @@ def test_rows_are_added_in_float32_in_the_order_of_the_slots() -> None:
     # In bfloat16 256 + 1 is 256.
     found = add([1, 1, 256], jnp.bfloat16)
     assert found == 258 and found.dtype == jnp.bfloat16
+
+
+def test_copies_and_sums_are_each_others_transposes() -> None:
+    """In bfloat16, where the cotangent of a token is summed in float32. Rows not in use are zero, or unread."""
+    ids, tokens = np.array([[1, 0, 2], [1, 2, 5]], np.int32), np.array([[3], [5]], jnp.bfloat16)
+
+    def both(tokens: jax.Array, of_rows: jax.Array) -> Any:
+        out, back = jax.vjp(lambda x: rows.copied(x, overlap.route(ids, 4, None)), tokens)
+        return out, back(of_rows)[0]
+
+    # The rows are of tokens 0; 0, 1; 0, 1. In bfloat16, 256 + 1 is 256.
+    copies, sums = jax.jit(both)(tokens, np.array([[256], [1], [8], [1], [8], [np.nan]], jnp.bfloat16))
+    assert copies[:, 0].tolist() == [3, 3, 5, 3, 5, 0] and sums[:, 0].tolist() == [258, 16]
+    of_gates = jax.jit(jax.grad(lambda gates: rows.added(
+        np.tile(np.array([256, 1], jnp.bfloat16), (6, 1)), gates, overlap.route(ids, 4, None)).sum()))  # fmt: skip
+    assert of_gates(np.zeros((2, 3), np.float32)).tolist() == [[257, 257, 257], [257, 257, 0]]
+
+
+def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, product = [], operations.grouped_matmul
+    monkeypatch.setattr(operations, "grouped_matmul", lambda *args, **options: given.append(options) or product(
+        *args, **options | {"config": None}))  # fmt: skip
+    options: Any = {"preferred_element_type": jnp.float16, "config": overlap.Config(), "implementation": "xla"}
+
+    def both(ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, 3, None)
+        return reduce(gather(X, W, routing, None, **options), W2.astype(np.float16), GATES, routing, None, **options)
+
+    assert jax.eval_shape(both, IDS).dtype == jnp.float16
+    assert len(given) == 2 and all(options.items() <= found.items() for found in given)
 
 
 def test_gates_of_routes_that_are_not_computed_do_not_count() -> None:
@@ -276,9 +307,11 @@ def test_transforms() -> None:
     right = lambda given, ids: oracle(given, ids, counts)  # noqa: E731
 
     def derivatives(f: Any) -> Any:
-        square = lambda given, ids: (f(given, ids) ** 2).sum()  # noqa: E731
-        slope = lambda given: jax.jvp(lambda given: square(given, ids[0]), (given,), (direction,))[1]  # noqa: E731
-        return jax.jvp(lambda given: f(given, ids[0]), (given,), (direction,)), jax.grad(slope)(given)
+        # By an operand of each kind.
+        some, along = ({name: x[name] for name in ("x", "gates", "w_down")} for x in (given, direction))
+        of_some = lambda some: f(given | some, ids[0])  # noqa: E731
+        slope = lambda some: jax.jvp(lambda some: (of_some(some) ** 2).sum(), (some,), (along,))[1]  # noqa: E731
+        return jax.jvp(of_some, (some,), (along,)), jax.grad(slope)(some)
 
     def mapped(f: Any) -> Any:
         of_all = jax.vmap(f, in_axes=({name: 0 if name == "x" else None for name in given}, 0))
