@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
-import os
+import re
 import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,6 @@ from overlap.cli import _parser, main
 from overlap.cli import tune as command
 from overlap.emulation.foundations import interrupt
 from overlap.kernels.target import Target
-from overlap.tuning import search
 from overlap.tuning.stop import stopped_by_ctrl_c
 from tests.choice.tuning_cases import H200, bench, no_tables
 
@@ -31,11 +26,6 @@ pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
 # The module itself: the package has an attribute of the same name.
 autotune = importlib.import_module("overlap.tuning.autotune")
 SHAPES = ["128x128x64", "128x128x128", "128x128x192"]
-
-
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 def tune(*arguments):
@@ -50,10 +40,8 @@ def tune_all(*arguments):
     return tune("--shapes", ",".join(SHAPES), *arguments)
 
 
-# --- Real runs, emulated ----------------------------------------------------------------------------------------------
-
-
-def test_the_command_tunes_emulated(tmp_path, capsys):
+def test_the_command_tunes_emulated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "table.json"
     arguments = ["--op", "all_gather_lhs_matmul", "--devices", 2, "--shapes", "128x128x64:f16", "--out", out]
     assert tune(*arguments, "--max-configs", 2) == 0
@@ -65,78 +53,37 @@ def test_the_command_tunes_emulated(tmp_path, capsys):
         assert said in printed
     assert tune(*arguments) == 0
     assert capsys.readouterr().out.count("already measured") == 1
-
-
-def test_the_command_keeps_what_it_has_when_interrupted(repository, tmp_path):
-    out = tmp_path / "table.json"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository)}
-    line = [sys.executable, "-m", "overlap", "tune", "--shapes", "128x128x64,1024x512x512", "--max-configs", "1"]
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        # The tests may run as a shell's background job; the command would inherit its ignored SIGINT.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*line, "--out", str(out)], env=env, **pipes)
-    try:
-        for _ in range(600):  # Until the first problem is in the table.
-            if out.exists() or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert "128x128x64" in stdout
-    assert tables.read(out)[0].problem.shape == "128x128x64"
-    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_the_command_lists_without_measuring(capsys):
+    # A dry run lists the configurations that would be tried.
     assert tune("--shapes", "4096x8192x4096", "--layouts", "nn,nt", "--dry-run", "--max-configs", 5) == 0
     printed = capsys.readouterr().out
     assert printed.count("NVIDIA H200") == 2 and printed.count("128x128 ") >= 2 and "predicted" in printed
 
 
-# --- Wrong arguments --------------------------------------------------------------------------------------------------
-
-_SHAPES = "argument --shapes: must be MxNxK or MxNxK:DTYPE, several with commas, each size from 1 to 2147483647, got "
-_DTYPES = "a dtype must be one of f16, bf16, f32, f8_e4m3fn, f8_e5m2, got "
-SCATTER, GATHER = ("--op", "matmul_reduce_scatter"), ("--op", "all_gather_rhs_matmul_n")
-TWO = ("--devices", "2")
 WRONG = [
-    *(
-        (("--shapes", value), f"{_SHAPES}'{value.split(',')[-1]}'")
-        for value in ("12x13", "0x1x1", "-1x1x1", "1x1x1.5", "1x1x1,", "1x1x2147483648", "1x1x\u0967")
-    ),
-    (("--shapes", "1x1x1:int8"), f"argument --shapes: {_DTYPES}'int8'"),
-    (("--dtype", "zz"), f"argument --dtype: {_DTYPES}'zz'"),
-    (("--layouts", "nn,mn"), "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
-    (("--budget-s", "0"), "argument --budget-s: must be a finite number of seconds above 0, got 0"),
-    (("--op", "conv"), "argument --op: invalid choice: 'conv'"),
-    (("--devices", "9"), "tune: --devices must be at most 8 where they are emulated, got 9"),
-    (
-        (*SCATTER, *TWO, "--shapes", "15x64x64"),
-        "--shapes: m of matmul_reduce_scatter must be a multiple of the 2 ",
-    ),
-    (("--op", "matmul_reduce_scatter_n", *TWO, "--shapes", "64x63x64"), "n of matmul_reduce_scatter_n must be a mult"),
-    ((*GATHER, "--layouts", "nt"), "tune: --layouts must be one of nn, tn for all_gather_rhs_matmul_n, got nt"),
-]
+    *((f"--shapes={value}", f"argument --shapes: must be MxNxK.* from 1 to 2147483647, got '{value.split(',')[-1]}'")
+      for value in ("12x13", "0x1x1", "-1x1x1", "1x1x1.5", "1x1x1,", "1x1x2147483648", "1x1x\u0967")),
+    ("--shapes=1x1x1:int8", "argument --shapes: a dtype must be one of f16, .*, got 'int8'"),
+    ("--dtype=zz", "argument --dtype: a dtype must be one of f16, .*, got 'zz'"),
+    ("--layouts=nn,mn", "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
+    ("--budget-s=0", "argument --budget-s: must be a finite number of seconds above 0, got 0"),
+    ("--op=conv", "argument --op: invalid choice: 'conv'"),
+    ("--devices=9", "tune: --devices must be at most 8 where they are emulated, got 9"),
+    ("--op=matmul_reduce_scatter --devices=2 --shapes=15x64x64", "m of matmul_reduce_scatter must be a multiple of"),
+    ("--op=matmul_reduce_scatter_n --devices=2 --shapes=64x63x64", "n of matmul_reduce_scatter_n must be a mult"),
+    ("--op=all_gather_rhs_matmul_n --layouts=nt", "--layouts must be one of nn, tn for all_gather_rhs_matmul_n, got"),
+]  # fmt: skip
 
 
 def test_the_command_says_what_is_wrong(capsys):
-    for arguments, said in WRONG:
-        pairs = [f"{name}={value}" for name, value in zip(arguments[::2], arguments[1::2], strict=True)]
-        assert tune("--shapes=1x1x1", *pairs) == 2, arguments
+    for line, said in WRONG:
+        assert tune("--shapes=1x1x1", *line.split(" ")) == 2, line
         captured = capsys.readouterr()
-        assert said in " ".join(captured.err.split())
+        assert re.search(said, " ".join(captured.err.split())), captured.err
         assert not captured.out and len(captured.err) < 1000
     assert tune("--dry-run", "--shapes", "64x64x64:f8_e4m3fn") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "the tensor cores read 8-bit operands only with k along their rows" in said
-
-
-def test_a_problem_named_twice_is_one():
+    # A problem that is named twice is one.
     parsed = _parser().parse_args(["tune", "--shapes", "1x2x3,1x2x3:f16, 1x2x3:bf16", "--layouts", "nn,nn"])
     assert list(map(str, command._problems(parsed, 1))) == ["matmul 1x2x3 bfloat16", "matmul 1x2x3 float16"]
 
@@ -148,26 +95,20 @@ def fn(x, w):
 X, W = (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16) for _ in range(2))
 
 
-@pytest.mark.parametrize("place", ["no/table.json", "", "text"])
-def test_what_cannot_be_written_is_refused_by_name_before_anything_is_measured(monkeypatch, tmp_path, capsys, place):
-    def fail(*_, **__):
-        raise AssertionError("this must be refused before anything is measured")
-
-    monkeypatch.setattr(search, "Bench", fail)
-    monkeypatch.setattr(autotune, "search", fail)
+def test_what_cannot_be_written_is_refused_by_name_before_anything_is_measured(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(autotune, "search", lambda *_, **__: pytest.fail("it measures"))
     (tmp_path / "text").write_text("some text")
-    path = tmp_path / place
-    why = "is no tuning table" if place == "text" else "must be a file that can be written, got "
-    assert tune_all("--out", path) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("tune: ") and why in captured.err and str(path) in captured.err
-    assert not captured.out
-    with pytest.raises(ValueError, match=why):
-        overlap.autotune(fn, X, W, path=path)
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
-
-
-def test_the_users_table_is_looked_at_before_as_well(monkeypatch, tmp_path):
+    for place in ("no/table.json", "", "text"):
+        path = tmp_path / place
+        why = "is no tuning table" if place == "text" else "must be a file that can be written, got "
+        assert tune_all("--out", path) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("tune: ") and why in captured.err and str(path) in captured.err
+        assert not captured.out
+        with pytest.raises(ValueError, match=why):
+            overlap.autotune(fn, X, W, path=path)
+        assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    # The user's table is looked at before as well.
     file = autotune.result_file(H200, None)
     assert file == tables.user_file(H200.kind) and file.parent.is_dir()
     assert autotune.result_file(Target("cpu", "cpu", 4), None) is None
@@ -180,38 +121,30 @@ def test_the_users_table_is_looked_at_before_as_well(monkeypatch, tmp_path):
         autotune.result_file(H200, None)
 
 
-# --- How it ends ------------------------------------------------------------------------------------------------------
-
-
-def test_a_table_that_cannot_be_written_ends_the_tuning_with_what_was_found(bench, monkeypatch, tmp_path, capsys):
-    def full(path, entries):
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(tables, "add", full)
-    assert tune_all("--out", tmp_path / "table.json") == 1
-    said = capsys.readouterr()
-    assert SHAPES[0] in said.out and said.err.endswith("table.json: No space left on device\n")
-
-
-def test_autotune_that_is_not_to_save_writes_nothing(bench, tmp_path):
-    tuning = overlap.autotune(fn, X, W, path=tmp_path / "table.json", save=False)
-    assert tuning.configs and tuning.path is None
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_unexpected_error_loses_nothing(bench, tmp_path, capsys, monkeypatch):
-    searched = autotune.search
+def test_an_unexpected_error_loses_nothing_and_a_full_disk_ends_the_tuning(bench, tmp_path, capsys, monkeypatch):
+    """Each with what was found before. Faults of the table are said while tuning, and kept."""
+    searched, out = autotune.search, tmp_path / "table.json"
+    out.write_text(json.dumps({"format": 1, "entries": ["no entry"]}))
 
     def breaks(of, *rest, **options):
         if of.shape == SHAPES[1]:
             raise RuntimeError("the runtime is gone")
         return searched(of, *rest, **options)
 
-    monkeypatch.setattr(autotune, "search", breaks)
-    with pytest.raises(RuntimeError, match="the runtime is gone"):
-        tune_all("--out", tmp_path / "table.json")
+    def full(path, entries):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(autotune, "search", breaks)
+        with pytest.raises(RuntimeError, match="the runtime is gone"):
+            tune_all("--out", out)
     assert SHAPES[0] in capsys.readouterr().out
-    assert [e.problem.shape for e in tables.read(tmp_path / "table.json")] == SHAPES[:1]
+    assert [e.problem.shape for e in tables.read(out)] == SHAPES[:1]
+    assert len(json.loads(out.read_text())["entries"]) == 2
+    monkeypatch.setattr(tables, "add", full)
+    assert tune_all("--out", out) == 1
+    said = capsys.readouterr()
+    assert SHAPES[1] in said.out and said.err.endswith("table.json: No space left on device\n")
 
 
 def test_ctrl_c_ends_the_command_with_what_was_found(bench, tmp_path, capsys):
@@ -255,14 +188,3 @@ def test_ctrl_c_is_noticed_the_second_one_raises_and_a_handler_of_the_programs_o
             assert (came, stop.interrupted) == (["own"], False)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_faults_of_a_table_are_said_while_tuning_and_kept(bench, tmp_path, caplog):
-    out = tmp_path / "table.json"
-    out.write_text(json.dumps({"format": 1, "entries": ["no entry"]}))
-    with caplog.at_level(logging.WARNING, "overlap"):
-        assert tune_all("--out", out) == 0
-    ignored = "1 entries of this tuning table are ignored, the first: entries[0]: an entry must be an object"
-    assert f"{out}: {ignored}" in caplog.text
-    assert len(json.loads(out.read_text())["entries"]) == 4
-    assert bench.compiled
