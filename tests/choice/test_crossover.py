@@ -1,7 +1,6 @@
 """The choice between the fused kernel and XLA, by stored measurements; and the table that holds them."""
 
 import dataclasses
-import itertools
 import logging
 import math
 import statistics
@@ -102,18 +101,6 @@ def test_the_ratio_is_interpolated(measure):
     far, near = (crossover.FALLING**doublings for doublings in (5, 3))
     assert math.isclose(math.log2(ratio(512)), (-far + near + math.log2(9) * near) / (far + near + near))
     assert ratio(16) < ratio(20) < ratio(32) < ratio(50) < ratio(64)
-
-
-def test_fused_is_never_picked_where_the_neighbours_say_xla(measure):
-    sizes = [16, 64, 512, 2048]
-    for ratios in itertools.product((0.6, 0.97, 1.05, 3.0), repeat=len(sizes)):
-        measure(dict(zip(sizes, ratios, strict=True)))
-        if max(ratios) < 1 or min(ratios) > 1:
-            for low, high in itertools.pairwise(sizes):
-                for m in {low + 1, math.isqrt(low * high), high - 1}:
-                    assert verdict(sized(m=m)).xla_runs == (max(ratios) < 1), (ratios, m)
-        for m, ratio in zip(sizes, ratios, strict=True):
-            assert verdict(sized(m=m)).xla_runs == (ratio < 1)
 
 
 def test_a_prediction_needs_a_gain_and_other_properties_count_less(measure, monkeypatch):

@@ -10,12 +10,11 @@ import statistics
 
 import pytest
 
-from benchmarks import configurations, fit_model, model_tasks
+from benchmarks import fit_model, model_tasks
 from benchmarks.configurations import Task
 from overlap.choice import crossover, rates
 from overlap.choice.problem import Problem
 from overlap.choice.rates import Rates
-from overlap.kernels.config import Config
 
 TARGET = model_tasks.TARGETS["h200"]
 GPUS = pytest.mark.parametrize("gpu", model_tasks.TARGETS)
@@ -39,26 +38,6 @@ def test_tasks_are_drawn_from_the_whole_space_and_can_run():
         assert all(task.problem.accepts(config, TARGET) for config in task.configs)
         assert Task.from_json(task.to_json()) == task
     assert {config.schedule for task in tasks for config in task.configs} == {"cooperative", "pingpong"}
-
-
-def test_a_problem_is_compiled_measured_and_checked(monkeypatch):
-    monkeypatch.setattr(configurations, "_WARM_UP_S", 0.0)
-    problem = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16", layout="nt")
-    good = Config(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
-    task = Task(problem, (good, Config(tile_n=512)), with_xla=True)
-    worker = configurations._Worker(128 * 128, samples=2, launch_ms=0.0)
-    compiled = worker.compile(task)
-    loop, expected, difference = worker.prepare(compiled)
-    rows = {row["config"]: row for row in worker.measure(compiled, loop, expected, difference)}
-    (wrong,) = {json.dumps(configurations.changed(Config(tile_n=512)))} & rows.keys()
-    assert rows[wrong]["status"].startswith("error: ValueError") and rows[wrong]["us"] == "nan"
-    others = [row for name, row in rows.items() if name != wrong]
-    assert len(others) == 2 and all(row["status"] == "ok" and row["samples"] == 2 for row in others)
-    assert all(row.keys() == set(configurations.FIELDS) and row["calls"] == 1 for row in rows.values())
-    assert all(float(row["us"]) > 0 for row in others)
-    # A configuration whose result differs from XLA's has no time.
-    again = worker.measure(worker.compile(task), loop, expected + 1, difference)
-    assert all(row["status"].startswith("wrong") for row in again if row["config"] != wrong)
 
 
 @functools.cache

@@ -207,18 +207,9 @@ def test_one_problem_that_fails_does_not_end_the_others(bench, one_device):
 
 # --- The real bench, emulated -----------------------------------------------------------------------------------------
 
-SLOW = pytest.mark.slow
 BENCHED = [
     Problem("matmul", 128, 128, 64, "float16", "float32", layout="tn"),
     Problem("all_gather_lhs_matmul", 128, 128, 64, "bfloat16", "bfloat16", devices=2, layout="nt"),
-    *(
-        pytest.param(Problem(op, 128, 128, 128, "float16", "float16", batch=batch, devices=devices), marks=[SLOW])
-        for op, batch, devices in (
-            ("matmul", 2, 1),
-            ("all_gather_rhs_matmul_n", 1, 2),
-            ("all_gather_rhs_matmul_k", 1, 3),
-        )
-    ),
 ]
 
 

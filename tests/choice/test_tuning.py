@@ -1,23 +1,32 @@
-"""`python -m overlap tune`: what it prints, refuses and writes, and that no end of it loses measured results."""
+"""`overlap.autotune` finds and measures calls; `python -m overlap tune` refuses what is wrong, and loses no results."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import itertools
 import json
+import logging
 import re
 import signal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import tables
+from overlap.choice.problem import Problem
 from overlap.cli import _parser, main
 from overlap.cli import tune as command
 from overlap.emulation.foundations import interrupt
+from overlap.kernels.config import Config
 from overlap.kernels.target import Target
+from overlap.tuning import progress
 from overlap.tuning.stop import stopped_by_ctrl_c
+from tests import oracle
 from tests.choice.tuning_cases import H200, bench, no_tables
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
@@ -25,6 +34,114 @@ __all__ = ["bench", "no_tables"]
 pytestmark = [pytest.mark.usefixtures("no_tables"), pytest.mark.one_jax]
 # The module itself: the package has an attribute of the same name.
 autotune = importlib.import_module("overlap.tuning.autotune")
+
+
+# --- `overlap.autotune` -----------------------------------------------------------------------------------------------
+
+SMALL = Problem("matmul", 128, 128, 128, "bfloat16", "bfloat16")
+
+
+def layer(x, w):
+    return overlap.matmul(x, w, implementation="fused")
+
+
+def answer(*args, **kwargs):
+    return overlap.explain(overlap.matmul, *args, **kwargs)[0]
+
+
+def operands(devices=1):
+    return jnp.ones((128 * devices, 128), jnp.bfloat16), jnp.ones((128, 128 * devices), jnp.bfloat16)
+
+
+def test_calls_are_found_wherever_they_are(caplog):
+    """Collecting changes no explanation, warns of nothing, and does not fail where calls run."""
+    (x, w), seen = operands(), []
+    mapped = oracle.on_mesh(oracle.make_mesh(x=2), layer, (P("x", None), P()), P("x", None))
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda c, _: (layer(c, w), None), x, None, length=2)[0]
+
+    def asks(x, w):
+        seen.append(answer(x, w).implementation)
+        return overlap.matmul(x, w)
+
+    def compiles(x, w):
+        jax.jit(overlap.matmul).lower(*[jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)] * 2).compile()
+        return overlap.matmul(x, w)
+
+    inner = jax.jit(layer)
+    jax.eval_shape(inner, x, w)  # Traced before; `autotune` must see it again.
+    for fn, args in ((inner, (x, w)), (scanned, (x, w)), (mapped, (operands(2)[0], w)), (compiles, (x, w))):
+        assert SMALL in autotune.problems_of(fn, *args)
+    assert autotune.problems_of(asks, x, w) == [SMALL] and seen == ["xla"]
+    assert autotune.problems_of(lambda x, w: layer(x, w) + layer(2 * x, w), x, w) == [SMALL]
+    gather = lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x", implementation="fused")  # noqa: E731
+    assert autotune.problems_of(oracle.on_mesh(oracle.make_mesh(x=2), gather), *operands(2)) == [
+        dataclasses.replace(SMALL, op="all_gather_lhs_matmul", devices=2)
+    ]
+    # The products of a gradient where XLA would run by default. After tuning the fused kernel may run, and these then.
+    x, w = jnp.ones((128, 192), jnp.bfloat16), jnp.ones((192, 256), jnp.bfloat16)
+    found = autotune.problems_of(jax.grad(lambda x, w: overlap.matmul(x, w).astype(jnp.float32).sum(), (0, 1)), x, w)
+    assert {(p.m, p.n, p.k, p.layout) for p in found} == {
+        (128, 256, 192, "nn"), (128, 192, 256, "nt"), (192, 256, 128, "tn")
+    }  # fmt: skip
+    assert answer(x, w).implementation == "xla"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_autotune_writes_its_results_and_its_context_uses_them(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "overlap")
+    (x, w), path, parts, jitted = operands(), tmp_path / "table.json", [], jax.jit(layer)
+    before = jitted(x, w)
+    result = autotune.autotune(layer, x, w, max_configs=2, path=path, progress=lambda text, part: parts.append(part))
+    assert [e.problem for e in tables.read(path)] == list(result.configs) == [SMALL]
+    assert str(result).startswith("matmul 128x128x128 bfloat16:\n") and "XLA" in str(result)
+    assert parts == sorted(parts) and parts[-1] == 1.0
+    fused = {"implementation": "fused"}
+    assert answer(x, w, **fused).source == "heuristic"  # Tables of emulated times are not consulted.
+    assert answer(x, w, config=Config(stages=3, tile_n=128), **fused).source == "given"
+    with result:
+        np.testing.assert_array_equal(np.asarray(jitted(x, w)), np.asarray(before))
+        assert jitted._cache_size() == 2  # Traced again.
+        explained = answer(x, w, **fused)
+        assert (explained.config, explained.source) == (result.configs[SMALL], "tuned")
+    assert answer(x, w, **fused).source == "heuristic"
+    assert autotune.autotune(layer, x, w, path=path).outcomes[0].note == "already measured"
+    said = [record for record in caplog.records if record.message.startswith("autotune: ")]
+    assert said[0].levelname == "WARNING"
+    assert "run emulated" in said[0].message and "up to 2 configurations of 1 problem" in said[0].message
+    path.unlink()
+    tuning = autotune.autotune(layer, x, w, path=path, max_configs=1, save=False)
+    assert tuning.configs and tuning.path is None and not path.exists()
+
+
+def test_autotune_says_what_is_wrong(monkeypatch):
+    x, w = operands()
+    for fn, keywords, said in (
+        (jnp.dot, {}, "makes no call of an operation of this library that leaves `config` open"),
+        (layer, {"max_configs": 0}, "`max_configs` must be None or an integer of at least 1, got 0"),
+        *((layer, {"budget_s": budget_s}, "`budget_s` must be seconds, more than 0, got ")
+          for budget_s in (-1, 0, float("nan"), "soon", True)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            autotune.autotune(fn, x, w, **keywords)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match=r"tune in a single process .* OVERLAP_TUNING_DIR"):
+        autotune.autotune(layer, x, w)
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_problem(monkeypatch):
+    said, clock = [], itertools.count()  # Each look at the clock returns one second more.
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(clock)))
+    for every_s in (1000, 0):
+        with progress.shown(said.append, every_s=every_s) as report:
+            for text, fraction in (("1x1x1: XLA", 0), ("1x1x1: compiling", 0.1), ("2x2x2: XLA", 0.5)):
+                report(text, fraction)
+    assert said == ["  0% 1x1x1: XLA", " 50% 2x2x2: XLA", "  0% 1x1x1: XLA", " 10% 1x1x1: compiling", " 50% 2x2x2: XLA"]
+
+
+# --- The command ------------------------------------------------------------------------------------------------------
+
 SHAPES = ["128x128x64", "128x128x128", "128x128x192"]
 
 
@@ -88,13 +205,6 @@ def test_the_command_says_what_is_wrong(capsys):
     assert list(map(str, command._problems(parsed, 1))) == ["matmul 1x2x3 bfloat16", "matmul 1x2x3 float16"]
 
 
-def fn(x, w):
-    return overlap.matmul(x, w, implementation="fused")
-
-
-X, W = (jax.ShapeDtypeStruct((128, 128), jnp.bfloat16) for _ in range(2))
-
-
 def test_what_cannot_be_written_is_refused_by_name_before_anything_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(autotune, "search", lambda *_, **__: pytest.fail("it measures"))
     (tmp_path / "text").write_text("some text")
@@ -106,7 +216,7 @@ def test_what_cannot_be_written_is_refused_by_name_before_anything_is_measured(m
         assert captured.err.startswith("tune: ") and why in captured.err and str(path) in captured.err
         assert not captured.out
         with pytest.raises(ValueError, match=why):
-            overlap.autotune(fn, X, W, path=path)
+            overlap.autotune(layer, *operands(), path=path)
         assert [path.name for path in tmp_path.iterdir()] == ["text"]
     # The user's table is looked at before as well.
     file = autotune.result_file(H200, None)
