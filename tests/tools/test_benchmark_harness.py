@@ -18,15 +18,15 @@ from jax.sharding import Mesh
 
 from benchmarks import methods, report
 from benchmarks.harness import Method, Result, Session, Settings
-from benchmarks.loop_copies import copies_in_loops
-from benchmarks.problems import DTYPES, LAYOUTS, TableProblem
+from benchmarks.problems import DTYPES, TableProblem
 from overlap.tuning.operations import AXIS, gather, product, unfused
-from overlap.tuning.programs import draw_operands, error_floor, loop_program
+from overlap.tuning.programs import draw_operands, error_floor
 from tests.assembly import assembly
 
 pytestmark = pytest.mark.one_jax
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 QUICK = Settings(rounds=2, iterations=2, launches=1, calls=1, warmup_s=0.0)
+SLOW = pytest.mark.slow
 GATHER = TableProblem("all_gather_lhs_matmul", 2, 128, 256, 64, "f16")
 PRODUCT = TableProblem("matmul", 1, 96, 160, 64, "bf16")
 reference = functools.partial(unfused, GATHER.library)
@@ -98,7 +98,7 @@ def test_right_methods_are_timed_and_others_are_shown_with_the_reason(capsys) ->
     assert "  coarse, status: FAILED: error " in capsys.readouterr().out
 
 
-def test_a_result_that_goes_wrong_inside_the_loop_is_noticed() -> None:
+def test_a_result_that_goes_wrong_inside_the_loop_is_noticed_and_f8_sums_may_err_as_tensor_cores_do() -> None:
     session = Session(PRODUCT.library, mesh_for(PRODUCT), QUICK)
     session.add(Method("xla", functools.partial(product, PRODUCT.library)))
     session.run_round(0)
@@ -107,6 +107,10 @@ def test_a_result_that_goes_wrong_inside_the_loop_is_noticed() -> None:
     session.finish()
     assert session.results[0].status.startswith("FAILED after the loop: error ")
     assert report.Table(PRODUCT, session.results).rows()[0]["loop_us"] is None
+    problem = TableProblem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
+    one_lost_tile = 128 / 8192
+    assert 3.3e-3 < error_floor(problem.library) < one_lost_tile / 2
+    assert error_floor(dataclasses.replace(problem, dtype="bf16").library) == 0
 
 
 def test_rounds_are_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,16 +127,9 @@ def test_rounds_are_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> 
     assert {r[r.index("a") - 1] for r in rounds if r[0] != "a"} == {"b", "c"}
 
 
-# --- Layouts and dtypes -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [
-        ("f8_e4m3fn", "nt"),
-        *(pytest.param("f16", layout, marks=pytest.mark.slow) for layout in LAYOUTS),
-        *(pytest.param(*form, marks=pytest.mark.slow) for form in (("bf16", "tn"), ("f8_e5m2", "nt"))),
-    ],
+    [("f8_e4m3fn", "nt"), pytest.param("f16", "tn", marks=SLOW), pytest.param("bf16", "tt", marks=SLOW)],
 )
 def test_forms_of_operands(dtype: str, layout: str) -> None:
     """Operands lie as the layout says; right methods are timed, in 8 bits also in bf16, and wrong ones are not."""
@@ -161,86 +158,6 @@ def test_the_lhs_of_an_all_gather_is_gathered_along_its_m_dimension() -> None:
     problem = TableProblem("all_gather_lhs_matmul", 2, 96, 160, 64, "f16", "tn")
     (result,) = measure(problem, Method("roof", functools.partial(product, problem.library), gathered=True))
     assert result.ok and result.error is not None and 0 < result.error < 1e-3
-
-
-def test_fused_bf16_takes_the_values_of_the_f8_operands() -> None:
-    problem = dataclasses.replace(PRODUCT, dtype="f8_e4m3fn", layout="nt")
-    session = Session(problem.library, mesh_for(problem), QUICK)
-    session.add(Method("fused_bf16", functools.partial(product, problem.library), dtype=jnp.bfloat16))
-    (prepared,) = session.prepared
-    for cast, given in zip(prepared.operands, session.inputs, strict=True):
-        assert cast.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.asarray(cast, np.float32), np.asarray(given, np.float32))
-    results = [
-        Result("fused", loop_us=[2.0, 4.0], wall_us=[1, 1]),
-        Result("fused_bf16", loop_us=[3, 8], wall_us=[1, 1]),
-    ]
-    assert [row["bf16_over_this"] for row in report.Table(problem, results).rows()] == [pytest.approx(1.75), 1.0]
-
-
-def test_f8_sums_may_err_as_tensor_cores_do_and_no_more() -> None:
-    problem = TableProblem("matmul", 1, 8192, 8192, 8192, "f8_e4m3fn", "nt")
-    one_lost_tile = 128 / 8192
-    assert 3.3e-3 < error_floor(problem.library) < one_lost_tile / 2
-    assert error_floor(dataclasses.replace(problem, dtype="bf16").library) == 0
-
-
-# --- The programs -----------------------------------------------------------------------------------------------------
-
-
-def test_inputs_are_normal_and_differ_between_devices_and_seeds() -> None:
-    lhs, rhs = (np.asarray(x, np.float64) for x in draw_operands(GATHER.library, mesh_for(GATHER), 3))
-    assert lhs.shape == (256, 64) and rhs.shape == (64, 512)
-    assert abs(lhs.mean()) < 0.05 and abs(lhs.std() - 1) < 0.05
-    assert not np.array_equal(lhs[:128], lhs[128:]) and not np.array_equal(rhs[:, :256], rhs[:, 256:])
-    assert not np.array_equal(lhs, np.asarray(draw_operands(GATHER.library, mesh_for(GATHER), 4)[0], np.float64))
-
-
-def test_the_loop_feeds_each_output_into_the_next_iteration() -> None:
-    mesh = mesh_for(GATHER)
-    lhs, rhs = draw_operands(GATHER.library, mesh, 5)
-    left, right = np.array(lhs, np.float32), np.asarray(rhs, np.float32)
-    out = jnp.dot(lhs, rhs)
-    given, result = left[0, 0], np.asarray(out, np.float32)
-    for _ in range(3):
-        for device in range(2):
-            left[128 * device, 0] = np.float16(np.clip(np.float16(result[0, 256 * device]) * 64**-0.5, -4, 4))
-        result = left @ right
-    state = loop_program(GATHER.library, reference, mesh, 3)((jnp.copy(lhs), out), rhs)
-    operand = np.asarray(state[0], np.float32)
-    np.testing.assert_allclose(operand[[0, 128], 0], left[[0, 128], 0], atol=5e-3)
-    np.testing.assert_allclose(np.asarray(state[1], np.float32), result, atol=0.2)
-    assert operand[0, 0] != given  # Without the dependency, the element would be unchanged.
-
-
-HLO = """
-%wrapped_copy_computation (param_0.1: f16[1024,4096]) -> f16[1024,4096] {
-  ROOT %copy.1 = f16[1024,4096]{1,0} copy(%param_0.1)
-}
-
-%body.7_spmd (param: (s32[], f16[1024,4096])) -> (s32[], f16[1024,4096]) {
-  %copy.9 = s32[] copy(%counter)
-  %update = f16[1024,4096]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused_dynamic_update_slice
-  BODY
-}
-
-ENTRY %main (param.5: f16[1024,4096]) -> f16[1024,4096] {
-  %copy.22 = f16[1024,4096]{1,0} copy(%param.5)
-  %while.11 = (s32[], f16[1024,4096]{1,0}) while(%tuple.12), condition=%cond, body=%body.7_spmd, backend_config={}
-}
-"""
-
-
-def test_copies_of_operands_inside_the_loop_are_found() -> None:
-    shape, calls = "f16[1024,4096]{1,0}", "calls=%wrapped_copy_computation"
-    for line, found in (
-        (f"%x = {shape} custom-call(%update)", []),
-        ("%copy.3 = f16[8,128]{1,0} copy(%update)", []),
-        (f"%copy.3 = {shape} copy(%update)", ["copy.3: f16[1024,4096]"]),
-        (f"%copy-start.1 = ({shape}, {shape}, u32[]) copy-start(%update)", ["copy-start.1: f16[1024,4096]"]),
-        (f"%wrapped_copy = {shape} fusion(%update), {calls}", ["wrapped_copy: f16[1024,4096]"]),
-    ):
-        assert copies_in_loops(HLO.replace("BODY", line)) == found, line
 
 
 # In a process of its own, which has the compiler for GPUs. Prints what each loop contains.
@@ -273,13 +190,16 @@ for method in methods.make(problem, ["fused", "xla", "roof", "own_matmul"], []):
     found[method.name] = [copies_in_loops(hlo), *contents]
 
 mesh = Mesh(np.array(assembly.topology("h200", 1)), ("x",))
-for dtype, layout in (("f8_e4m3fn", "nt"), ("bf16", "tn"), ("bf16", "nt"), ("f16", "tt")):
+for dtype, layout in (("f8_e4m3fn", "nt"), ("bf16", "tn")):
     problem = TableProblem("matmul", 1, 4096, 8192, 4096, dtype, layout).library
     dtypes = problem.dtype, problem.dtype, problem.out_dtype
     shapes = (*operations.shapes(problem), (4096, 8192))
     hlo, operands = compiled(problem, partial(operations.product, problem), mesh, shapes, dtypes)
     oracle = programs.error_program(problem, mesh).lower(*operands).compile().as_text()
     found[f"roof {dtype} {layout}"] = [copies_in_loops(hlo), "transpose(" in hlo, "$f8" in oracle]
+# The control: a copy that is put into the loop is found.
+body, whole = re.search(r"body=(%[\\w.-]+)", hlo)[1], "%copy.99 = bf16[4096,4096]{1,0} copy(%x)"
+found["control"] = copies_in_loops(re.sub(rf"(?m)^({body} \\(.*)$", rf"\\1\n  {whole}", hlo))
 
 # A result of few tiles, cut along k: after each kernel XLA adds the parts.
 problem = TableProblem("matmul", 1, 64, 384, 9152, "bf16", "nn").library
@@ -303,7 +223,7 @@ def test_loops_compiled_for_h200_do_in_every_iteration_what_is_measured() -> Non
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("kernels of an iteration") == [8, 8, 8]
+    assert found.pop("kernels of an iteration") == [8, 8, 8] and found.pop("control") == ["copy.99: bf16[4096,4096]"]
     for name, contents in found.items():
         assert contents == ([[], False, False] if name.startswith("roof ") else [[], True, True, True]), name
-    assert len(found) == 8
+    assert len(found) == 6
