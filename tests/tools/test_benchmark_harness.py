@@ -58,10 +58,6 @@ def one_tile_missing(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return reference(lhs, rhs).at[:8, :8].set(0)
 
 
-def own_shard_only(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return jnp.tile(lhs @ rhs, (2, 1))
-
-
 def coarse(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     lhs, rhs = gather(GATHER.library, lhs, rhs)
     return jnp.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)).astype(lhs.dtype)
@@ -77,7 +73,7 @@ def serves_not(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 def test_right_methods_are_timed_and_others_are_shown_with_the_reason(capsys) -> None:
     right = Method("xla", reference), Method("roof", jnp.dot, gathered=True)
-    wrong = not_a_number, one_tile_missing, own_shard_only, coarse
+    wrong = not_a_number, one_tile_missing, coarse
     results = measure(GATHER, *(Method(f.__name__, f) for f in (*wrong, raises, serves_not)), *right)
     statuses = {result.method: result.status for result in results}
     for f in wrong:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import sys
 
 import pytest
 
-from benchmarks import layer, layer_runs, methods, performance, products
+from benchmarks import layer, layer_runs, products
 from benchmarks.harness import Settings
 from benchmarks.problems import SUITES, TableProblem, parse
 from overlap.cli import devices as devices_of_cli
@@ -29,25 +28,12 @@ def test_shapes_carry_a_dtype_and_a_layout() -> None:
     assert found[:4] == ["1x2x3 f16 nn", "1x2x3 f16 tn", "4x5x6 bf16 nt", "7x8x9 f16 tt"]
     found = [str(problem) for problem in parse("matmul", 1, given, "f16", None)]
     assert found[-2:] == ["7x8x9 f16 tt", "7x8x9 f8_e5m2 nt"]
-    for wrong, dtype in (
-        ("1x2", "f16"),
-        ("1x2x3:f64", "f16"),
-        ("1x2x3:nn:nt", "f16"),
-        ("1x2x3", "f64"),
-        ("1x0x3", "f16"),
-    ):
+    for wrong in ("1x2", "1x2x3:f64", "1x2x3:nn:nt", "1x0x3"):
         with pytest.raises(SystemExit, match="MxNxK"):
-            parse("matmul", 1, [wrong], dtype, None)
+            parse("matmul", 1, [wrong], "f16", None)
     first, second = problems("matmul", "--shapes", "1x2x3:bf16,4x5x6", devices=8)
     assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")
     assert (second.shape, second.dtype, second.devices) == ("4x5x6", "f16", 8)
-
-
-def test_variants_are_read() -> None:
-    assert methods.variant("fused").fields == {}
-    assert methods.variant("fused:stages=3,order_minor=n").fields == {"stages": 3, "order_minor": "n"}
-    with pytest.raises(ValueError, match="`--methods`"):
-        methods.make(problems("matmul")[0].library, ["nccl"], [])
 
 
 def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() -> None:
@@ -71,9 +57,9 @@ def test_the_sweeps_cover_what_the_chooser_is_asked_about() -> None:
     for devices in (2, 4, 8):
         found = problems(GATHER, "--suite", "sweep", "--dtype", "bf16", devices=devices)
         assert 20 <= len(found) == len(set(found)) <= 26 and {problem.layout for problem in found} == {"nn"}
-        assert {problem.m for problem in found} == {16, 32, 64, 128, 512, 2048, 8192}
-        assert (min(p.n for p in found), max(p.n for p in found)) == (256, 16384)
-        assert (min(p.k for p in found), max(p.k for p in found)) == (512, 16384)
+        for sizes, ends in (({p.m for p in found}, (16, 8192)), ({p.n for p in found}, (256, 16384)),
+                            ({p.k for p in found}, (512, 16384))):  # fmt: skip
+            assert (min(sizes), max(sizes)) == ends
         # The budget leaves out the problems that take longest.
         times = [expected_us(problem.library) for problem in found]
         assert devices != 4 or times == sorted(times)
@@ -184,11 +170,3 @@ def test_layers_need_xla_and_sizes_that_the_devices_divide(monkeypatch):
     ):
         with pytest.raises(layer_runs.WrongArguments, match=words):
             layer.main(options.split())
-
-
-def test_the_command_that_makes_the_pages_takes_no_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["performance", "--check"])
-    monkeypatch.setattr(performance, "generated", lambda: pytest.fail("it writes"))
-    with pytest.raises(SystemExit) as end:
-        performance.main()
-    assert end.value.code == 2

@@ -133,7 +133,7 @@ def test_a_run_that_hangs_ends_with_a_trace_and_keeps_finished_problems(dry_run,
     monkeypatch.setattr(Session, "run_round", hangs)
     with pytest.raises(KeyboardInterrupt):
         dry_run("matmul", "--methods", "xla", "--shapes", "64x64x64,128x64x64")
-    assert limits == [(9999.0, {"exit": True, "file": 2})] * 2  # For each problem, with the stack of each thread.
+    assert len(limits) > 4 and all(limit == (9999.0, {"exit": True, "file": 2}) for limit in limits)  # At each step.
     assert "round 1 of 2" in capsys.readouterr().err
     (table,) = current.tables(tmp_path)
     assert [row["shape"] for row in table.rows] == ["64x64x64"]

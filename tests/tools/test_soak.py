@@ -65,13 +65,10 @@ def test_every_case_is_exact_in_its_dtype():
         assert not case.name.startswith("sums") or problem.k <= most, case.name
 
 
-FAST = ("sums by columns", "sums for all by rows")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        case.name if case.name in FAST else pytest.param(case.name, marks=pytest.mark.slow)
+        pytest.param(case.name, marks=[pytest.mark.slow] * (case.name != "sums for all by rows"))
         for case in soak_programs.CASES
     ],
 )

@@ -39,7 +39,7 @@ CASES = {
     "gathered weights": (dataclasses.replace(GATHER, op="all_gather_rhs_matmul_k"), {}),
     "joined": (dataclasses.replace(GATHER, m=16), {"joined": True, "tile_m": 64, "stages": 2}),
 }
-EACH = [pytest.param(case, marks=[pytest.mark.slow] * (case == "pingpong")) for case in CASES]
+EACH = [pytest.param(case, marks=[pytest.mark.slow] * (case in ("pingpong", "one shot"))) for case in CASES]
 
 
 @functools.cache

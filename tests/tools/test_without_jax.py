@@ -66,22 +66,16 @@ def test_doctor_answers_and_the_other_commands_say_why_not(repository, tmp_path,
     package, code, said = BROKEN[kind]
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(code + "\n")
-    if kind == "jaxlib broken":  # Runs the whole command.
-        asked = run([sys.executable, "-m", "overlap", "doctor", "--json"], repository, tmp_path)
-        status, text = asked.returncode, asked.stdout
-        assert not asked.stderr
-    else:  # The checks of jax, which import it in a child process anyway.
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(repository))))
-        monkeypatch.setattr(
-            doctor, "CHECKS", {name: doctor.CHECKS[name] for name in ("Python", "jax", "GPUs", "settings", "emulator")}
-        )
-        status, text = main(["doctor", "--json"]), capsys.readouterr().out
-    found = json.loads(text)
-    assert status == 1
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(repository))))
+    # The checks of jax, which import it in a child process anyway.
+    checks = {name: doctor.CHECKS[name] for name in ("Python", "jax", "GPUs", "settings", "emulator")}
+    monkeypatch.setattr(doctor, "CHECKS", checks)
+    assert main(["doctor", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
     facts = {fact["subject"]: fact for fact in found["facts"]}
     assert "jax" in found["problems"] and said in facts["jax"]["found"] and facts["jax"]["advice"]
     assert facts["emulator"]["found"] == "not tried: see jax" and not found["can_run"]
-    if kind in ("jax crashes", "jax missing", "a folder"):
+    if kind not in ("jaxlib broken", "numpy missing", "jax 0.10"):
         return
     others = run([sys.executable, "-c", COMMANDS], repository, tmp_path)
     assert others.returncode == 0, others.stderr
