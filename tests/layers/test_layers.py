@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import pathlib
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -232,19 +229,3 @@ def test_tools_for_modules() -> None:
             assert nnx.split(found)[0] == nnx.split(model)[0], tool
             jax.tree.map(np.testing.assert_array_equal, numbers(found), numbers(model))
         assert nnx.eval_shape(lambda model, x: model.mlp(x), found, x).shape == x.shape
-
-
-@pytest.mark.one_jax
-def test_flax_is_loaded_by_the_layers_alone(tmp_path: pathlib.Path, repository: pathlib.Path) -> None:
-    (tmp_path / "flax").mkdir()
-    (tmp_path / "flax" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'flax'\")")
-    program = (
-        "import sys, overlap; overlap.matmul, overlap.sharded_matmul; assert 'flax' not in sys.modules\n"
-        "try:\n    from overlap import layers\n"
-        "except ImportError as error:\n    print(error)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": f"{tmp_path}:{repository}", "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "overlap.layers needs flax" in result.stdout and "pip install 'overlap[flax]'" in result.stdout

@@ -144,6 +144,8 @@ def test_axes_that_are_manual_already():
 
 def test_types_and_shardings_that_disagree():
     lhs, rhs = put(EXPLICIT, whole(1, B, M, K), COLUMNS[0]), put(EXPLICIT, whole(2, K, N), P())
+    with pytest.raises(NotImplementedError, match=r"float32.*\"xla\""):  # The kernel says what it lacks.
+        overlap.sharded_matmul(lhs, rhs, rhs_sharding=COLUMNS[1], out_sharding=COLUMNS[2], implementation="fused")
     with pytest.raises(ValueError, match=r"`lhs_sharding` must be as the type of `lhs` says.*jax.reshard"):
         overlap.sharded_matmul(lhs, rhs, lhs_sharding=P("y"), out_sharding=COLUMNS[2])
     # A whole operand may be split.

@@ -197,6 +197,7 @@ def test_a_stopped_run_goes_on_with_the_same_losses(tmp_path, whole_run, monkeyp
     assert losses_of(train.read(tmp_path / "losses.jsonl")) == losses_of(whole_run[0])
 
 
+@pytest.mark.slow
 @pytest.mark.one_jax
 def test_a_process_that_was_killed_goes_on_with_the_same_losses(
     repository, tmp_path, whole_run, compiled_once, monkeypatch, capfd

@@ -162,12 +162,19 @@ def test_a_jax_newer_than_the_range_is_a_problem_for_doctor_alone(monkeypatch):
 
 
 def test_a_public_name_may_be_used_first_while_jax_traces(repository):
-    """That traces the function around it once, and leaks nothing. The import alone touches no device."""
+    """That traces the function around it once, and leaks nothing. The import touches no device; layers say what they need."""
     code = """
-import jax, jax.numpy as jnp, overlap
+import sys, jax, jax.numpy as jnp, overlap
 from overlap import _compat
 overlap.initialize
 assert not _compat.backends_are_initialized() and "matmul" not in vars(overlap)
+sys.modules["flax"] = None
+try:
+    from overlap import layers
+except ImportError as error:
+    assert "overlap.layers needs flax" in str(error) and "pip install 'overlap[flax]'" in str(error)
+else:
+    raise AssertionError("the layers need no flax")
 jax.config.update("jax_check_tracer_leaks", True)
 traced, x = [], jnp.ones((64, 64), jnp.float16)
 @jax.jit
