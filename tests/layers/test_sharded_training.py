@@ -162,15 +162,7 @@ def test_vmap(mesh):
             jax.eval_shape(layer, x, put(EXPLICIT, np.asarray(up), P(None, "tensor")))
 
 
-@pytest.mark.parametrize(
-    ("kind", "check_vma"),
-    [
-        (AxisType.Auto, True),
-        (AxisType.Explicit, False),
-        pytest.param(AxisType.Auto, False, marks=pytest.mark.slow),
-        pytest.param(AxisType.Explicit, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "check_vma"), [(AxisType.Auto, True), (AxisType.Explicit, False)])
 def test_inside_a_shard_map_over_other_axes(kind, check_vma):
     """The caller handles data parallelism, with a gather, and sums over the remaining axes."""
     mesh = EXPLICIT if kind == AxisType.Explicit else AUTO

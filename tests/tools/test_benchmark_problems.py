@@ -53,29 +53,6 @@ def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() 
             problems(table, *options, devices=2)
 
 
-def test_the_sweeps_cover_what_the_chooser_is_asked_about() -> None:
-    for devices in (2, 4, 8):
-        found = problems(GATHER, "--suite", "sweep", "--dtype", "bf16", devices=devices)
-        assert 20 <= len(found) == len(set(found)) <= 26 and {problem.layout for problem in found} == {"nn"}
-        for sizes, ends in (({p.m for p in found}, (16, 8192)), ({p.n for p in found}, (256, 16384)),
-                            ({p.k for p in found}, (512, 16384))):  # fmt: skip
-            assert (min(sizes), max(sizes)) == ends
-        # The budget leaves out the problems that take longest.
-        times = [expected_us(problem.library) for problem in found]
-        assert devices != 4 or times == sorted(times)
-        assert max(times[:10]) < min(times[-5:])
-        # Results are stated in shard sizes, and fit on a GPU together with their f32 oracle.
-        assert all(10 * problem.library.bytes_per_device < 60e9 for problem in found)
-    for devices in (2, 4):
-        found = problems(SCATTER, "--suite", "scatter", "--dtype", "bf16", devices=devices)
-        assert (min(p.m for p in found), max(p.m for p in found)) == (32, 32768)
-        for p in found:
-            # The sizes of one device's product. The device keeps one part of the result, and receives one per peer.
-            assert p.library.whole == (p.m, p.n, p.k) and p.m % devices == 0
-            assert p.flops_per_device == 2.0 * p.m * p.n * p.k
-            assert p.received_bytes_per_device == 2 * (devices - 1) * p.m // devices * p.n
-
-
 def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
     settings = Settings()
     found = parse("matmul", 1, SUITES["standard"].shapes, "bf16", None)

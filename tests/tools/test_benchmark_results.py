@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command, crossover, current, environment, performance, products, report
+from benchmarks import crossover, current, environment, performance, report
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem, parse
 from overlap.choice.crossover import FILE as CROSSOVER
@@ -126,24 +126,6 @@ def test_a_clean_tree_is_its_commit_and_one_that_differs_is_refused(history: pat
         with pytest.raises(SystemExit, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
             facts(None, history)
         (history / path).unlink() if before is None else (history / path).write_bytes(before)
-
-
-def test_without_history_the_commit_is_named_and_can_be_verified_later(history: pathlib.Path, monkeypatch) -> None:
-    head, folder = git(history, "rev-parse", "HEAD"), git(history, "rev-parse", "HEAD:overlap")
-    (history / ".git").rename(history.parent / "kept")
-    for name in (None, "HEAD", "012345"):
-        with pytest.raises(SystemExit, match=f"has no commit {name or 'HEAD'}: add --commit with all 40 digits"):
-            facts(name, history)
-    found = facts(head, history)
-    assert found == {"commit": f"{head[:12]} ({environment.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
-    (history.parent / "kept").rename(history / ".git")
-    assert not contradiction(found, history)
-    assert "another hash" in contradiction(found | {"code": "overlap 0123456789ab"}, history)
-    # So the harness measures nothing of unknown code.
-    monkeypatch.setattr(command, "need_gpus", lambda: None)  # As on a machine with GPUs.
-    with pytest.raises(SystemExit, match=r"nothing was measured: .* no commit zz"):
-        products.main("matmul", ["--commit", "zz", "--out", str(history / "out")])
-    assert not (history / "out").exists()
 
 
 # --- The stored results -----------------------------------------------------------------------------------------------

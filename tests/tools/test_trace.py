@@ -152,16 +152,6 @@ def test_the_comparison_can_fail(monkeypatch):
     recorded.cache_clear()
 
 
-def test_all_chunks_are_copied_once():
-    made, _ = recorded("gather")
-    for device in range(2):
-        of_device = [s for s in made.timelines[0].spans if (s.device, s.role) == (device, "communicator")]
-        carried = [s.number for s in of_device if s.work == Work.COPY]
-        # Chunk 0 stands for the first chunks under way as well.
-        assert sorted({*carried}) == sorted([0, *filter(None, carried)]) == list(range(max(carried) + 1))
-        assert max(carried) > CORES
-
-
 def test_a_role_with_more_marks_than_room_says_so():
     made, _ = recorded("product", capacity=4)
     (timeline,) = made.timelines

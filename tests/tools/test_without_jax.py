@@ -162,7 +162,7 @@ def test_a_jax_newer_than_the_range_is_a_problem_for_doctor_alone(monkeypatch):
 
 
 def test_a_public_name_may_be_used_first_while_jax_traces(repository):
-    """That traces the function around it once, and leaks nothing. The import touches no device; layers say what they need."""
+    """That traces the function around it once, and leaks nothing. The import alone touches no device, and no flax."""
     code = """
 import sys, jax, jax.numpy as jnp, overlap
 from overlap import _compat
