@@ -1,4 +1,4 @@
-"""The layers of overlap/layers/ against flax's on one device: values, gradients, placement, tools, scan, checkpoints."""
+"""The layers of overlap/layers/ against flax's on one device: values, gradients, places, tools, scan, checkpoints."""
 
 from __future__ import annotations
 
@@ -305,10 +305,10 @@ def test_policies_of_checkpoint() -> None:
         graph, state = nnx.split(mlp)
         x, policies = put(draw(1), mesh, P(None, "tensor", None)), jax.checkpoint_policies
 
-        def products(policy: Any) -> int:
-            def forward(state: Any, x: jax.Array) -> jax.Array:
-                return jnp.sum(nnx.merge(graph, state)(x) ** 2)
+        def forward(state: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(nnx.merge(graph, state)(x) ** 2)
 
+        def products(policy: Any) -> int:
             return count_of("dot_general", jax.make_jaxpr(jax.grad(jax.checkpoint(forward, policy=policy)))(state, x))
 
         nothing, every = products(policies.nothing_saveable), products(policies.everything_saveable)
