@@ -8,9 +8,8 @@ import dataclasses
 import jax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 
-from benchmarks import backward, block, current, layer, layer_runs
+from benchmarks import backward, block, current, layer_runs
 from overlap.emulation import emulate
 from overlap.tuning.programs import mesh_of
 
@@ -47,20 +46,3 @@ def test_a_dry_run_goes_into_the_current_table(tmp_path, monkeypatch):
     (found,) = current.tables(tmp_path)
     assert found.name == "block-cpu-2-one_process" and found.device_kind == "cpu"
     assert {row["method"] for row in found.rows} == {"chosen", "xla", layer_runs.CONTROL}
-
-
-@pytest.mark.one_jax
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dx of q+k+v", "dh and gathered dy of o", "forward", "forward and backward"])
-def test_all_methods_compute_the_same_layer_and_the_same_products_of_it(name):
-    mesh, sizes = mesh_of(jax.devices()[:2]), layer_runs.MODELS["tiny"]
-    if name in layer_runs.PASSES:
-        methods = ("chosen", "layers xla", "xla", "xla windowed")
-        mesh = jax.make_mesh((2,), (layer.AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-        times = layer.measure(layer.Case(mesh, sizes, 32, "backward" in name), methods, rounds=1, turns=2)
-    else:
-        methods = ("xla", "roof")
-        (product,) = (product for product in backward.products(sizes, 32) if product.name == name)
-        times = backward.measure(product, mesh, ("lists", *methods), rounds=1, turns=2)
-        times.pop("lists", None)
-    assert times.keys() == {*methods, layer_runs.CONTROL} and all(us > 0 for [us] in times.values())

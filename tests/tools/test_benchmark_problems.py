@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 
 import pytest
 
-from benchmarks import layer, layer_runs, products
-from benchmarks.harness import Settings
-from benchmarks.problems import SUITES, TableProblem, parse
+from benchmarks import products
+from benchmarks.problems import TableProblem, parse
 from overlap.cli import devices as devices_of_cli
 from overlap.cli import ending
-from overlap.tuning.timing import expected_us
 
 pytestmark = pytest.mark.one_jax
 GATHER, SCATTER = "all_gather_lhs_matmul", "matmul_reduce_scatter"
@@ -51,16 +48,6 @@ def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() 
     ):
         with pytest.raises(SystemExit, match=said):
             problems(table, *options, devices=2)
-
-
-def test_loops_are_long_for_small_problems_and_short_for_large_ones() -> None:
-    settings = Settings()
-    found = parse("matmul", 1, SUITES["standard"].shapes, "bf16", None)
-    for problem in found:
-        work_us = settings.loop_iterations(problem.library) * expected_us(problem.library)
-        assert 10_000 < work_us < 25_000, problem
-    assert dataclasses.replace(settings, iterations=7).loop_iterations(found[0].library) == 7
-    assert dataclasses.replace(settings, calls=3).calls_in_a_row(found[0].library) == 3
 
 
 # --- Command lines ----------------------------------------------------------------------------------------------------
@@ -133,17 +120,3 @@ def test_without_a_gpu_tables_ask_for_a_dry_run(here, capsys, monkeypatch):
     )
     for line in (" --rounds 3", " block", " ladder", " matmul --out results"):
         assert refused(line, capsys) == asked
-
-
-def test_layers_need_xla_and_sizes_that_the_devices_divide(monkeypatch):
-    monkeypatch.setattr(layer_runs.command, "need_gpus", lambda *_: None)
-    monkeypatch.setattr(layer_runs.environment, "code_facts", lambda *_, **__: {})
-    monkeypatch.setattr(layer_runs.overlap, "initialize", lambda: None)
-    for options, words in (
-        ("--methods fused", "`--methods` must contain xla"),
-        ("--tokens 7,8 --devices 2", "`--tokens` must be multiples of the 2 devices, got 7"),
-        ("--devices 3", "3 devices do not divide the 8 heads of keys of llama-70b"),
-        ("--devices 99", "`--devices` must be at most 8 here, got 99"),
-    ):
-        with pytest.raises(layer_runs.WrongArguments, match=words):
-            layer.main(options.split())

@@ -74,31 +74,9 @@ def test_what_a_program_costs_beside_its_work_is_in_no_time(clock: Clock) -> Non
 # --- Code -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def history(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Makes a small repository with two commits."""
-    tmp_path /= "history"
-    for name in ("overlap/kernels/a.py", "overlap/kernels-b.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
-    (tmp_path / ".gitignore").write_text("__pycache__/\n")
-    (tmp_path / "overlap/__pycache__").mkdir()
-    (tmp_path / "overlap/__pycache__/a.pyc").write_bytes(b"\0")
-    git(tmp_path, "init", "-q", "-b", "main")
-    commit(tmp_path, "first")
-    (tmp_path / "overlap/kernels/a.py").write_text("# changed\n")
-    commit(tmp_path, "second")
-    return tmp_path
-
-
 def git(root: pathlib.Path, *arguments: str) -> str:
     line = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false", *arguments]
     return subprocess.run(line, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def commit(root: pathlib.Path, message: str) -> None:
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", message)
 
 
 def facts(named: str | None, root: pathlib.Path) -> dict[str, str]:
@@ -107,25 +85,35 @@ def facts(named: str | None, root: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def test_a_clean_tree_is_its_commit_and_one_that_differs_is_refused(history: pathlib.Path) -> None:
-    head = git(history, "rev-parse", "HEAD")
-    expected = {"commit": head[:12], "code": f"overlap {git(history, 'rev-parse', 'HEAD:overlap')[:12]}"}
-    assert facts(None, history) == facts(head[:7], history) == expected
-    with pytest.raises(SystemExit, match="differs from commit"):
-        facts("HEAD~1", history)
+def test_a_clean_tree_is_its_commit_and_one_that_differs_is_refused(tmp_path: pathlib.Path) -> None:
+    for name in ("overlap/kernels/a.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    git(tmp_path, "init", "-q", "-b", "main")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    head, folder = git(tmp_path, "rev-parse", "HEAD"), git(tmp_path, "rev-parse", "HEAD:overlap")
+    expected = {"commit": head[:12], "code": f"overlap {folder[:12]}"}
     # Files that no number depends on may differ: documents, and results that are being written.
-    (history / "README.md").write_text("new\n")
-    (history / "benchmarks/results").mkdir(parents=True)
-    (history / "benchmarks/results/a.csv").write_text("1\n")
-    assert facts(None, history) == expected
-    commit(history, "a result")
-    assert facts(head, history) == expected
+    (tmp_path / "README.md").write_text("new\n")
+    (tmp_path / "benchmarks/results").mkdir()
+    (tmp_path / "benchmarks/results/a.csv").write_text("1\n")
+    assert facts(None, tmp_path) == facts(head[:7], tmp_path) == expected
     for path in ("overlap/kernels/a.py", "overlap/new.py", "benchmarks/h.py"):
-        before = (history / path).read_bytes() if (history / path).exists() else None
-        (history / path).write_text("# not committed\n")
+        before = (tmp_path / path).read_bytes() if (tmp_path / path).exists() else None
+        (tmp_path / path).write_text("# not committed\n")
         with pytest.raises(SystemExit, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
-            facts(None, history)
-        (history / path).unlink() if before is None else (history / path).write_bytes(before)
+            facts(None, tmp_path)
+        (tmp_path / path).unlink() if before is None else (tmp_path / path).write_bytes(before)
+    # Without the history the commit has to be named, and can be verified later.
+    (tmp_path / ".git").rename(tmp_path / "kept")
+    with pytest.raises(SystemExit, match="has no commit HEAD: add --commit with all 40 digits"):
+        facts(None, tmp_path)
+    found = facts(head, tmp_path)
+    assert found == expected | {"commit": f"{head[:12]} ({environment.UNVERIFIED})"}
+    (tmp_path / "kept").rename(tmp_path / ".git")
+    assert not contradiction(found, tmp_path)
+    assert "another hash" in contradiction(found | {"code": "overlap 0123456789ab"}, tmp_path)
 
 
 # --- The stored results -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import current, harness, products, report
 from benchmarks.harness import Result, Session
-from benchmarks.problems import Suite, TableProblem
+from benchmarks.problems import TableProblem
 
 pytestmark = pytest.mark.one_jax
 
@@ -29,7 +29,12 @@ def synthetic() -> report.Table:
     return report.Table(problem, results, loop_overhead_us=2.5)
 
 
-def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
+def test_ratios_are_formed_per_round_and_rates_from_the_median(capsys, tmp_path) -> None:
+    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
+    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
+    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts)) and rows[0]["env_commit"] == "abc"
+    assert float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
+    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
     fused, xla, roof, failed = synthetic().rows()
     # Ratios per round are 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
     ratios = ("xla_over_this", 1.3), ("roof_over_this", 0.95), ("xla_over_this_wall", 1.5), ("roof_over_this_wall", 0.5)
@@ -40,24 +45,13 @@ def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
     assert fused["tflops_per_device"] == pytest.approx(2 * 4096 * 4096 * 4096 / 110e-6 / 1e12)
     assert fused["received_gb_per_s_per_device"] == pytest.approx(3 * 1024 * 4096 * 2 / 110e-6 / 1e9)
     assert failed["loop_us"] is None and failed["xla_over_this"] is None
-
-
-def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap(capsys) -> None:
+    # Losses are shown, and a missing competitor leaves a gap.
     fused, xla, *_ = synthetic().results
     xla.loop_us = [50.0, 100.0, 55.0]
     table = report.Table(synthetic().problem, [fused, xla])
     assert table.rows()[0]["xla_over_this"] == pytest.approx(0.5) and table.rows()[0]["roof_over_this"] is None
     report.show(table)
     assert re.search(r"0\.500 │ +– │", capsys.readouterr().out)
-
-
-def test_rows_of_a_table_name_their_run(tmp_path: pathlib.Path) -> None:
-    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
-    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
-    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts))
-    assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
-    assert rows[0]["env_commit"] == "abc" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
-    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
 
 
 # --- Whole runs -------------------------------------------------------------------------------------------------------
@@ -89,15 +83,6 @@ def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_do
     assert "roof/this" in capsys.readouterr().out
 
 
-def test_a_suite_is_measured_in_all_its_layouts_and_what_is_not_served_is_no_error(dry_run, monkeypatch) -> None:
-    monkeypatch.setitem(products.SUITES, "tiny", Suite(("97x64x64",), ("nn", "tn")))
-    status, rows = dry_run("matmul", "--suite", "standard", "--dtype", "bf16", "--methods", "fused,xla")
-    assert [(row["layout"], row["method"], row["status"].split(":")[0]) for row in rows] == [
-        ("nn", "fused", "ok"), ("nn", "xla", "ok"), ("tn", "fused", "NOT SERVED"), ("tn", "xla", "ok"),
-    ]  # fmt: skip
-    assert status == 0 and rows[0]["devices"] == "1" and rows[1]["roof_over_this"] == "1"
-
-
 def test_one_problem_fails_and_another_does_not_fit_into_the_budget(dry_run, monkeypatch, capsys) -> None:
     now, measure_overhead = [0.0], Session.measure_overhead
 
@@ -110,14 +95,20 @@ def test_one_problem_fails_and_another_does_not_fit_into_the_budget(dry_run, mon
     monkeypatch.setattr(harness.Session, "measure_overhead", a_minute_passes)
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 7.0, strftime=lambda _: "now")
     monkeypatch.setattr(products, "time", clock)
-    # The third problem would begin after 120 seconds and end after 180.
-    shapes = "32x64x64,64x64x64,96x64x64"
-    status, rows = dry_run("matmul", "--shapes", shapes, "--methods", "xla", "--budget-s", "150")
-    assert [row["status"] for row in rows] == ["ERROR RuntimeError: out of memory", "ok"]
-    assert [row["shape"] for row in rows] == shapes.split(",")[:2] and status == 1
+    # The third problem would begin after 120 seconds and end after 180. What is not served is no error.
+    shapes = "32x64x64,97x64x64,96x64x64"
+    status, rows = dry_run(
+        "matmul", "--shapes", shapes, "--layouts", "tn", "--methods", "fused,xla", "--budget-s", "150"
+    )
+    found = [(row["shape"], row["layout"], row["method"], row["status"].split(":")[0]) for row in rows]
+    assert found == [
+        ("32x64x64", "tn", "fused", "ERROR RuntimeError"), ("32x64x64", "tn", "xla", "ERROR RuntimeError"),
+        ("97x64x64", "tn", "fused", "NOT SERVED"), ("97x64x64", "tn", "xla", "ok"),
+    ]  # fmt: skip
+    assert status == 1 and rows[3]["roof_over_this"] == "1"
     said = capsys.readouterr()
     assert "  xla, status: ERROR RuntimeError: out of memory" in said.out
-    assert "no time left for 1 of 3 problems: 96x64x64 f16 nn" in said.err
+    assert "no time left for 1 of 3 problems: 96x64x64 f16 tn" in said.err
 
 
 def test_a_run_that_hangs_ends_with_a_trace_and_keeps_finished_problems(dry_run, tmp_path, monkeypatch, capsys) -> None:

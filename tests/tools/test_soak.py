@@ -53,8 +53,12 @@ def test_what_repeats_it_runs_up_to_the_last_wrong_program(here, capsys):
     assert given["first"] <= 30 and given["first"] + given["programs"] == 34
 
 
-def test_every_case_is_exact_in_its_dtype():
+def test_every_case_is_exact_in_its_dtype_and_meshes_and_axes_of_four_devices():
     """The soak test relies on this: a right result has exactly the expected bits."""
+    meshes = list(soak_programs.meshes(jax.devices()[:4]))
+    assert [dict(mesh.shape) for mesh in meshes] == [{"x": 4}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 2}]
+    assert len({tuple(d.id for d in mesh.devices.flat) for mesh in meshes}) == 2
+    assert soak_programs.axes_of(meshes[2]) == ["x", "y", ("x", "y")]
     # All whole numbers up to this are exact in bfloat16, and in float16.
     most = 2 ** (jnp.finfo(jnp.bfloat16).nmant + 1)
     for case in soak_programs.CASES:
@@ -86,10 +90,3 @@ def test_every_case_is_right_and_a_wrong_corner_is_noticed(name, monkeypatch):
     # The corner belongs to one device, which finds the wrong result; or every device has it.
     assert found == (2 if "for all" in name else 1)
     soak_programs.program.cache_clear()
-
-
-def test_meshes_and_axes_of_four_devices():
-    meshes = list(soak_programs.meshes(jax.devices()[:4]))
-    assert [dict(mesh.shape) for mesh in meshes] == [{"x": 4}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 2}]
-    assert len({tuple(d.id for d in mesh.devices.flat) for mesh in meshes}) == 2
-    assert soak_programs.axes_of(meshes[2]) == ["x", "y", ("x", "y")]
