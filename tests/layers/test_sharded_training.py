@@ -101,20 +101,6 @@ def test_scan_over_layers_with_remat(policy):
     assert_near(with_gradients(stack)(*given), expected(*given), 1e-5)
 
 
-def test_gathers_of_the_weights_are_not_kept():
-    """The kept values have no more bytes than the operands and the hidden activations, unless more is asked for."""
-    x, up, down = operands()
-
-    def kept(**more):
-        # The backward function holds the kept values: a part of each of the 4 devices, stacked.
-        back = jax.eval_shape(lambda *given: jax.vjp(functools.partial(block, **more), *given)[1], x, up, down)
-        return {leaf.shape for leaf in jax.tree.leaves(back)}
-
-    gathered = {(4 * WIDTH, HIDDEN // 2), (4 * HIDDEN // 2, WIDTH)}
-    assert not gathered & kept()
-    assert gathered <= kept(keep_gathered=True)
-
-
 def test_cotangents_of_the_weights_are_reduce_scattered():
     """Along "data", over which they are sharded. Only replicated weights have their cotangents summed."""
     given = operands()

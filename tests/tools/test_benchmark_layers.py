@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax import lax
 
-from benchmarks import backward, block, current, layer_runs
+from benchmarks import backward, block, layer_runs
 from overlap.emulation import emulate
 from overlap.tuning.programs import mesh_of
 
@@ -35,14 +35,3 @@ def test_a_wrong_block_and_a_wrong_product_are_noticed(monkeypatch):
     product = dataclasses.replace(product, ours={"fused": scaled})
     with pytest.raises(AssertionError, match="fused differs from XLA"):
         backward.measure(product, mesh, ("fused", "xla"), rounds=1, turns=1)
-
-
-@pytest.mark.one_jax
-def test_a_dry_run_goes_into_the_current_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr(layer_runs.jax, "device_count", lambda: 2)
-    options = ["--dry-run", "--methods", "chosen", "xla", "--passes", "forward", "--out", str(tmp_path)]
-    assert block.main(options) == 0
-    (found,) = current.tables(tmp_path)
-    assert found.name == "block-cpu-2-one_process" and found.device_kind == "cpu"
-    assert {row["method"] for row in found.rows} == {"chosen", "xla", layer_runs.CONTROL}
