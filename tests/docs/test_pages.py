@@ -20,6 +20,7 @@ import overlap.layers
 import overlap.primitives
 from overlap import cli
 from tests.choice.tuning_cases import one_configuration_is_enough
+from tests.docs.sources import tree_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]}
@@ -160,7 +161,7 @@ def said() -> str:
     """All message texts of the library and its scripts; varying parts of f-strings are left out."""
     texts = [path.read_text() for path in sorted((ROOT / "launch").iterdir())]
     for path in sorted((ROOT / "overlap").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 texts.append("…".join(n.value for n in node.values if isinstance(n, ast.Constant)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
