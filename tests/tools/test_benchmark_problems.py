@@ -12,7 +12,7 @@ from overlap.cli import devices as devices_of_cli
 from overlap.cli import ending
 
 pytestmark = pytest.mark.one_jax
-GATHER, SCATTER = "all_gather_lhs_matmul", "matmul_reduce_scatter"
+GATHER = "all_gather_lhs_matmul"
 
 
 def problems(table: str, *options: str, devices: int = 1) -> list[TableProblem]:
