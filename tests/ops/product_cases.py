@@ -15,7 +15,7 @@ from overlap.kernels.target import Target
 
 # Operands and oracles use NumPy: jax would compile a program for each new shape.
 
-B200 = Target("gpu", "NVIDIA B200", 148)
+B200, H200 = Target("gpu", "NVIDIA B200", 148), Target("gpu", "NVIDIA H200", 132)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
