@@ -76,7 +76,7 @@ def test_vmap_is_refused_unless_there_is_nothing_shared():
 
 
 def test_the_ways_out_of_vmap():
-    ways = lambda x: lax.map(GATHER, x), jax.vmap(jax.custom_batching.sequential_vmap(lambda x: GATHER(x)))  # noqa: E731
+    ways = lambda x: lax.map(GATHER, x), jax.vmap(jax.custom_batching.sequential_vmap(lambda x: GATHER(x)))
     for way in ways:
         with emulate(cores=2, seed=1):
             got = on_mesh(way, oracle.make_mesh(x=2), in_specs=P(None, "x"))(BATCH)
