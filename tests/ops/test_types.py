@@ -131,24 +131,41 @@ def values_and_gradients(kind, case, layer):
     return outs, gradients
 
 
-FAST = ("matmul with all that it takes", "several, joined", "the same along both axes", "scatter m", "all")
+def scanned(layer):
+    """Runs the layer twice in a scan; the carry varies along the same axes as the result."""
+
+    def run(lhs, rhs):
+        def step(total, shift):
+            return total + layer(lhs + shift, rhs), None
+
+        return lax.scan(step, jnp.zeros_like(layer(lhs, rhs)), jnp.arange(2, dtype=lhs.dtype))[0]
+
+    return run
+
+
+def mapped(layer):
+    """Runs the layer under `vmap`, over elements that differ; the other operands are shared."""
+    return lambda lhs, rhs: jax.vmap(layer, in_axes=(0, None))(jnp.stack([lhs, 2 * lhs]), rhs).sum(0)
+
+
+AROUND = {
+    "": lambda f: f, "scanned": scanned, "mapped": mapped, "mapped checkpoint": lambda f: mapped(jax.checkpoint(f)),
+}  # fmt: skip
+FAST = [("matmul with all that it takes", ""), ("several, joined", ""), ("the same along both axes", ""), ("all", ""),
+        ("pull", "scanned"), ("scatter n", "mapped checkpoint")]  # fmt: skip
+SLOW = [*((name, "") for name in CASES), ("matmul", "scanned"), ("matmul", "mapped"), ("pull", "mapped")]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(pytest.param(AxisType.Explicit, n, marks=[] if n in FAST else slow) for n in CASES),
-        pytest.param(AxisType.Auto, "pull", marks=slow), pytest.param(AxisType.Auto, "matmul", marks=slow),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_results_and_gradients(kind, name):
-    case = CASES[name]
+    ("name", "around"), [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW if case not in FAST)]
+)
+def test_results_and_gradients(name, around):
+    case, around = CASES[name], AROUND[around]
     with running(detect_races=False) as run:
-        actual = values_and_gradients(kind, case, case.fused)
+        actual = values_and_gradients(AxisType.Explicit, case, around(case.fused))
     assert run.counts["launches"] > 0
     # A sum too many or too few is off by a factor.
-    assert_close(actual, values_and_gradients(kind, case, case.by_xla), 2e-2)
+    assert_close(actual, values_and_gradients(AxisType.Explicit, case, around(case.by_xla)), 2e-2)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -169,21 +186,13 @@ def test_results_vary_along_the_same_axes(name):
     assert types(AxisType.Auto, case.fused) == seen[-1]
 
 
-@pytest.mark.parametrize("name", ["matmul", "several, joined", "scatter n"])
+@pytest.mark.parametrize("name", ["matmul", "several, joined"])
 def test_lowered_for_a_gpu(name, monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
     mapped, operands = on_mesh(AxisType.Explicit, CASES[name], CASES[name].fused)
     text = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "callback" not in text
     assert ('xla_replica_ids = "0,1,2,3"' in text) == (name != "matmul")
-
-
-def test_without_jit():
-    case = CASES["pull"]
-    call, operands = on_mesh(AxisType.Auto, case, case.fused)
-    expected, _ = on_mesh(AxisType.Auto, case, case.by_xla)
-    with running():
-        assert_close(call(*operands), expected(*operands))
 
 
 def test_one_device_on_the_axis():
@@ -200,45 +209,15 @@ def test_one_device_on_the_axis():
     assert_close(out, np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32))
 
 
-def scanned(layer):
-    """Runs the layer twice in a scan; the carry varies along the same axes as the result."""
-
-    def run(lhs, rhs):
-        def step(total, shift):
-            return total + layer(lhs + shift, rhs), None
-
-        return lax.scan(step, jnp.zeros_like(layer(lhs, rhs)), jnp.arange(2, dtype=lhs.dtype))[0]
-
-    return run
-
-
-def mapped(layer):
-    """Runs the layer under `vmap`, over elements that differ; the other operands are shared."""
-    return lambda lhs, rhs: jax.vmap(layer, in_axes=(0, None))(jnp.stack([lhs, 2 * lhs]), rhs).sum(0)
-
-
-@pytest.mark.parametrize(
-    ("around", "name"),
-    [(scanned, "pull"), (mapped, "matmul"), (lambda f: mapped(jax.checkpoint(f)), "scatter n"),
-     pytest.param(scanned, "matmul", marks=slow), pytest.param(mapped, "pull", marks=slow)],
-)  # fmt: skip
-def test_inside_other_transformations(around, name):
-    case = CASES[name]
-    with running(detect_races=False):
-        actual = values_and_gradients(AxisType.Explicit, case, around(case.fused))
-    assert_close(actual, values_and_gradients(AxisType.Explicit, case, around(case.by_xla)), 2e-2)
-
-
 # --- What is the same on all devices ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("same", "name"),
-    [(("lhs", "rhs"), "one shot"), pytest.param(("rhs",), "scatter n", marks=slow), (("lhs", "rhs"), "scatter m"),
-     (("lhs", "rhs"), "pull"),
-     (("lhs", "rhs"), "weights k"), pytest.param(("lhs",), "scatter m", marks=slow),
-     pytest.param(("lhs", "rhs"), "scatter n", marks=slow), pytest.param(("lhs", "rhs"), "weights n", marks=slow)],
-)  # fmt: skip
+BOTH = ("lhs", "rhs")
+SAME = [(BOTH, "one shot"), (BOTH, "pull"), (BOTH, "scatter m"), (BOTH, "scatter n"), (BOTH, "weights n"),
+        (BOTH, "weights k"), (("rhs",), "scatter n"), (("lhs",), "scatter m")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("same", "name"), [*SAME[:2], *(pytest.param(*case, marks=slow) for case in SAME[2:])])
 def test_operands_that_are_the_same_on_all_devices(same, name):
     """The kernel reads peers' operands, so they are typed as varying; the gradients are those of plain JAX."""
     call, results = small(name, extras=(), m=16, n=16, k=64), []
@@ -257,19 +236,12 @@ def test_operands_that_are_the_same_on_all_devices(same, name):
     assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["all, rows", "one shot"])
-def test_a_sum_for_all_is_typed_as_the_same_on_all_devices(name):
-    call = FORMS[name].but(extras=EVERY)
-    arrays = call.arrays(2)
-
-    def typed(arrays):
-        out = call(arrays)
-        assert not jax.typeof(out).manual_axis_type.varying
-        return out
-
-    with running():
-        result = call.program(oracle.make_mesh(x=2), arrays, typed, P(), check_vma=True)(arrays)
-    assert_exact(result, [call.expected(arrays, 2)[0][0]])
+def test_a_sum_for_all_is_typed_as_the_same_on_all_devices():
+    for name in ("all, rows", "one shot"):
+        call = FORMS[name].but(extras=EVERY)
+        types = call.types(2)
+        program = call.program(oracle.make_mesh(x=2), types, call, P(), check_vma=True)
+        jax.eval_shape(program, types)  # Otherwise `shard_map` refuses the specs of the result.
 
 
 @pytest.mark.parametrize("name", ["bias", "addend", "activation"])
@@ -322,12 +294,11 @@ LHS, RHS = 0.25 * normal(0, 32, 64, dtype=jnp.float16), 0.25 * normal(1, 64, 32,
 SLOPE = jnp.asarray(0.75, F32)
 
 
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [("jvp of grad", "matmul"), ("grad of grad", "gathered rows"), ("jvp", "gathered weights"),
-     *(pytest.param(how, name, marks=slow) for how, name in (("grad of grad", "matmul"), ("jvp", "gathered rows"),
-                                                            ("grad of grad", "gathered weights")))],
-)  # fmt: skip
+TWICE = [("jvp of grad", "matmul"), ("jvp", "gathered weights"), ("grad of grad", "gathered rows"),
+         ("grad of grad", "matmul"), ("jvp", "gathered rows"), ("grad of grad", "gathered weights")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "name"), [*TWICE[:2], *(pytest.param(*case, marks=slow) for case in TWICE[2:])])
 def test_scalars_in_both_modes_and_twice(how, name):
     layer, of_rhs, out = CAPTURED[name]
     mesh, results = mesh_of({"data": 2, "x": 2}, kind=AxisType.Explicit), []
