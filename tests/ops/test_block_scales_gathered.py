@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.collectives import communicator
 from overlap.collectives.gather import pull
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import emulating
@@ -63,17 +62,14 @@ class Gathered:
 
 
 CASES = {
-    "several sides": (dict(devices=2, widths=(128, 72)), ONE),
-    "three devices": (dict(devices=3), ONE),
+    "several sides, a batch": (dict(devices=2, m=40, widths=(128, 72), batch=(2,)), ONE),
     "pairs, the second tile empty": (dict(devices=2, m=264), PAIR),
-    "batch": (dict(devices=2, m=40, batch=(2,)), ONE),
-    "rhs as [k, n]": (dict(devices=2, transpose_rhs=False), ONE),
+    "rhs as [k, n], three devices": (dict(devices=3, m=40, transpose_rhs=False), ONE),
     "joined means nothing": (dict(devices=2, m=16), ONE.replace(joined=True)),
 }
-SLOW = {"three devices", "batch"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_exact_under_many_schedules(name):
     sizes, chosen = CASES[name]
     case = Gathered(**sizes)
@@ -86,18 +82,12 @@ def signal_before_the_scales_have_landed(patch):
     patch.setattr(pull, "wait_stores_landed", NOTHING)
 
 
-def do_not_wait_for_rows_and_scales(patch):
-    patch.setattr(communicator, "semaphore_wait", NOTHING)
-
-
 def leave_the_last_steps_out(patch):
     divisor = pull.largest_divisor
     patch.setattr(pull, "largest_divisor", lambda steps, most: divisor(steps - 1, most))
 
 
-@pytest.mark.parametrize(
-    "defect", [signal_before_the_scales_have_landed, do_not_wait_for_rows_and_scales, leave_the_last_steps_out]
-)
+@pytest.mark.parametrize("defect", [signal_before_the_scales_have_landed, leave_the_last_steps_out])
 def test_each_defect_shows(defect, monkeypatch):
     defect(monkeypatch)
     case = Gathered(2, m=264)
