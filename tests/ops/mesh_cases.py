@@ -53,10 +53,6 @@ class Layout:
         """Returns the mesh, over the first devices."""
         return mesh_of(dict(self.sizes), self.order)
 
-    def specs(self) -> tuple[P, P, P]:
-        """Returns the partition specs of the left operand, the right operand and the result of a gather of rows."""
-        return P(self.over, None), P(None, self.over), P(None, self.over)
-
 
 def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> Layout:
     return Layout(tuple(sizes.items()), over, order)
