@@ -188,10 +188,10 @@ def by_either(cases: list[tuple[int, int, Call]]) -> list[Any]:
 # What XLA computes in the place of a kernel, with sizes, dtypes and leading dimensions that no kernel takes.
 BY_XLA = [
     call
-    for op in BY_NAME
+    for i, op in enumerate(BY_NAME)
     for call in (
         Call(op, 10, 6, 5, dtype=F32, extras=EVERY, lead=(2, 3), rhs_lead=(2, 3) if op != "matmul" else (),
-             layout="tt", activation=jax.nn.relu),
+             layout=("tn", "nt")[i % 2], activation=jax.nn.relu),
         Call(op, 3, 5, 7, dtype=E4M3, rhs_lead=(2,), extras=("bias", "addend"), out=BF16),
         Call(op, 0, 6, 5, dtype=BF16, extras=("bias",)),
     )

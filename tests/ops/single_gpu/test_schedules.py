@@ -32,8 +32,6 @@ SCHEDULES = (("late", "pct"), ("eager", "random"), ("random", "round_robin"))
     ("cores", "config", "ends"),
     [  # ends: where the pieces of k end, in k steps.
         (9, CUT, None),
-        pytest.param(13, CUT.replace(stream_k=8), None, marks=pytest.mark.slow),
-        pytest.param(8, TWO, [5, 9], marks=pytest.mark.slow),
         (8, FOUR, [3, 5, 7, 9]),
         (8, SWAPPED_FOUR, None),
     ],
@@ -65,11 +63,7 @@ def test_the_same_bits_under_every_schedule(cores, config, ends):
 
 @pytest.mark.parametrize(
     ("cores", "shape", "config", "most", "pieces"),
-    [
-        (9, (256, 128, 1024), CUT, 4, 4),
-        (22, (200, 264, 328), FOUR, 4, None),
-        (6, (200, 264, 328), TWO, 2, None),
-    ],
+    [(9, (256, 128, 1024), CUT, 4, 4), (22, (200, 264, 328), FOUR, 4, None)],
     ids=str,
 )
 def test_as_many_ctas_at_a_time_as_share_a_tile_are_enough(cores, shape, config, most, pieces):
@@ -89,28 +83,19 @@ def test_each_warpgroup_has_every_second_tile(tiles):
     assert [products.count(thread) for thread in ("wg0", "wg1")] == [3 * ((tiles + 1) // 2), 3 * (tiles // 2)]
 
 
-@pytest.mark.parametrize("shape", [(190, 376, 136), pytest.param((64, 128 * 141, 64), marks=pytest.mark.slow)], ids=str)
-def test_products_of_spread_tiles_are_exact_and_the_model_expects_them(shape, monkeypatch):
+def test_products_of_spread_tiles_are_exact_and_the_model_expects_them(monkeypatch):
     """On as many cores as an H200 has, the tiles of the last wave are spread over the GPCs."""
-    config, launched, kernel = TURNS.replace(schedule="cooperative"), [], single_gpu.ProductKernel
+    config, shape, launched = TURNS.replace(schedule="cooperative"), (190, 376, 136), []
+    kernel = single_gpu.ProductKernel
     monkeypatch.setattr(single_gpu, "ProductKernel", lambda *args: (launched.append(args[-1]), kernel(*args))[1])
     Product(132, shape, config).check({})
     [work], target = set(launched), Target("cpu", "cpu", 132)
     assert work._spreads and work == model.work_of(config, Problem("matmul", *shape, "bfloat16", "float32"), target)
 
 
-@pytest.mark.parametrize(
-    ("shape", "config", "tiles"),
-    [
-        pytest.param((12 * 64, 6 * 128, 128), TWO, 72, marks=pytest.mark.slow),  # Of 66 clusters, six have two tiles.
-        pytest.param((8 * 64, 4 * 128, 256), FOUR, 32, marks=pytest.mark.slow),  # Of 30 clusters, two have two tiles.
-        ((3 * 64, 5 * 128, 256), FOUR, 15),  # Half of the clusters are idle.
-    ],
-    ids=str,
-)
-def test_clusters_of_an_h200(shape, config, tiles):
-    """Runs products on so many cores that clusters are renumbered (`placement.beside_neighbours`)."""
-    work = (one := Product(132, shape, config)).work
-    assert work.tiles == tiles
-    assert any(beside_neighbours(i, config.cluster, work.num_ctas) != i for i in range(work.num_ctas))
+def test_clusters_of_an_h200():
+    """Runs a product on so many cores that clusters are renumbered (`placement.beside_neighbours`). Half are idle."""
+    work = (one := Product(132, (3 * 64, 5 * 128, 256), FOUR)).work
+    assert work.tiles == 15
+    assert any(beside_neighbours(i, FOUR.cluster, work.num_ctas) != i for i in range(work.num_ctas))
     one.check({})
