@@ -50,7 +50,8 @@ DTYPE = [None, jnp.float32, "bfloat16", np.dtype(np.float16), jnp.float8_e5m2], 
     "float99", "int8", jnp.int8, jnp.complex64, bool, "bool", 3, [], object(), jnp.float64, "",
 ]  # fmt: skip
 ACTIVATION = [None, jax.nn.relu, jnp.tanh, lambda y: y * 2, jax.nn.softmax], [
-    "relu", 3, lambda: 0, lambda y: y.T, lambda y: (y, y), np.zeros(3), [jnp.tanh],
+    "relu", 3, lambda: 0, lambda y: y.T, lambda y: (y, y), lambda y: None, lambda y: jnp.float32(0), lambda y: y * 1j,
+    np.zeros(3), [jnp.tanh],
 ]  # fmt: skip
 AXIS = (
     ["x", ("x",), ["x"]],

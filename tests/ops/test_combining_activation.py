@@ -19,13 +19,11 @@ from overlap import layers
 from overlap.choice.problem import Problem
 from overlap.choice.space import heuristic
 from overlap.emulation import emulate
-from overlap.kernels.target import Target
 from tests import oracle
 from tests.ops.explained import answer
-from tests.ops.product_cases import B200, in_f32, normal
+from tests.ops.product_cases import B200, H200, in_f32, normal
 
 Config, F8 = overlap.Config, jnp.float8_e4m3fn
-H200 = Target("gpu", "NVIDIA H200", 132)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -71,9 +69,8 @@ def assert_near(given, *results, right=False):
 FORMS = [  # shape, config, further arguments
     ((200, 264, 136), Config(tile_n=256, stages=2), {}),
     ((130, 136, 72), Config(tile_m=64, tile_n=128, stages=3, schedule="pingpong"), {"right": True}),
-    ((257, 72, 72), Config(tile_n=128, stages=2, order_minor="n"), {"right": True, "batch": (2,)}),
     ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
-    ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8}),
+    ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8, "batch": (2,)}),
 ]  # fmt: skip
 
 
@@ -94,9 +91,8 @@ def test_matmul(shape, config, more):
 
 SMALL, XLA = Config(tile_n=128, stages=2), {"implementation": "xla"}
 GATHERS = [  # devices, config, further arguments
-    pytest.param(1, SMALL, {}, marks=pytest.mark.slow),
     (2, Config(tile_n=256, stages=2), {"transpose_rhs": True, "return_gathered": True}),
-    pytest.param(4, SMALL, {"transport": "ring"}, marks=pytest.mark.slow),
+    pytest.param(2, SMALL, {"transport": "ring"}, marks=pytest.mark.slow),
     pytest.param(2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}, marks=pytest.mark.slow),
     (2, None, XLA),
 ]

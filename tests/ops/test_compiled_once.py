@@ -27,7 +27,7 @@ from tests.choice.tuning_cases import H200, no_tables  # noqa: F401
 from tests.ops.product_cases import normal
 
 SMALL = overlap.Config(tile_m=64, tile_n=128, stages=2)
-LAYERS, SPECS = 3, (P("x", None), P(None, None, "x"), P(None, "x", None))
+LAYERS, SPECS = 2, (P("x", None), P(None, None, "x"), P(None, "x", None))
 
 
 @pytest.fixture
