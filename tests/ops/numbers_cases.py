@@ -1,4 +1,7 @@
-"""Calls whose numbers tests/ops/test_numbers.py compares bit by bit: forms, ragged sizes, configurations, epilogues."""
+"""Calls whose numbers tests/ops/test_numbers.py compares bit by bit: forms, ragged sizes, configurations, epilogues.
+
+single_gpu/test_configurations.py has the fields of `Config` in `matmul`; here are those that meet a transport.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ WIDE = Config(tile_n=128, stages=2)
 CUT = Config(tile_n=64, stages=2, stream_k=3)
 BANDS = Config(tile_m=64, tile_n=128, stages=2, order_minor="n", order_width=2)
 FINE = Config(tile_n=128, chunk_bytes=512, chunk_buffers=3)
+TURNS = Config(tile_m=64, tile_n=64, stages=2, schedule="pingpong")
+SWAPPED = Config(tile_m=104, tile_n=128, stages=2, swap_operands=True)
 GATHERED = (("return_gathered", True),)
 slow = pytest.mark.slow
 
@@ -44,7 +49,18 @@ GATHERS = [  # devices, cores, call; by either transport
                   extras=SCALES, config=CUT)),
     (2, 4, gather(136, 136, 272, layout="nt", dtype=E5M2, extras=("lhs_scale",),
                   keywords=(("rhs_scale", 0.5), *GATHERED), config=Config(tile_n=64, stages=2))),
+    (2, 7, gather(200, 136, 264, config=TURNS.replace(stream_k=3))),  # Warpgroups take turns, and tiles are cut.
+    (3, 2, gather(200, 64, 136, keywords=GATHERED, config=TURNS)),
+    # One CTA shares a tile with others; fewer rows than a tile.
+    (2, 10, gather(128, 128, 320, config=WIDE.replace(stream_k=8))),
+    (2, 2, gather(20, 136, 136, keywords=GATHERED, config=Config(tile_m=128, tile_n=64, stages=2))),
 ]  # fmt: skip
+TRANSPOSED = [  # Tiles that are multiplied transposed: not by the ring.
+    (2, 2, gather(200, 0, 136, widths=(64, 136), extras=SCALES, keywords=GATHERED, config=SWAPPED.replace(tile_m=40))),
+    (2, 2, gather(200, 64, 136, config=SWAPPED.replace(schedule="pingpong"))),
+    (2, 7, Call("all_gather_rhs_matmul_k", 200, 64, 192, config=SWAPPED.replace(stream_k=3))),
+    (2, 2, Call("all_gather_rhs_matmul_n", 200, 64, 64, config=SWAPPED)),
+]
 
 FEW_CUT = JOINED.replace(stages=3, stream_k=3)
 FEW_MANY = JOINED.replace(tile_m=128, tile_n=64, order_minor="n", order_width=2)
@@ -61,6 +77,9 @@ FEW: list[Any] = [  # devices, cores, call
                   keywords=GATHERED, config=FEW_CUT)),
     (2, 3, gather(1, 72, 72, lead=(4,), config=JOINED)),  # A batch of single rows.
     (3, 4, gather(5, 0, 136, lead=(2, 3), widths=(136, 8), extras=SCALES, keywords=GATHERED, config=FEW_CUT)),
+    (2, 10, gather(40, 136, 264, extras=("lhs_scale",),
+                   config=JOINED.replace(tile_m=72, stream_k=3, swap_operands=True))),
+    (2, 2, gather(16, 136, 136, config=JOINED.replace(schedule="pingpong"))),
     (2, 3, gather(8, 64, 64, lead=(1, 1), layout="nt", extras=("bias",), activation=jnp.abs, config=JOINED)),
 ]  # fmt: skip
 
@@ -71,6 +90,7 @@ WEIGHTS_CONFIGS = [  # cores, config
     (2, Config(tile_n=192, stages=2, chunk_bytes=256, chunk_buffers=3)),  # Chunks are parts of rows.
     (2, Config(tile_n=64, chunk_buffers=1, chunk_bytes=4096)),
     (5, WIDE.replace(stream_k=4)),
+    (2, WIDE.replace(tile_m=64, schedule="pingpong")),
 ]
 WEIGHTS_SIZES = [  # m of a device, and the shape of its shard of the weights
     (200, (136, 264)),
@@ -124,13 +144,14 @@ SCHEDULES: list[tuple[Config, dict[str, Any]]] = [  # A configuration, and setti
     (Config(tile_m=64, tile_n=256, stages=3), {"cores": 2}),
     (Config(tile_m=64, tile_n=128, stages=3, chunk_bytes=1024, chunk_buffers=3), {"cores": 3}),
     (Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=65536, chunk_buffers=1), {}),
+    (SMALL.replace(schedule="pingpong"), {}),
 ]
 RAGGED = [  # The fast tier has each configuration with one form, and each form with several configurations.
     pytest.param(
-        2 + i % 2,
-        summed(form, 2 + i % 2, 136, 264 if form == "m" else 136, 72, config=config, out=(F32, BF16)[i // 2 % 2]),
+        2,
+        summed(form, 2, 136, 264 if form == "m" else 136, 72, config=config, out=(F32, BF16)[i // 2 % 2]),
         settings,
-        marks=[] if (i + j) % 5 == 0 or (i == 3 and j == 0) else slow,
+        marks=[] if (i + j) % 5 == 0 or config.in_turn else slow,
         id=f"{form} {i}",
     )
     for i, (config, settings) in enumerate(SCHEDULES)
@@ -143,8 +164,8 @@ LAYOUT = {"m": "tn", "n": "nt", "all m": "tt", "all n": "nt", "once": "tn"}
 KEYWORDS = [
     *((2, summed(form, 2, 72, 72, 24, layout=layout, extras=EVERY, activation=TWICE, out=F32), {})
       for form, layout in LAYOUT.items()),
-    *((3, summed(form, 3, 40, 40, 24, extras=EVERY, out=F32, **BY_RING), {"completions": ("random",)})
-      for form in ("m", "n")),
+    *((3, summed(form, 3, 40, 40, 24, extras=EVERY, out=F32, config=config, **BY_RING), {"completions": ("random",)})
+      for form, config in (("m", SMALL.replace(schedule="pingpong")), ("n", SMALL))),
     (3, summed("once", 3, 72, 40, 24, extras=EVERY, activation=TWICE, out=F32), {}),
     (2, summed("m", 2, 72, 40, 24, extras=EVERY, lead=(1, 2), activation=jax.nn.relu, out=F32), {}),
     (2, summed("n", 2, 72, 40, 24, extras=EVERY, lead=(3,), layout="tn", out=F32), {}),
@@ -158,7 +179,8 @@ KEYWORDS = [
     # A row or a few columns for each device.
     *(pytest.param(3, summed(form, 3, 1, 8, 8, dtype=F16), {}, marks=slow if form.startswith("all") else [])
       for form in BLOCKS),
-    # The other warpgroup has no rows of the tile to compute or to send.
+    # The other warpgroup has no rows of the tile to compute or to send: alone, and in turn.
+    (2, summed("once", 2, 16, 136, 72, config=Config(tile_m=128, tile_n=128, stages=3, schedule="pingpong")), {}),
     (2, summed("once", 2, 1, 72, 24, extras=("bias",), config=Config(tile_m=128, tile_n=64, stages=2)), {}),
     (1, summed("m", 1, 24, 72, 72), {}),
     (1, summed("once", 1, 24, 72, 72), {}),

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap import primitives as prim
-from overlap.emulation import DeadlockError, ProtocolError, RaceError, emulate
+from overlap.emulation import DeadlockError, ProtocolError, emulate
 from tests import oracle
 from tests.ops.primitive_cases import KERNELS
 
@@ -291,26 +291,3 @@ def test_a_report_names_the_line_in_the_users_kernel():
     where = rf"test_primitive_refusals.py:{line_of('the wait')}(:\d+)? \(act\): semaphore_wait_peer: @early"
     assert re.search(rf"polls .*\(at [^ ]*{where}", str(caught.value))
     assert "overlap/primitives" not in str(caught.value)
-
-
-def test_a_race_names_the_lines_of_both_copies():
-    def body(out, tile_smem):
-        tile_smem[...] = jnp.zeros_like(tile_smem)
-        plgpu.commit_smem()
-        prim.tma_store(tile_smem, out)  # the store
-        tile_smem[...] = jnp.ones_like(tile_smem)
-        prim.wait_stores_landed()
-
-    with pytest.raises(RaceError) as caught:
-        run(body, scratch=[plgpu.SMEM((8, 128), jnp.float32)])
-    assert f"test_primitive_refusals.py:{line_of('the store')}" in str(caught.value)
-    assert "(body): tma_store: copy_smem_to_gmem" in str(caught.value)
-
-
-def test_a_deadlock_begins_with_its_cause():
-    """The warpgroup blocks first, in the `warp_map`; its warp blocks later, for the flag."""
-    with pytest.raises(DeadlockError) as caught:
-        run(waits_and_draws, devices=2)
-    threads = [line for line in str(caught.value).splitlines() if line.startswith("  device")]
-    assert ["polls" in line for line in threads] == [True, True, False, False]
-    assert ["waits for its warps" in line for line in threads] == [False, False, True, True]

@@ -1,7 +1,8 @@
 """What operations refuse, before anything is traced: the right type, the argument's name, both numbers, and a way out.
 
 Every row of the table is a call of `explain` and a call under `jax.shard_map`. What only the kernel refuses runs by
-XLA if nobody asks for the kernel. `test_arguments.py` has the values that are invalid by themselves.
+XLA if nobody asks for the kernel. test_arguments.py has the values that are invalid by themselves, and
+single_gpu/test_refusals.py the configurations.
 """
 
 import contextlib
@@ -108,7 +109,6 @@ TABLE = [
     (SUMS[::2], [X, struct(128, 64, dtype=F16)], [W, struct(64, 256, dtype=F16)], {}, V, ["dtype", "float16"]),
     (SUMS[::2], [X, 1], [W, W], {}, V, ["lhs[1]", "array", "int"]),
     ((GATHER,), [X, X], [W, W], {}, V, ["`lhs`", "one array", "list of 2", "`matmul_reduce_sc"]),
-    # Configurations that do not fit: single_gpu/test_refusals.py has the others.
     (SUMS, None, None, FUSED | {"config": overlap.Config(cluster=2)}, V, ["`cluster`", "`stream_k`", "2 and 1"]),
     # What the kernel does not serve, and XLA does.
     (COLLECTIVE, None, struct(1, 64, 256), FUSED, NI, ["`rhs`", "leading", "(1,)", "xla"]),
@@ -133,6 +133,15 @@ TABLE = [
      FUSED | {"transpose_rhs": True}, NI, ["`rhs`", "same dtype", "e4m3fn", "e5m2"]),
     ((GATHER,), struct(128, 72, dtype=E4M3), struct(256, 72, dtype=E4M3), FUSED | {"transpose_rhs": True}, NI,
      ["k=72", "16 bytes"]),
+    # Keywords that no kernel of the operation takes.
+    ((GATHER,), None, None, FUSED | {"addend": struct(256, 256)}, NI, ["`addend`", "xla"]),
+    ((WEIGHTS_K,), None, None, FUSED | {"bias": SCALE(256)}, NI, ["`bias`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"activation": jax.nn.relu}, NI, ["`activation`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"lhs_scale": SCALE((128, 1))}, NI, ["`lhs_scale`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"rhs_scale": 2.0}, NI, ["`rhs_scale`", "xla"]),
+    ((WEIGHTS_K,), None, None, FUSED | {"addend": SCALE((128, 256))}, NI, ["`addend`", "xla"]),
+    ((GATHER,), struct(64, 128), None, FUSED | {"transpose_lhs": True}, NI, ["`transpose_lhs`", "xla"]),
+    ((WEIGHTS_K,), X, struct(256, 64), FUSED | {"transpose_rhs": True}, NI, ["`transpose_rhs`", "xla"]),
     # Neither rows nor columns can be cut equally among the devices.
     ((EVERYWHERE,), struct(127, 64), struct(64, 200), SPREAD, NI, ["m=127", "n=200", "of 2", "16", "one_shot=True"]),
     ((EVERYWHERE,), struct(64, 24), struct(64, 200), SPREAD | {"transpose_lhs": True}, NI, ["m=24", "of 16 or n"]),
