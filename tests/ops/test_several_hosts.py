@@ -70,10 +70,7 @@ def test_a_host_has_a_mesh_of_its_own(host, two_hosts):
     assert [device.id for device in own.mesh.devices.flat] == [0, 1, 2, 3]
     assert own.positions == ((7, 5, 3, 1) if host else (6, 4, 2, 0))
     assert own.device_ids == tuple(range(4 * host, 4 * host + 4))
-
-
-def test_an_axis_of_one_device_that_a_kernel_names_stays(two_hosts):
-    two_hosts(0)
+    # An axis of one device that a kernel names stays.
     mesh = layout("x", data=2, a=1, x=4).mesh()
     assert dict(HostMesh.of(mesh, frozenset(("a", "x"))).mesh.shape) == {"a": 1, "x": 4}
     assert dict(HostMesh.of(mesh, frozenset("x")).mesh.shape) == {"x": 4}
@@ -94,26 +91,20 @@ def test_one_host_is_as_it_was():
         (layout("x", x=8), r"'x' are on several hosts \(8 devices, 4 of them here\).*within a host.*\"xla\""),
         (layout("x", x=4, data=2), r"'x' are on several hosts \(4 devices, 2 of them here\)"),
         (layout("x", (0, 1, 2, 4, 3, 5, 6, 7), data=2, x=4), r"4 devices of this host do not form a block.*\"xla\""),
-        (
-            layout("x", (4, 5, 6, 7, 0, 1, 2, 3), data=2, x=4),
-            r"devices \[4, 5, 6, 7\] at these places.*got \[0, 1, 2, 3\]: arrange the mesh host by host",
-        ),
+        (layout("x", (4, 5, 6, 7, 0, 1, 2, 3), data=2, x=4),
+         r"devices \[4, 5, 6, 7\] at these places.*got \[0, 1, 2, 3\]: arrange the mesh host by host"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
     two_hosts(0)
     with pytest.raises(NotImplementedError, match=message):
         lowered(case, case.mesh())
+    with pytest.raises(NotImplementedError, match=r"abstract mesh of 8 devices.*\"xla\""):
+        lowered(case, case.mesh().abstract_mesh, sharded=True)
     # `explain` receives the devices, so it knows in advance.
     with pytest.raises(NotImplementedError, match=message):
         answer(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
-
-
-def test_an_abstract_mesh_is_refused_where_there_are_several_hosts(two_hosts):
-    case, *_ = TWO_HOSTS[0]
-    with pytest.raises(NotImplementedError, match=r"abstract mesh of 8 devices.*\"xla\""):
-        lowered(case, case.mesh().abstract_mesh, sharded=True)
 
 
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
@@ -145,17 +136,15 @@ def test_a_kernel_without_peers_takes_any_devices(two_hosts):
     assert "mosaic_gpu" in text.as_text()
 
 
-@pytest.mark.parametrize(
-    ("op", "keywords"), [(overlap.all_gather_lhs_matmul, {}), (overlap.all_gather_rhs_matmul, {"dimension": 1})]
-)
-def test_nobody_is_given_the_kernel_there_unasked(op, keywords, two_hosts, caplog):
-    mesh = layout("x", data=2, x=4).mesh()
+def test_nobody_is_given_the_kernel_there_unasked(two_hosts, caplog):
+    call = overlap.all_gather_rhs_matmul, *OPERANDS, "x"
+    given = dict(mesh=layout("x", data=2, x=4).mesh(), dimension=1)
     with caplog.at_level(logging.WARNING, "overlap"):
-        chosen = answer(op, *OPERANDS, "x", mesh=mesh, **keywords)
+        chosen = answer(*call, **given)
     assert chosen.implementation == "xla" and "several hosts" in chosen.reason and "several hosts" in caplog.text
-    assert answer(op, *OPERANDS, "x", mesh=mesh, implementation="fused", **keywords).implementation == "fused"
-    # An explicit `config=` means that the caller wants the fused kernel.
-    assert answer(op, *OPERANDS, "x", mesh=mesh, config=overlap.Config(), **keywords).implementation == "fused"
+    # An explicit `config=` means that the caller wants the fused kernel, too.
+    for asked in ({"implementation": "fused"}, {"config": overlap.Config()}):
+        assert answer(*call, **given, **asked).implementation == "fused"
 
 
 def test_ranks_are_turned_into_positions_and_back(two_hosts, monkeypatch):
