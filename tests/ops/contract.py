@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class Call:
       layout: "t" for each transposed operand.
       lead, rhs_lead: leading dimensions.
       extras: which of `EVERY` are given as arrays. If products are summed, each device has scales of its own.
-      widths: the n of each of several right operands; (): one that is no list.
+      widths: the n of each of several right operands; (): one that is no list. An activation may combine them.
       pairs: the sizes of k of the pairs of operands whose products are added; (): one pair.
       out: `preferred_element_type`.
       keywords: further keywords of the operation.
@@ -92,6 +93,11 @@ class Call:
     @property
     def out_dtype(self) -> Any:
         return jnp.dtype(self.out or (BF16 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype))
+
+    @property
+    def combines(self) -> bool:
+        """Whether the activation makes one result of the products of all right operands."""
+        return bool(self.widths and self.activation) and len(inspect.signature(self.activation).parameters) > 1
 
     @property
     def gathered(self) -> bool:
@@ -204,9 +210,9 @@ class Call:
                 scale = gather(scale, -1) if np.ndim(scale) and self.spec.gathers == "n" else scale
             out = jnp.matmul(whole.astype(F32), side.astype(F32), precision="highest") * rows * scale
             out = self._summed(out) + of(given.get("bias", 0.0)) + of(given.get("addend", jnp.zeros(()))).astype(F32)
-            out = out if self.activation is None else self.activation(out)
-            outs.append(out.astype(dtype or self.out_dtype))
-        result = self.container(outs) if self.widths else outs[0]
+            outs.append(out if self.activation is None or self.combines else self.activation(out))
+        outs = [out.astype(dtype or self.out_dtype) for out in ([self.activation(*outs)] if self.combines else outs)]
+        result = self.container(outs) if self.widths and not self.combines else outs[0]
         return (result, whole) if self.gathered else result
 
     def unfused(self, arrays: Arrays) -> Any:

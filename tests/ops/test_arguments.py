@@ -183,30 +183,6 @@ def test_right_and_wrong_ones_together(drawn, traces):
     judge(op, arguments, wrong, traces=traces)
 
 
-SIZES = st.integers(0, 4)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.data())
-def test_sizes(data):
-    """`explain` must accept exactly the sizes that fit each other."""
-    m, k, n, other = (data.draw(SIZES) for _ in range(4))
-    batch = data.draw(st.sampled_from([(), (2,), (2, 3)]))
-    rhs_batch = data.draw(st.sampled_from([(), batch, (5,)]))
-    left, right = data.draw(st.booleans()), data.draw(st.booleans())
-    rhs_k, columns = data.draw(st.sampled_from([k, other])), data.draw(st.sampled_from([n, other]))
-    lhs = jax.ShapeDtypeStruct((*batch, *((k, m) if left else (m, k))), BF16)
-    rhs = jax.ShapeDtypeStruct((*rhs_batch, *((n, rhs_k) if right else (rhs_k, n))), BF16)
-    bias = jax.ShapeDtypeStruct((columns,), BF16)
-    fits = rhs_k == k and (not batch or not rhs_batch or batch == rhs_batch) and columns == n
-    result, error = outcome(
-        lambda: answer(
-            overlap.matmul, lhs, rhs, bias=bias, transpose_lhs=left, transpose_rhs=right, implementation="xla"
-        )
-    )
-    assert (result is not None) == fits and (fits or (type(error) is ValueError and "`" in str(error))), error
-
-
 def test_explain_of_no_function():
     with pytest.raises(ValueError, match="`fn` must be a function"):
         overlap.explain("matmul", *array(M, K)[:2])

@@ -162,23 +162,6 @@ def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
     assert (residuals(), residuals(keep_gathered=True)) == (0, 1)
 
 
-def test_a_cotangent_of_the_operands_dtype_goes_through_the_kernel(monkeypatch):
-    from overlap.frame import primitive
-    from overlap.single_gpu import matmul
-
-    lhs, rhs, run = normal(5, 64, 64), normal(6, 64, 136), []
-    launch = matmul._sealed
-    monkeypatch.setattr(matmul, "_sealed", lambda operands, plan: run.append(plan) or launch(operands, plan))
-    total = lambda a, b: overlap.matmul(a, b, implementation="fused", config=SMALL).astype(F32).sum()  # noqa: E731
-    with running():
-        jax.make_jaxpr(jax.grad(total, (0, 1)))(lhs, rhs)
-        assert [plan.out_dtype for plan in run] == [BF16] * 3
-        run.clear()
-        primitive.tracer_of.cache_clear()
-        jax.make_jaxpr(jax.grad(total))(lhs, rhs)
-        assert len(run) == 2  # An operand without a gradient needs no product.
-
-
 # --- The ends of the dtypes' ranges -----------------------------------------------------------------------------------
 
 M, K, N = 64, 128, 136

@@ -182,22 +182,6 @@ def test_scales_of_rows_that_all_leading_dimensions_share():
     assert_exact(result, call.expected(arrays | {"lhs_scale": spread}, 2))
 
 
-def test_leading_dimensions_are_more_rows():
-    """Two tokens of each of 12 sequences take as many products as 24 tokens of one sequence."""
-    work, mesh = [], oracle.make_mesh(x=2)
-    for lead, m in (((), 24), ((4, 3), 2)):
-        call = summed("once", 2, m, 40, 24, lead=lead, extras=("lhs_scale", "rhs_scale"), out=F32)
-        arrays = call.arrays(2)
-        with running() as run:
-            assert_exact(call.program(mesh, arrays)(arrays), call.expected(arrays, 2))
-        work.append(run.counts["wgmmas"])
-    assert work[0] == work[1]
-
-
-def test_a_configuration_of_one_shot_means_nothing_elsewhere():
-    check(Call("matmul_reduce_scatter", 8, 40, 24, config=SMALL.replace(one_shot=True)))
-
-
 def test_the_ring_gives_few_rows_a_tile_for_each_shard():
     """It passes on operand tiles, and each must be of a single shard. Both kernels give the same bits."""
     texts = []

@@ -100,15 +100,17 @@ def test_a_mapped_batch(config):
 def test_a_config_is_for_the_forward_pass_and_for_each_element_of_a_vmap(monkeypatch):
     """The docstring of `matmul` says which configurations run."""
     config, found, launch = overlap.Config(tile_n=128, stages=3), [], Matmul.launch
-    monkeypatch.setattr(Matmul, "launch", lambda self, x, plan: found.append(plan.config) or launch(self, x, plan))
+    monkeypatch.setattr(Matmul, "launch", lambda self, x, plan: found.append(plan) or launch(self, x, plan))
     lhs, rhs = jax.ShapeDtypeStruct((128, 64), BF16), jax.ShapeDtypeStruct((64, 128), BF16)
     product = functools.partial(overlap.matmul, implementation="fused", config=config)
     jax.eval_shape(jax.vmap(product, in_axes=(0, None)), jax.ShapeDtypeStruct((3, *lhs.shape), lhs.dtype), rhs)
-    assert found == [config] * len(found) and found
+    assert [plan.config for plan in found] == [config] * len(found) and found
     found.clear()
     primitive.tracer_of.cache_clear()
     jax.eval_shape(jax.grad(lambda *operands: product(*operands).sum(), argnums=(0, 1)), lhs, rhs)
-    assert found[0] == config and len(found) > 2 and config not in found[-2:]
+    # The backward pass has a product for each operand, of cotangents in the operands' dtype.
+    assert [plan.config == config for plan in found] == [True, False, False]
+    assert [plan.out_dtype for plan in found] == [BF16] * 3
 
 
 # --- What is chosen on Blackwell --------------------------------------------------------------------------------------
