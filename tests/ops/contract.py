@@ -102,7 +102,7 @@ class Call:
     @property
     def gathered(self) -> bool:
         """Whether the gathered operand is returned as well."""
-        return bool(dict(self.keywords).get("return_gathered"))
+        return "return_gathered" in dict(self.keywords)
 
     # --- Arrays ---
 
@@ -254,8 +254,8 @@ class Call:
             if self.spec.sums:
                 pairs = zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)
                 parts = [a @ b * scalars for a, b in pairs]
-                parts = [part if rows is None else part * row for part, row in zip(parts, _each(rows, devices))]
-                parts = [part if columns is None else part * c for part, c in zip(parts, _each(columns, devices))]
+                parts = [part if rows is None else part * rows[i] for i, part in enumerate(parts)]
+                parts = [part if columns is None else part * columns[i] for i, part in enumerate(parts)]
                 out = self._total(parts, dtype)
             else:
                 out = lhs @ rhs * (1.0 if rows is None else rows) * (1.0 if columns is None else columns) * scalars
@@ -313,10 +313,6 @@ class Call:
         return each
 
 
-def _each(scales: np.ndarray | None, devices: int) -> Any:
-    return [None] * devices if scales is None else scales
-
-
 ONE_SHOT = SMALL.replace(one_shot=True)
 JOINED = SMALL.replace(joined=True)
 RING = (("transport", "ring"),)
@@ -335,8 +331,6 @@ FORMS = {
     "all, columns": Call("matmul_all_reduce", m=25, n=192),
     "one shot": Call("matmul_all_reduce", config=ONE_SHOT),
 }
-# One form of each kernel body: what does not depend on how data travels is tested with these by `make test`.
-FEW_FORMS = ("matmul", "joined", "ring", "weights k", "scatter n", "one shot")
 
 
 @contextlib.contextmanager

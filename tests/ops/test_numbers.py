@@ -20,7 +20,6 @@ from tests.ops.contract import (
     BF16,
     F16,
     F32,
-    FEW_FORMS,
     FORMS,
     SMALL,
     Call,
@@ -33,6 +32,7 @@ from tests.ops.contract import (
 from tests.ops.numbers_cases import FEW, GATHERS, SUMS, TRANSPOSED, WEIGHTS, by_either, summed
 
 slow = pytest.mark.slow
+OFTEN = ("matmul", "pull", "joined", "ring", "weights k", "scatter n", "one shot")
 
 
 @pytest.mark.parametrize(("devices", "cores", "call"), by_either(GATHERS) + TRANSPOSED)
@@ -90,7 +90,7 @@ def test_every_form_on_any_number_of_devices(name, devices):
     assert 0 < distance(results[0]) <= oracle.ALLOWED * distance(rounded)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in (*FEW_FORMS, "pull") else slow) for n in FORMS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in OFTEN else slow) for n in FORMS])
 def test_in_a_loop_on_one_axis_of_permuted_devices_beside_another_collective(name):
     """Operands change right after each launch, and devices along the other axis have others."""
     call, axes = FORMS[name].but(axis="warpgroup"), {"cluster": 2, "warpgroup": 2}

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from overlap.kernels.partial_sums import share
 from overlap.kernels.placement import gpcs
 from overlap.kernels.stream_k import Piece, StreamK
 from tests.ops.product_cases import pieces_of
@@ -160,12 +159,3 @@ def test_nothing_is_cut_without_need():
     assert StreamK(561, 65, 132, 8).workers == 132  # No more parts than CTAs,
     assert StreamK(137, 65, 132, 8).workers == 40  # or than asked for,
     assert StreamK(133, 3, 132, 8).workers == 3  # or than k steps.
-
-
-@pytest.mark.one_jax
-def test_shares_are_adjacent_and_even():
-    for boxes, pieces in itertools.product((1, 2, 4, 8), (2, 3, 4, 5, 8, 16)):
-        shares = [share(piece, boxes, pieces) for piece in range(pieces)]
-        assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == boxes
-        sizes = [end - begin for begin, end in shares]
-        assert (max(sizes), min(sizes)) == (-(-boxes // pieces), boxes // pieces)
