@@ -170,7 +170,7 @@ KEYWORDS = [
     (2, summed("m", 2, 72, 40, 24, extras=EVERY, lead=(1, 2), activation=jax.nn.relu, out=F32), {}),
     (2, summed("n", 2, 72, 40, 24, extras=EVERY, lead=(3,), layout="tn", out=F32), {}),
     pytest.param(2, summed("all m", 2, 72, 40, 24, extras=EVERY, lead=(1, 2), layout="tn", out=F32), {}, marks=slow),
-    (2, summed("once", 2, 72, 40, 24, extras=EVERY, lead=(1, 2), out=F32), {}),
+    (2, summed("once", 2, 72, 40, 24, extras=EVERY, lead=(1, 2), layout="tn", out=F32), {}),
     # One keyword each, and operands of 8 bits.
     (2, summed("m", 2, 40, 72, 144, layout="nt", dtype=E4M3, extras=("bias",)), {}),
     (2, summed("n", 2, 40, 72, 144, layout="nt", dtype=E5M2, rhs_dtype=E4M3, extras=("addend",), out=F32), {}),

@@ -1,18 +1,13 @@
-"""A mesh axis may have any name: it never equals a kernel's own axis, and the emulator reports a clash."""
+"""A mesh axis may have any name: it never equals a kernel's own axis."""
 
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax import lax
 from jax._src.pallas.mosaic_gpu import lowering
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.choice import dispatch
-from overlap.emulation import emulate, enable
 from overlap.kernels.ladder import RUNGS
 from tests.ops.contract import FORMS, H200, JOINED, struct
 from tests.oracle import make_mesh
@@ -56,37 +51,3 @@ def test_the_compiler_makes_the_same_kernel_whatever_the_axes_are_called(name, m
         call.program(mesh, types).trace(types).lower(lowering_platforms=("cuda",))
     assert "block_id" in modules[0]
     assert set(modules) == {modules[0]}
-
-
-# --- A deliberate clash of names --------------------------------------------------------------------------------------
-
-
-def of_two_devices(grid_name, thread_name):
-    """A kernel on two devices; two CTAs of two threads each write their numbers: [CTAs, threads, (CTA, thread)]."""
-
-    def body(out_gmem):
-        cta, thread = lax.axis_index(grid_name), lax.axis_index(thread_name)
-        out_gmem[cta, thread, 0], out_gmem[cta, thread, 1] = cta, thread
-
-    kernel = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((2, 2, 2), jnp.int32), grid=(2,), grid_names=(grid_name,), num_threads=2,
-        thread_name=thread_name,
-    )  # fmt: skip
-    return jax.shard_map(lambda: kernel(), mesh=make_mesh(x=2), in_specs=(), out_specs=P("x"), check_vma=False)
-
-
-@pytest.mark.parametrize(("axis", "names"), [(1, ("x", "thread")), (2, ("cta", "x"))], ids=["grid", "threads"])
-def test_the_emulator_takes_the_users_axis_as_the_compiler_does(axis, names):
-    """Each device writes only at its own position, where CTAs or threads should have been counted."""
-    with emulate(detect_races=False):
-        out = np.asarray(jax.jit(of_two_devices(*names))()).reshape(2, 2, 2, 2)
-    mine = np.stack([np.take(out[device], device, axis - 1) for device in range(2)])
-    others = np.stack([np.take(out[device], 1 - device, axis - 1) for device in range(2)])
-    np.testing.assert_array_equal(mine[..., axis - 1], [[0, 0], [1, 1]])
-    assert not np.isin(others, [0, 1]).any()  # Never written.
-
-
-def test_the_compiler_takes_the_users_axis(modules):
-    enable()
-    jax.jit(of_two_devices("x", "thread")).trace().lower(lowering_platforms=("cuda",))
-    assert "block_id" not in modules[0]

@@ -32,11 +32,6 @@ from tests.ops.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, F32, Product, c
 from tests.ops.explained import answer
 from tests.ops.product_cases import B200, H200, in_f32
 
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 # --- By XLA -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,16 +111,6 @@ def test_with_an_epilogue():
     with emulating("blackwell"), emulate(cores=2):
         out = product("fused", bias=bias, addend=jnp.ones((136, 144)), activation=jax.nn.relu, config=config())
     np.testing.assert_array_equal(out, np.maximum(product.exact + np.asarray(bias) + 1, 0))
-
-
-@pytest.mark.parametrize("seed", [slow(seed) for seed in range(30)])
-def test_drawn_shapes_and_schedules(seed):
-    chance = np.random.default_rng(seed)
-    shape = int(chance.integers(1, 420)), 16 * int(chance.integers(1, 20)), 32 * int(chance.integers(1, 24))
-    cluster, completion = int(chance.integers(1, 3)), ("eager", "late", "random")[seed % 3]
-    sizes = dict(tile_n=128 if cluster == 2 else int(chance.choice([64, 128])), stages=int(chance.integers(2, 5)))
-    drawn = config(cluster=cluster, stream_k=int(chance.integers(1, 3)), **sizes)
-    Product(seed, *shape).check(2 * (1 + seed % 2), dict(completion=completion, seed=seed), config=drawn)
 
 
 # --- Defects, each injected by a patch --------------------------------------------------------------------------------

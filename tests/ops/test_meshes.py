@@ -160,9 +160,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
-def lowered(case, mesh, *, sharded=False, name="pull"):
+def lowered(case, mesh, *, sharded=False, name="pull", **changes):
     """Lowers a form of an operation on `mesh` for CUDA, and returns the text of the program."""
-    call = FORMS[name].but(axis=case.over, m=256, n=512, k=512, config=None)
+    call = FORMS[name].but(**dict(axis=case.over, m=256, n=512, k=512, config=None) | changes)
     types = call.types(case.size)
     if sharded:
         specs = call.specs(types)

@@ -74,6 +74,7 @@ TABLE = [
     ((WEIGHTS_K,), X, None, {}, V, ["`lhs`", "k=64", "k=128", "2 shards", "`dimension`"]),
     ((WEIGHTS_N,), struct(128, 128), None, {}, V, ["`lhs`", "k=128", "k=64"]),
     (ALL, struct(128, 128, dtype=F16), W, {}, V, ["float16", "bfloat16", "cast"]),
+    (("matmul", SCATTER), struct(128, 64, dtype=E4M3), W, {}, V, ["float8_e4m3fn", "bfloat16", "cast"]),
     (("matmul", SCATTER), struct(3, 8, 8), struct(2, 8, 8), {}, V, ["leading dimensions", "(3,)", "(2,)"]),
     (("matmul", *SUMS), None, [W, W], {}, V, ["list of 2"]),
     ((SCATTER,), struct(127, 64), None, {}, V, ["rows of `lhs`", "m=127", "2 devices", "multiple of 2", "pad"]),

@@ -77,19 +77,14 @@ def test_drawn_problems(which, name, seed):
     assert_exact(which, name, shape, schedule, cores=2 * clusters, dtype=(F16, BF16)[seed % 2])
 
 
-slow = pytest.mark.slow
 KNOBS = [
-    pytest.param("hopper", "basic", {"tile_m": 64, "tile_n": 64}, marks=slow),
     ("hopper", "pipelined", {"stages": 2, "in_flight": 0}),
     ("hopper", "pipelined", {"stages": 3, "in_flight": 1, "delay_release": 2}),
     ("hopper", "persistent", {"epilogue_tile_n": 128, "stages": 2}),
-    pytest.param("hopper", "cluster_multicast", {"tile_n": 128, "stages": 5}, marks=slow),
     ("hopper", "grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
     ("blackwell", "basic", {"tile_n": 64, "tile_k": 128, "stages": 2}),
-    pytest.param("blackwell", "warp_specialized", {"tile_n": 256, "stages": 3}, marks=slow),
-    pytest.param("blackwell", "tiled_epilogue", {"epilogue_tile_n": 128}, marks=slow),
+    ("blackwell", "tiled_epilogue", {"epilogue_tile_n": 128}),
     ("blackwell", "collective_mma", {"tile_k": 128, "stages": 3}),
-    pytest.param("blackwell", "dedicated_epilogue", {"tile_n": 128, "stages": 5}, marks=slow),
     ("blackwell", "grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
 ]
 
