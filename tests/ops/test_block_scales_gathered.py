@@ -11,7 +11,7 @@ import overlap
 from overlap.collectives.gather import pull
 from overlap.emulation import EmulationError, emulate
 from overlap.kernels.target import emulating
-from tests.ops.block_scale_cases import BLOCK, E4M3, E5M2, E8M0, config
+from tests.ops.block_scale_cases import Product, config
 from tests.oracle import make_mesh, on_mesh
 
 NOTHING = lambda *_, **__: None  # noqa: E731
@@ -22,32 +22,24 @@ PAIR = ONE.replace(cluster=2, tile_n=128)
 class Gathered:
     """Operands on `devices`, each with `m` rows, and the exact products with several right operands."""
 
-    def __init__(self, devices, m=136, widths=(128,), k=288, batch=(), transpose_rhs=True):
-        chance = np.random.default_rng(0)
-
-        def operand(*shape, dtype):
-            values = chance.integers(-3, 4, shape).astype(dtype)
-            scales = (2.0 ** chance.integers(-2, 3, (*shape[:-1], k // BLOCK))).astype(E8M0)
-            return values, scales, values.astype(np.float32) * np.repeat(scales.astype(np.float32), BLOCK, -1)
-
-        lhs, lhs_scale, wide = operand(*batch, devices * m, k, dtype=E4M3)
-        sides = [operand(devices * n, k, dtype=E5M2) for n in widths]
-        turn = (lambda x: x) if transpose_rhs else (lambda x: x.T)
-        self.given = lhs, [turn(x) for x, _, _ in sides], lhs_scale, [turn(scale) for _, scale, _ in sides]
-        self.exact = [wide @ exact.T for *_, exact in sides]
-        leading, side = (None,) * len(batch), P("x") if transpose_rhs else P(None, "x")
+    def __init__(self, devices, m=136, widths=(128,), k=288, batch=(), right="nk"):
+        # The left operand is drawn first, so all of these have the same.
+        products = [Product(0, devices * m, devices * n, k, batch=batch, right=right) for n in widths]
+        rhs, scales = [x.rhs for x in products], [x.rhs_scale for x in products]
+        self.given = products[0].lhs, rhs, products[0].lhs_scale, scales
+        self.exact, self.transposes = [x.exact for x in products], products[0].transposes
+        leading, side = (None,) * len(batch), P("x") if right == "nk" else P(None, "x")
         rows = P(*leading, "x", None)
         self.specs = rows, [side] * len(widths), rows, [side] * len(widths)
         self.out = [P(*leading, None, "x")] * len(widths)
-        self.mesh, self.transpose_rhs = make_mesh(x=devices), transpose_rhs
+        self.mesh = make_mesh(x=devices)
 
     def function(self, sizes, **more):
         keywords = dict(config=sizes, preferred_element_type=jnp.bfloat16, implementation="fused") | more
+        keywords |= {"transpose_rhs": self.transposes["transpose_rhs"]}
 
         def body(lhs, rhs, lhs_scale, rhs_scale):
-            return overlap.all_gather_lhs_matmul(
-                lhs, rhs, "x", lhs_scale=lhs_scale, rhs_scale=rhs_scale, transpose_rhs=self.transpose_rhs, **keywords
-            )
+            return overlap.all_gather_lhs_matmul(lhs, rhs, "x", lhs_scale=lhs_scale, rhs_scale=rhs_scale, **keywords)
 
         return on_mesh(self.mesh, body, self.specs, self.out)
 
@@ -67,7 +59,7 @@ class Gathered:
 CASES = {
     "several sides, a batch": (dict(devices=2, m=40, widths=(128, 72), batch=(2,)), ONE),
     "pairs, the second tile empty": (dict(devices=2, m=264), PAIR),
-    "rhs as [k, n], three devices": (dict(devices=3, m=40, transpose_rhs=False), ONE),
+    "rhs as [k, n], three devices": (dict(devices=3, m=40, right="kn"), ONE),
     "joined means nothing": (dict(devices=2, m=16), ONE.replace(joined=True)),
 }
 

@@ -150,24 +150,6 @@ def test_the_backward_pass_of_a_sum_for_all_communicates_only_without_types():
         assert ("psum" in str(jax.make_jaxpr(jax.grad(loss(mapped)))(arrays))) != check_vma
 
 
-# --- What is kept between the passes, and what runs there -------------------------------------------------------------
-
-
-def test_keep_gathered_returns_no_more_and_keeps_the_gathered_lhs():
-    call = Call("all_gather_lhs_matmul", 128, 0, 64, widths=(128, 128))
-    lhs, rhs = (jnp.zeros(shape, BF16) for shape in ((128, 64), (64, 128)))
-
-    def residuals(**keywords):
-        def body():
-            results, backward = jax.vjp(lambda x: call({"lhs": x, "rhs": [rhs, rhs]}, **keywords), lhs)
-            assert isinstance(results, list)
-            return [x for x in jax.tree.leaves(backward) if x.shape == (256, 64)]
-
-        return len(jax.eval_shape(oracle.on_mesh(oracle.make_mesh(x=2), body, (), P())))
-
-    assert (residuals(), residuals(keep_gathered=True)) == (0, 1)
-
-
 # --- The ends of the dtypes' ranges -----------------------------------------------------------------------------------
 
 M, K, N = 64, 128, 136
