@@ -176,6 +176,7 @@ def test_each_wrong_value_by_itself(op):
             judge(op, right | {name: value}, {name}, traces=False)
 
 
+@pytest.mark.one_jax
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls(), st.booleans())
 def test_right_and_wrong_ones_together(drawn, traces):

@@ -107,6 +107,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(case, message, two_hosts):
         answer(overlap.all_gather_lhs_matmul, *OPERANDS, case.over, mesh=case.mesh(), implementation="fused")
 
 
+@pytest.mark.one_jax
 @pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
 def test_a_topology_of_several_hosts_is_refused():
     """A program compiled ahead of time is one program, but each host needs its own."""
@@ -177,6 +178,7 @@ def test_ranks_are_turned_into_positions_and_back(two_hosts, monkeypatch):
             answers.clear()
 
 
+@pytest.mark.one_jax
 def test_every_process_lowers_for_its_own_host(repository):
     pytest.importorskip("mpi4py", reason="mpi4py is not installed (extra `mpi`)")
     script = repository / "tests" / "tools" / "launch_rank.py"
