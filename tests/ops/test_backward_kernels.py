@@ -103,6 +103,7 @@ def test_a_gradient_that_is_wanted_in_f32():
     assert_close(*of_both(call, arrays, of_directions), 2e-3)
 
 
+@pytest.mark.one_jax
 def test_vmap_of_pairs():
     call = Call("matmul_reduce_scatter", 32, 72, 24, layout="nt", pairs=(8, 16), lead=(3,), dtype=F16, out=F32)
     mapped = lambda f, arrays: jax.vmap(lambda lhs: f(arrays | {"lhs": lhs[None]})[0])(arrays["lhs"])  # noqa: E731
@@ -111,6 +112,7 @@ def test_vmap_of_pairs():
     assert_close(*of_both(single, arrays, mapped), 1e-6)
 
 
+@pytest.mark.one_jax
 def test_pairs_twice():
     call = Call("matmul_all_reduce", 16, 16, 16, pairs=(8, 8), dtype=F16, out=F32, activation=jnp.tanh)
     arrays = {name: x * x.dtype.type(0.25) for name, x in call.normal(2).items()}

@@ -227,6 +227,7 @@ def test_gradients():
             jax.grad(loss, 2)(*operands, how)
 
 
+@pytest.mark.one_jax
 def test_sharded_operands():
     explicit = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     product = Product(12, 48, 96, 64)

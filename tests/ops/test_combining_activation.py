@@ -72,6 +72,7 @@ def test_gathered_with_gradients(implementation, call):
     assert_close(*of_both(call, given(call), both, implementation=implementation), 1e-2)
 
 
+@pytest.mark.one_jax
 def test_one_argument_and_a_missing_bias_in_a_gather():
     mesh, specs = oracle.make_mesh(x=2), (P("x", None), [P(None, "x")] * 2, P("x"))
     x, sides, bias = normal(0, 144, 72), [normal(seed, 72, 144) for seed in (1, 2)], normal(3, 144, dtype=F32)
@@ -110,6 +111,7 @@ def test_second_derivatives_and_the_gradient_of_a_captured_scalar():
 # --- Layers, the choice, errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_jax
 def test_a_layer_is_two_kernels_without_an_activation_by_xla():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

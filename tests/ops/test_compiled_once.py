@@ -94,6 +94,7 @@ def test_layers_share_their_kernels(traced, hopper):
     assert len(traced) == len(set(traced)) == before + 2
 
 
+@pytest.mark.one_jax
 def test_a_module_has_each_kernel_once_in_any_process(hopper, repository):
     """This process has lowered other kernels before, the other one has not."""
     trace(in_a_row, mesh=oracle.make_mesh(x=4)).lower(lowering_platforms=("cuda",))
