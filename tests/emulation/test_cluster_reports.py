@@ -11,16 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.emulation import ProtocolError, RaceError
-from tests.emulation.cases import out_type, run_kernel
-from tests.emulation.reports import Reports, X, check
+from tests.emulation.cases import WARPGROUP, Table, X, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)
 LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
 PAIR = dict(cluster=(2,), cluster_names=("rank",))
-STORES = LOADING | PAIR
-STORES |= dict(compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup))
+STORES = LOADING | PAIR | dict(compiler_params=WARPGROUP)
 TWO = dict(num_threads=2, thread_name="wg")
-reports = Reports()
+table = Table()
+reports = table.reports
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_stores_that_mosaic_does_not_compile(words, shape, dtype, barrier, into,
         plgpu.warp_map(store) if words == "in one warp" else store()
 
     with pytest.raises(NotImplementedError, match=words):
-        run_kernel(body, out_type=out_type((1,)), **STORES | {"scratch_types": [plgpu.SMEM(shape, dtype), barrier]})
+        run_kernel(body, out=(1,), **STORES | {"scratch_types": [plgpu.SMEM(shape, dtype), barrier]})
 
 
 # ---- tensor memory, multicast ----------------------------------------------------------------------------------------
@@ -237,6 +236,6 @@ def reduces_what_nobody_has_written(x, o, smem):
     finish()
 
 
-@pytest.mark.parametrize("case", reports.cases)
+@pytest.mark.parametrize("case", table.cases)
 def test_report(case):
-    check(case)
+    case()
