@@ -46,9 +46,9 @@ def matmul(x, y, *, pair=False, defects=NO_DEFECTS):
             def _step(step):
                 waits = (step > 0) & jnp.bool_("early refill" not in defects)
                 pl.when(waits)(lambda: plgpu.barrier_wait(consumed))
-                k_slice, columns = pl.ds(lax.rem(step, k_steps) * TILE, TILE), pl.ds(lax.div(step, k_steps) * TILE, TILE)
+                k_slice = pl.ds(lax.rem(step, k_steps) * TILE, TILE)
                 load(x_gmem.at[:, k_slice], x_smem, 0)
-                load(y_gmem.at[k_slice, columns], y_smem, 1)
+                load(y_gmem.at[k_slice, pl.ds(lax.div(step, k_steps) * TILE, TILE)], y_smem, 1)
 
         def multiply_all():
             @pl.loop(0, tiles)

@@ -47,7 +47,7 @@ def kernel_of(name, *defects):
 
 
 # How often some kernels copy, or multiply, in each launch. A multicast load lands in both CTAs.
-COUNTS = {"shared tiles": {"copies": 2 * 2 * 3, "bytes": 2 * 3 * 8 * 64 * 4}, "sums": {"copies": 8}, "pair": {"mmas": 4}}
+COUNTS = {"shared tiles": {"copies": 2 * 2 * 3, "bytes": 6 * 8 * 64 * 4}, "sums": {"copies": 8}, "pair": {"mmas": 4}}
 MORE = [pytest.param(False, id="few seeds"), pytest.param(True, id="many seeds", marks=pytest.mark.slow)]
 
 

@@ -16,7 +16,7 @@ from overlap.emulation import DeadlockError, EmulationError, ProtocolError, Race
 from overlap.emulation.execution import registers
 from overlap.emulation.foundations import ptx
 from tests.emulation.cases import out_type
-from tests.emulation.inline_cases import SEND, WAIT, inline, message, on_words
+from tests.emulation.inline_cases import WAIT, inline, on_words
 
 PROLOGUE = "{ .reg .b32 r<4>; .reg .b64 w<3>; .reg .pred p, q; mov.u32 r0, 7; mov.u32 r1, 0xfffffffe; "
 SUMS = {
@@ -148,69 +148,46 @@ def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
     assert found >= {(0, 1), (1, 0)} and ((0, 0) in found) == (fence == "acq_rel")
 
 
-# ---- order: one-line mutants -----------------------------------------------------------------------------------------
+# ---- order: one-line mutants of a message (more: tests/protocol/test_handshake_texts.py) -----------------------------
 
-# For each defect: (the changed text: "send" or "wait", what is replaced, by what, the fault, words of the report).
-MUTANTS = {
-    "no release": ("send", "fence.acq_rel.sys; ", "", RaceError, "is not ordered"),
-    "acquire in place of release": ("send", "acq_rel.sys", "acquire.sys", RaceError, "is not ordered"),
-    "a release within the GPU": ("send", "fence.acq_rel.sys", "fence.acq_rel.gpu", RaceError, "is not ordered"),
-    "a store within the GPU": ("send", "st.relaxed.sys", "st.relaxed.gpu", ProtocolError, "stays on its device"),
-    "a release behind the store": ("send", SEND, "st.relaxed.sys.global.b32 [$0], 3; fence.sc.sys;", RaceError, ""),
-    "a plain store": ("send", "st.relaxed.sys", "st", RaceError, "is not ordered"),
-    "too little": ("send", " 3;", " 2;", DeadlockError, r"semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
-    "another word": ("send", "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[0\] of device 0, got 0"),
-    "beyond the words": ("send", "[$0]", "[$0+8]", ProtocolError, "bytes 8 to 12 are out of bounds for semaphore"),
-    "more than": ("wait", "setp.ge", "setp.gt", DeadlockError, r"got 3 \(setp.gt.u32 enough, number, 3\)"),
-    "at most": ("wait", "setp.ge", "setp.le", RaceError, ""),
-    "the other way round": ("wait", "@!enough", "@enough", RaceError, ""),
-    "one look": ("wait", "@!enough bra LOOK;", "", RaceError, ""),
-    "a look within the GPU": ("wait", "ld.relaxed.sys", "ld.relaxed.gpu", ProtocolError, "expected scope 'sys'"),
-    "a plain look": ("wait", "ld.relaxed.sys", "ld", RaceError, "is a plain access"),
-    "the wrong word": ("wait", "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[1\] of device \d, got 0"),
-    "no acquire": ("wait", "fence.acquire.sys;", "", RaceError, ""),
-    "an acquire within the GPU": ("wait", "fence.acquire.sys", "fence.acquire.gpu", RaceError, ""),
-    "release in place of acquire": ("wait", "fence.acquire.sys", "fence.release.sys", RaceError, ""),
-    "no proxy fence": ("wait", "fence.proxy.async.global;", "", RaceError, "missing proxy fence"),
-    "a fence of aliases": ("wait", "proxy.async.global", "proxy.alias", RaceError, "missing proxy fence"),
-    "a fence of shared memory": ("wait", "async.global", "async.shared::cta", RaceError, "missing proxy fence"),
-    "the proxy fence first": (
-        "wait", "fence.acquire.sys;\n    fence.proxy.async.global;", "fence.proxy.async.global; fence.acquire.sys;",
-        RaceError, "missing proxy fence",
-    ),
-}  # fmt: skip
-# Changes that the emulator must not report. The key of each says why the changed program is still correct.
-HARMLESS = {
-    "a sequentially consistent fence is more than a release": ("send", "acq_rel", "sc"),
-    "a release suffices where nothing is acquired": ("send", "acq_rel", "release"),
-    "a releasing store needs no fence": ("send", SEND, "st.release.sys.global.u32 [$0], 3;"),
-    "an atomic operation is a store as well": ("send", "st.relaxed.sys.global.b32", "red.relaxed.sys.global.max.u32"),
-    "nobody writes any other number": ("wait", "setp.ge", "setp.eq"),
-    "an acquiring load needs no fence": ("wait", "ld.relaxed", "ld.acquire"),
-    "a fence of both spaces is more than one of global memory": ("wait", "async.global", "async"),
-    "sleeping takes time alone": ("wait", "@!enough bra", "nanosleep.u32 40; @!enough bra"),
-}
+SEND = "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$0], 3;"
+# The changed text, what is replaced, by what; the fault, and words of the report.
+MUTANTS = [
+    (SEND, "fence.acq_rel.gpu; ", "", RaceError, "race on output 0"),
+    (SEND, "st.relaxed.gpu", "st", RaceError, "is not ordered"),
+    (SEND, " 3;", " 2;", DeadlockError, r"semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
+    (SEND, "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[0\] of device 0, got 0"),
+    (SEND, "[$0]", "[$0+16]", ProtocolError, "bytes 16 to 20 are out of bounds for semaphore"),
+    (WAIT, "setp.ge", "setp.gt", DeadlockError, r"got 3 \(setp.gt.u32 enough, number, 3\)"),
+    (WAIT, "ld.relaxed.gpu", "ld", RaceError, "is a plain access"),
+    (WAIT, "fence.acquire.gpu;", "", RaceError, "race on output 0"),
+    (WAIT, "@!enough bra LOOK;", "", RaceError, "race on output 0"),
+]
 
 
-def changed(which, old, new):
-    texts = {"send": SEND, "wait": WAIT}
-    assert texts[which].count(old) == 1
-    return message(**{**texts, which: texts[which].replace(old, new)})
+def message(send, wait):
+    """CTA 1 writes a number and then a word; CTA 0 waits for the word and reads the number."""
+
+    def act(words, out):
+        @pl.when(lax.axis_index("cta") == 1)
+        def _send():
+            out[1] = jnp.int32(5)
+            inline(send, words.at[0])
+
+        @pl.when(lax.axis_index("cta") == 0)
+        def _receive():
+            inline(wait, words.at[0])
+            out[0] = out[1]
+
+    return on_words(act, ctas=2, results=2)
 
 
-@pytest.mark.parametrize("mutant", [None, *HARMLESS])
-def test_clean(mutant):
-    run = changed(*HARMLESS[mutant]) if mutant else message()
-    for seed, completion in enumerate(("late", "eager", "random")):
-        with emulate(seed=seed, completion=completion):
-            run()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_each_mutant_is_reported(mutant):
-    *change, fault, words = MUTANTS[mutant]
-    with pytest.raises(fault, match=f"(?s){words}"), emulate():
-        changed(*change)()
+def test_a_message_and_its_mutants():
+    assert message(SEND, WAIT) == [5, 5]
+    for text, old, new, fault, words in MUTANTS:
+        assert text.count(old) == 1
+        with pytest.raises(fault, match=f"(?s){words}"):
+            message(*(each.replace(old, new) if each is text else each for each in (SEND, WAIT)))
 
 
 # ---- waits -----------------------------------------------------------------------------------------------------------
@@ -229,7 +206,7 @@ def test_a_wait_is_content_with_the_first_number_that_ends_it():
 
         @pl.when(cta == 0)
         def _wait():
-            inline(WAIT.replace("sys", "gpu").replace(", 3;", f", {count};"), words.at[0])
+            inline(WAIT.replace(", 3;", f", {count};"), words.at[0])
             out[0] = out[1] + out[2] + out[3]
 
     for count in (3, 2):

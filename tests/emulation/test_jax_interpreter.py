@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.emulation import RaceError, emulate
@@ -66,7 +67,7 @@ def pipelined(waits=True):
             )(x, x)  # fmt: skip
             return accumulator[...]
 
-        o[...] = jax.experimental.pallas.run_scoped(tile, plgpu.ACC((64, 64), jnp.float32))
+        o[...] = pl.run_scoped(tile, plgpu.ACC((64, 64), jnp.float32))
 
     return run(body, normal(64, 256, dtype=np.float16))
 

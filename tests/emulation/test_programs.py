@@ -1,4 +1,4 @@
-"""Kernels inside whole programs: jit, loops, meshes, aliases; the context manager `emulate`; devices that never come."""
+"""Kernels inside whole programs: jit, loops, meshes, aliases; the context `emulate`; devices that never come."""
 
 import logging
 import pathlib
@@ -148,7 +148,8 @@ OUTSIDE = """
 from tests.emulation import cases
 emulation.enable()
 mesh = cases.make_mesh(x=4)
-good, bad = (cases.on_mesh(mesh, lambda x, d=d: cases.ring_push(x, d), P("x"), P("x")) for d in ((), ("missing fence",)))
+rings = [lambda x, d=defects: cases.ring_push(x, d) for defects in ((), ("missing fence",))]
+good, bad = (cases.on_mesh(mesh, ring, P("x"), P("x")) for ring in rings)
 expected = np.tile(cases.SHARDS, (4, 1))
 np.testing.assert_array_equal(np.asarray(good(cases.SHARDS)), expected)
 try:

@@ -141,9 +141,7 @@ def test_a_cluster_is_launched_as_a_whole():
         run_kernel(body, settings={"resident": 1}, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("axes", "arrivals"), [(("r",), 2), (("c",), 3), (("r", "c"), 4), ((("r", "c"),), 6)], ids=str
-)
+@pytest.mark.parametrize(("axes", "arrivals"), [(("r",), 2), (("c",), 3), (("r", "c"), 4), ((("r", "c"),), 6)], ids=str)
 def test_a_cluster_barrier_takes_arrivals_along_its_axes(axes, arrivals):
     def body(o, barrier, *, first_arrives):
         r, c = lax.axis_index("r"), lax.axis_index("c")
