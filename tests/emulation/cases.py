@@ -38,6 +38,10 @@ def out_type(shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def put(ref, value):
+    ref[...] = value
+
+
 def _types(out):
     if isinstance(out, list):
         return [_types(each) for each in out]
@@ -135,13 +139,14 @@ class Table:
             assert not re.search(r"object at 0x|Effect|Var\(|Slot|Traceback", message)
             if issubclass(error, EmulationError):
                 assert f"[kernel {body.__name__!r}; repeat with emulate(" in message
-                assert not located or re.search(r"device \d(.|\n)*test_\w+\.py:\d+", message), message
+                assert not located or re.search(r"device \d(.|\n)*(test_\w+|cases)\.py:\d+", message), message
 
-        return self._add(check)
+        return self._add(check, words[0])
 
-    def _add(self, check):
+    def _add(self, check, label=""):
         def add(body):
-            self.cases.append(pytest.param(lambda: check(body), id=body.__name__))
+            name = label if body.__name__ == "<lambda>" else body.__name__
+            self.cases.append(pytest.param(lambda: check(body), id=name))
             return body
 
         return add

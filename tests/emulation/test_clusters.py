@@ -34,7 +34,8 @@ PARTS = normal(2, 2, 64, 64)
 
 @gives([np.broadcast_to(PARTS.transpose(1, 0, 2, 3), (2, 2, 2, 64, 64)), np.ones((2, 2))], PARTS,
        out=[(2, 2, 2, 64, 64), (2, 2)], compiler_params=WARPGROUP, **GRID,
-       scratch_types=[plgpu.SMEM((2, 128, 64), jnp.float32), plgpu.Barrier(num_arrivals=2, num_barriers=3)])  # fmt: skip
+       scratch_types=[plgpu.SMEM((2, 128, 64), jnp.float32), plgpu.Barrier(num_arrivals=2, num_barriers=3)]
+)  # fmt: skip
 def stores_along_one_of_two_axes_and_tells_what_it_has_done_before(x, o, said, smem, barrier):
     r, c = lax.axis_index("r"), lax.axis_index("c")
     said[r, c] = jnp.float32(1)

@@ -82,16 +82,8 @@ def test_atomic_operations_and_wide_accesses():
         one = "@$1 {}.relaxed.gpu.global.{}.{} [$0], {};".format
         for operation, kind, value in (("add", "u32", 5), ("max", "s32", -1), ("max", "u32", 9), ("or", "b32", 6)):
             inline(one("red", operation, kind, value), words.at[0], elect=True)  # The word becomes 5, 5, 9, 15.
-        for index, (operation, values) in enumerate(
-            (
-                ("cas.b32", "15, 4"),
-                ("inc.u32", "4"),
-                ("exch.b32", "77"),
-                ("inc.u32", "78"),
-                ("inc.u32", "60"),
-                ("inc.u32", "60"),
-            )
-        ):
+        operations = "cas.b32", "inc.u32", "exch.b32", "inc.u32", "inc.u32", "inc.u32"
+        for index, (operation, values) in enumerate(zip(operations, ("15, 4", "4", "77", "78", "60", "60"))):
             text = f"@$2 atom.acq_rel.sys.global.{operation} $0, [$1], {values};"
             out[index] = inline(text, words.at[0], elect=True, dtype=jnp.int32)
         inline("st.release.sys.global.b64 [$0+8], 0x500000006;", words)
@@ -196,26 +188,26 @@ def test_a_message_and_its_mutants():
 def test_a_wait_is_content_with_the_first_number_that_ends_it():
     """A wait for 2 signals may see 3. The thread must still not rely on the data behind the third signal."""
 
-    def act(words, out):
-        cta = lax.axis_index("cta")
+    def run(count, seed):
+        def act(words, out):
+            cta = lax.axis_index("cta")
 
-        @pl.when(cta > 0)
-        def _signal():
-            out[cta] = cta
-            plgpu.semaphore_signal(words.at[0], memory_scope="gpu")
+            @pl.when(cta > 0)
+            def _signal():
+                out[cta] = cta
+                plgpu.semaphore_signal(words.at[0], memory_scope="gpu")
 
-        @pl.when(cta == 0)
-        def _wait():
-            inline(WAIT.replace(", 3;", f", {count};"), words.at[0])
-            out[0] = out[1] + out[2] + out[3]
+            @pl.when(cta == 0)
+            def _wait():
+                inline(WAIT.replace(", 3;", f", {count};"), words.at[0])
+                out[0] = out[1] + out[2] + out[3]
 
-    for count in (3, 2):
-        for seed in range(3):
-            if count == 3:
-                assert on_words(act, ctas=4, results=4, seed=seed) == [6, 1, 2, 3]
-            else:
-                with pytest.raises(RaceError, match="race on output 0"):
-                    on_words(act, ctas=4, results=4, seed=seed)
+        return on_words(act, ctas=4, results=4, seed=seed)
+
+    for seed in range(3):
+        assert run(3, seed) == [6, 1, 2, 3]
+        with pytest.raises(RaceError, match="race on output 0"):
+            run(2, seed)
 
 
 POLL = "{ .reg .pred p; .reg .b32 n, tries; mov.u32 tries, 0; LOOK: ld.relaxed.gpu.global.b32 n, [$1]; "
@@ -301,6 +293,8 @@ def test_plain_stores_to_ordinary_buffers():
         inline("st.global.b32 [$0], 9;", out.at[0])
 
     assert on_words(act, results=4) == [9, 7, 1, 2]
+    with pytest.raises(RaceError, match=r"race on output 0:\n.*bytes 0 to 4"):  # Two CTAs store to one place.
+        on_words(lambda words, out: inline("st.global.b32 [$0], 1;", out), ctas=2)
     for text, said in (
         ("st.global.b64 [$0+4], 0;", "byte 4 of output 0 is no address for 8 bytes"),
         ("st.global.b32 [$0+16], 0;", "bytes 16 to 20 are out of bounds for output 0 of device 0, which has 16"),
@@ -328,13 +322,6 @@ def test_plain_accesses_to_shared_memory():
         on_words(lambda words, out: counted(words, out, unwritten=True), results=2)
 
 
-def test_plain_stores_of_two_ctas_to_one_place_are_a_race():
-    own = lambda words, out: inline("st.global.b32 [$0], 1;", out.at[lax.axis_index("cta")])  # noqa: E731
-    assert on_words(own, ctas=2, results=2) == [1, 1]
-    with pytest.raises(RaceError, match=r"race on output 0:\n.*bytes 0 to 4"):
-        on_words(lambda words, out: inline("st.global.b32 [$0], 1;", out), ctas=2)
-
-
 def test_cycles_are_steps_of_the_scheduler():
     def act(words, out):
         for index in range(3):
@@ -344,32 +331,28 @@ def test_cycles_are_steps_of_the_scheduler():
     assert 0 < first < second < third
 
 
-def test_ordinary_buffers_and_other_functions():
-    with pytest.raises(EmulationError, match="inline PTX on output 0, which is no array of semaphores"):
-        on_words(lambda words, out: inline("st.relaxed.gpu.global.b32 [$0], 1;", out))
-
+def test_ordinary_buffers_and_other_functions_and_arrays():
     def asks(context, ref):
         context.device_id()
-
-    with pytest.raises(
-        NotImplementedError, match="asks cannot be emulated: it asks the launch context for `device_id`"
-    ):
-        on_words(lambda words, out: plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(asks)(words.at[0]))
 
     def meets(_):
         mgpu_utils.warpgroup_barrier()
 
-    with pytest.raises(NotImplementedError, match="meets cannot be emulated"):
-        on_words(lambda words, out: plgpu.inline_mgpu()(meets)())
+    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+    for error, words, act in (
+        (EmulationError, "inline PTX on output 0, which is no array of semaphores",
+         lambda words, out: inline("st.relaxed.gpu.global.b32 [$0], 1;", out)),
+        (NotImplementedError, "asks cannot be emulated: it asks the launch context for `device_id`",
+         lambda words, out: plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(asks)(words.at[0])),
+        (NotImplementedError, "meets cannot be emulated", lambda words, out: plgpu.inline_mgpu()(meets)()),
+        (NotImplementedError, r"an array of shape \(128,\), and only scalars",
+         lambda words, out: plgpu.inline_mgpu(arg_types=(layout,))(lambda _, x: None)(jnp.zeros(128, np.int32))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            on_words(act)
 
 
 def test_what_is_no_ptx():
     for text in ("add.u32 a, a, 1", "} add.u32 a;", "{ .reg .b32 a, a; }", "{ A: A: }", "1 + 1;", ".reg a;"):
         with pytest.raises(ptx.PtxError):
             ptx.parse(text)
-
-
-def test_arrays_are_no_operands():
-    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-    with pytest.raises(NotImplementedError, match=r"an array of shape \(128,\), and only scalars"):
-        on_words(lambda words, out: plgpu.inline_mgpu(arg_types=(layout,))(lambda _, x: None)(jnp.zeros(128, np.int32)))

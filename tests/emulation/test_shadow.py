@@ -1,5 +1,6 @@
 """Compares the shadow memory with a brute-force model that has one cell per byte, and clocks with their definition."""
 
+import itertools
 import types
 
 import numpy as np
@@ -141,25 +142,21 @@ def test_a_wait_learns_only_what_the_value_that_ends_it_carries():
     assert covers(known.seen, 0, 1) and not covers(known.seen, 0, 2)
 
 
-@pytest.mark.parametrize(("scope", "learns"), [("cta", ()), ("gpu", (0,)), ("sys", (0, 1))])
-def test_an_acquire_fence_learns_what_its_scope_covers(scope, learns):
-    orders, known = Orders(), Knowledge()
-    orders.gather(Write(1, 1, with_time(EMPTY, 1, 1), {0: with_time(EMPTY, 0, 1)}, None), 0, "sys")
-    orders.acquire(known, scope)
-    assert [component for component in (0, 1) if covers(known.seen, component, 1)] == list(learns)
-
-
-@pytest.mark.parametrize("scope", ["gpu", "sys"])
-def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
-    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+def test_fences_order_what_their_scope_covers():
+    early, late = with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    for scope, learns in (("cta", []), ("gpu", [0]), ("sys", [0, 1])):
+        orders, known = Orders(), Knowledge()
+        orders.gather(Write(1, 1, with_time(EMPTY, 1, 1), {0: with_time(EMPTY, 0, 1)}, None), 0, "sys")
+        orders.acquire(known, scope)
+        assert [component for component in (0, 1) if covers(known.seen, component, 1)] == learns
+    # A relaxed store carries what the last release fence covers.
+    orders = Orders()
     orders.release(Knowledge(early), "sys")
-    for clock, releases in ((early, False), (late, True)):
+    for scope, (clock, releases) in itertools.product(("gpu", "sys"), ((early, False), (late, True))):
         carried = orders.released(Knowledge(late), scope, releases=releases)
         assert carried.local is clock and (carried.system is clock) == (scope == "sys")
-
-
-def test_a_release_fence_or_store_within_a_cta_tells_other_threads_nothing():
-    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    # A release within a CTA tells other threads nothing.
+    orders = Orders()
     orders.release(Knowledge(early), "gpu")
     orders.release(Knowledge(late), "cta")
     assert orders.released(Knowledge(late), "sys", releases=False)[:2] == (EMPTY, early)
