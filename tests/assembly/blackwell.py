@@ -160,7 +160,7 @@ def pairwise() -> list[KernelClass]:
 
 def core() -> list[KernelClass]:
     """Returns classes with every operation, each value of each field, and each feature of each operation."""
-    return fewest(_shuffled(), values_and_features)
+    return fewest(sorted(_shuffled(), key=lambda kernel: kernel.tile_n * (1 + kernel.epilogue)), values_and_features)
 
 
 def _shuffled() -> list[KernelClass]:

@@ -158,7 +158,7 @@ for name, target in (("every_operation", "h200"), ("capturing", "b200"), ("captu
     # `every_operation` captures too many values; no real program has this many.
     row(f"activation {name} on {target}",
         Case("tests.ops.activation_cases:assembled", 1, (1024, 1536, 2048), "bf16", target, {"activation": name}),
-        slow=target == "h200", spills=name == "every_operation")  # fmt: skip
+        slow=target == "b200" or name == "every_operation", spills=name == "every_operation")  # fmt: skip
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
 row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))
@@ -190,8 +190,7 @@ for devices, m, config in (
     case = Case(GATHER, devices, (m, 4096 if m > 384 else 1024, 4096), config=config | {"transport": "ring"})
     row(f"ring {devices} {config}", case, smem=announced(case, "ring"), slow=m != 1000)
 for devices, processes, op, config in (
-    (4, 4, "matmul_reduce_scatter_n", {"tile_m": 128, "tile_n": 256, "stages": 4, "epilogue": "all"}),
-    (4, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 256, "stages": 4}),
+    (4, 4, "matmul_reduce_scatter_n", {"tile_m": 128, "tile_n": 256, "stages": 4}),
     (8, 1, "matmul_reduce_scatter", {"tile_m": 128, "tile_n": 128, "stages": 4, "epilogue": "all"}),
 ):
     case = Case("summed", devices, (4096, 4096, 2048), processes=processes,
@@ -337,7 +336,7 @@ def test_a_config_that_does_not_fit_is_refused_before_it_is_assembled():
 
 @pytest.mark.one_jax
 def test_too_few_registers_are_noticed():
-    kernel = next(kernel for kernel in EVERY if kernel.tile[:2] == (128, 256) and not kernel.tile[-1])
+    kernel = next(kernel for kernel in CORE if kernel.tile_m * kernel.tile_n == 2**15 and not kernel.swapped)
     _, ptx = ptx_of(next(members.members(kernel)).case)
     stated, accumulator = registers.stated(ptx), 128
     assert registers.suffices(ptx, stated)

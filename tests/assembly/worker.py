@@ -66,7 +66,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
     try:
         fn, args = assembly.build(assembly.Case.from_json(request["case"]))
-        reports = assembly.assemble(fn, *args, **request["dumps"])
+        reports = assembly.assemble(fn, *args, **request["files"])
     except Exception:  # Any exception is reported: its text is the answer.
         return {"error": traceback.format_exc()}
     return {"reports": [dataclasses.asdict(report) for report in reports]}
