@@ -225,6 +225,7 @@ def config_of(kernel: KernelClass, fields: dict[str, Any]) -> Config:
     return next((smaller for smaller in of_class if not space.spills(smaller)), config)
 
 
+@functools.cache
 def cover() -> list[KernelClass]:
     """Returns classes that together contain every pair of (loop, tile) and every pair of (tile, ending)."""
 
@@ -290,6 +291,7 @@ def _largest(wanted: Sequence[Any], kernels: Sequence[KernelClass]) -> set[Kerne
     return {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == each) for each in wanted}
 
 
+@functools.cache
 def pairwise() -> list[KernelClass]:
     """Returns a class for each entry of `MOST_REGISTERS`, and others with every pair of values of any two fields."""
     kernels = list(every())
@@ -297,6 +299,7 @@ def pairwise() -> list[KernelClass]:
     return fewest(kernels, value_pairs, _largest(MOST_REGISTERS, kernels))
 
 
+@functools.cache
 def core() -> list[KernelClass]:
     """Returns the classes that every run of the tests assembles: some of the largest, each value, each feature.
 
