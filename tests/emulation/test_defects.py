@@ -1,6 +1,7 @@
 """Small kernels run without a report where they keep the rules; each broken rule is reported, with its culprit."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -48,21 +49,17 @@ def kernel_of(name, *defects):
 
 # How often some kernels copy, or multiply, in each launch. A multicast load lands in both CTAs.
 COUNTS = {"shared tiles": {"copies": 2 * 2 * 3, "bytes": 6 * 8 * 64 * 4}, "sums": {"copies": 8}, "pair": {"mmas": 4}}
-MORE = [pytest.param(False, id="few seeds"), pytest.param(True, id="many seeds", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("name", KERNELS)
-def test_clean_under_every_schedule_tried(name, more):
-    for completion in COMPLETIONS:
-        for scheduler, seeds in (("pct", 15 if more else 1), ("random", 3 if more else 1), ("round_robin", int(more))):
-            for seed in range(seeds):
-                laps = 1 + (seed + (scheduler == "random")) % 2
-                with emulate(completion=completion, scheduler=scheduler, seed=seed, laps=laps) as run:
-                    kernel_of(name)()
-                assert run.counts["launches"] and not run.warnings
-                counts = COUNTS.get(name, {})
-                assert {key: run.counts[key] for key in counts} == {key: laps * n for key, n in counts.items()}
+def test_clean_under_every_schedule_tried(name):
+    for seed, (completion, scheduler) in enumerate(itertools.product(COMPLETIONS, ("pct", "random"))):
+        laps = 1 + seed % 2
+        with emulate(completion=completion, scheduler=scheduler, seed=seed, laps=laps) as run:
+            kernel_of(name)()
+        assert run.counts["launches"] and not run.warnings
+        counts = COUNTS.get(name, {})
+        assert {key: run.counts[key] for key in counts} == {key: laps * n for key, n in counts.items()}
     with emulate(detect_races=False):
         kernel_of(name)()
 
@@ -108,11 +105,10 @@ DEFECTS = [
 ]
 
 
-@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize(("name", "defect", "error", "kind", "words"), DEFECTS)
-def test_each_defect_is_reported_under_every_seed(name, defect, error, kind, words, more):
+def test_each_defect_is_reported_under_every_seed(name, defect, error, kind, words):
     # The kind `...` stands for any; `|` separates words of which one is enough.
-    for seed, completion in enumerate(COMPLETIONS * (4 if more else 1)):
+    for seed, completion in enumerate(COMPLETIONS):
         with pytest.raises(EmulationError) as caught, emulate(seed=seed, completion=completion) as run:
             kernel_of(name, defect)()
         assert caught.value is run.errors[0]
