@@ -22,25 +22,29 @@ from __future__ import annotations
 import argparse
 import ast
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import importlib
 import importlib.util
 import itertools
 import math
+import multiprocessing
 import os
 import pathlib
 import re
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tests.assembly.report import KernelReport, dumped_ptx, parse_reports
 from tests.assembly.targets import TARGETS, topology
-from tests.assembly.worker import Worker
 
 if TYPE_CHECKING:
     import jax
@@ -69,11 +73,6 @@ class Case:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     hosts: int = 1
     processes: int = 1
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Case:
-        """Rebuilds a case from `dataclasses.asdict` after a round trip through JSON, which turns tuples into lists."""
-        return cls(**{**fields, "shape": tuple(fields["shape"])})
 
 
 # --- The environment --------------------------------------------------------------------------------------------------
@@ -231,7 +230,7 @@ class Assembler:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
+        self._children: dict[str, tuple[concurrent.futures.ProcessPoolExecutor, Any]] = {}
 
     def assemble(self, case: Case, timeout_s: float = 300.0, **files: str) -> list[KernelReport]:
         """Assembles a case in the child process for its target, which is started if it is not running yet.
@@ -244,18 +243,53 @@ class Assembler:
         Raises:
             RuntimeError: The case cannot be compiled; the message ends with the child's traceback or its last output.
         """
-        worker = self._workers.get(case.target)
-        if worker is None:
-            worker = self._workers[case.target] = Worker(child_environment())
-            atexit.register(worker.close)
+        if case.target not in self._children:
+            self._children[case.target] = _started()
+        child, log = self._children[case.target]
         try:
-            answer = worker.ask({"case": dataclasses.asdict(case), "files": files}, timeout_s)
-        except RuntimeError as died:
-            del self._workers[case.target]
-            raise RuntimeError(f"assembling {case} failed: {died}") from died
-        if "error" in answer:
-            raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
-        return [KernelReport.from_json(report) for report in answer["reports"]]
+            answer = child.submit(_answer, case, files).result(timeout_s)
+        except (concurrent.futures.BrokenExecutor, TimeoutError) as died:
+            del self._children[case.target]
+            child.shutdown(wait=False, cancel_futures=True)
+            log.seek(0)
+            raise RuntimeError(f"assembling {case} failed, the process ended: {log.read()[-4000:]}") from died
+        if isinstance(answer, str):
+            raise RuntimeError(f"assembling {case} failed:\n{answer[-4000:]}")
+        return answer
+
+
+_starting = threading.Lock()
+
+
+def _started() -> tuple[concurrent.futures.ProcessPoolExecutor, Any]:
+    """Starts a child in `child_environment`. Returns it with the file of its errors."""
+    log, environment = tempfile.NamedTemporaryFile("r", errors="replace"), dict(os.environ)  # noqa: SIM115
+    child = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (log.name,))
+    atexit.register(child.shutdown)
+    with _starting:
+        os.environ.clear()
+        os.environ.update(child_environment())
+        try:
+            child.submit(int)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+    return child, log
+
+
+def _begin(log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY), 2)
+    # At Python's default thresholds the garbage collector takes a tenth of the time.
+    gc.set_threshold(200_000, 20, 100)
+
+
+def _answer(case: Case, files: Mapping[str, str]) -> list[KernelReport] | str:
+    """Returns the reports of a case, or the text of any error, which the parent might not be able to unpickle."""
+    try:
+        fn, args = build(case)
+        return assemble(fn, *args, **files)
+    except Exception:
+        return traceback.format_exc()
 
 
 assemble_case = Assembler().assemble

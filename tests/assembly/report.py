@@ -43,12 +43,6 @@ class KernelReport:
     threads: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> KernelReport:
-        """Rebuilds a report from `dataclasses.asdict` after a round trip through JSON, which makes tuples lists."""
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-        return cls(**values)
-
     @property
     def ignores_setmaxnreg(self) -> bool:
         """Whether all threads keep the registers that they were launched with.

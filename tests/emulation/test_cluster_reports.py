@@ -155,6 +155,17 @@ def stores_where_a_load_lands(x, o, smem, barrier, loaded):
         o[...] = smem[...]
 
 
+@reports(
+    RaceError, "output 0", x=X[:8], out=(2,), scratch_types=[plgpu.SMEM((8, 64), X.dtype), plgpu.Barrier()], **PAIR
+)
+def takes_a_multicast_copy_for_a_message(x, o, tile, full):
+    rank = lax.axis_index("rank")
+    pl.when(rank == 0)(lambda: put(o.at[0], jnp.float32(1)))
+    load(x, tile, full)
+    plgpu.barrier_wait(full)
+    pl.when(rank == 1)(lambda: put(o.at[1], o[0] + 1))
+
+
 @pytest.mark.parametrize(
     ("words", "shape", "dtype", "barrier", "into", "keywords"),
     [

@@ -60,13 +60,8 @@ def faults_of(pair, *, detect, seeds):
     first, second = PAIRS[pair]
     calls = (first, first, second, second) if first.kind == second.kind else (first, second)
     for number in range(seeds):
-        settings = {
-            "completion": ("late", "random", "eager")[number % 3],
-            "scheduler": ("pct", "random")[number % 2],
-            "detect_races": detect,
-            "seed": number,
-        }
-        fault = sequences.fault_of(Trial(number, calls, settings))
+        settings = {"completion": ("late", "random", "eager")[number % 3], "scheduler": ("pct", "random")[number % 2]}
+        fault = sequences.fault_of(Trial(number, calls, settings | {"detect_races": detect, "seed": number}))
         if fault is not None:
             yield fault
 
