@@ -134,12 +134,12 @@ def commit_groups_and_partial_waits(x, o, smem):
         smem[i] = x[i]
     plgpu.commit_smem()
     for i in range(2):
-        plgpu.copy_smem_to_gmem(smem.at[i], o.at[i], commit_group=i > 0)
-    plgpu.copy_smem_to_gmem(smem.at[2], o.at[0], predicate=jnp.bool_(False))  # This group is empty.
+        plgpu.copy_smem_to_gmem(smem.at[i], o.at[i], commit_group=False)
+    plgpu.copy_smem_to_gmem(smem.at[2], o.at[0], predicate=jnp.bool_(False))  # Copies nothing, but ends the group.
+    plgpu.copy_smem_to_gmem(smem.at[2], o.at[2])
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # Waits for the older group, which has the first two stores.
     smem[0] = smem[0] * 0
     smem[1] = smem[1] * 0
-    plgpu.copy_smem_to_gmem(smem.at[2], o.at[2])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem[2] = smem[2] * 0
 
