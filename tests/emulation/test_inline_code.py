@@ -100,16 +100,6 @@ def test_atomic_operations_and_wide_accesses():
     assert on_words(act, results=9) == [15, 4, 0, 77, 78, 0, 262, 5, 0]
 
 
-def test_a_value_that_an_atomic_operation_has_lowered_ends_no_wait():
-    def act(words, out):
-        inline("@$1 red.relaxed.gpu.global.add.u32 [$0], 5;", words.at[0], elect=True)
-        inline("@$2 atom.relaxed.gpu.global.exch.b32 $0, [$1], 1;", words.at[0], elect=True, dtype=jnp.int32)
-        plgpu.semaphore_wait(words.at[0], 3, decrement=False)
-
-    with pytest.raises(DeadlockError, match="to reach 3, got 1"):
-        on_words(act)
-
-
 def test_a_lock_of_compare_and_swap():
     """Four CTAs add to one plain word, one after the other. No race is reported, and each CTA sees the previous sum."""
     lock = """{
