@@ -13,7 +13,7 @@ from overlap.emulation.foundations.shadow import region_of
 from overlap.emulation.state.memory import Buffer, View
 from overlap.emulation.state.orders import Orders
 from overlap.emulation.state.races import Access, RaceDetector
-from overlap.emulation.state.sync import Semaphore, Write
+from overlap.emulation.state.sync import Release, Semaphore, Write
 
 pytestmark = pytest.mark.one_jax
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
@@ -175,6 +175,17 @@ def test_a_wait_that_decrements_takes_what_earlier_ones_have_left():
         assert word.acquire(1, known, decrement=True, scope="sys") is not None
         assert covers(known.seen, 0, time) and not covers(known.seen, 0, time + 1)
     assert word.acquire(1, Knowledge(), decrement=True, scope="sys") is None and word.value == 0
+
+
+def test_a_value_that_has_been_lowered_ends_no_wait_and_who_knows_of_a_read_reads_nothing_older():
+    word = Semaphore("flag", 0)
+    for _ in range(3):
+        word.signal(2, EMPTY, 0)
+    word.write(1, 0, Release(EMPTY, EMPTY, "sys"), by=(5, 1), continues=True)
+    word.note_read(word.log[-1], 2, 1, 0)
+    assert word.oldest(with_time(EMPTY, 2, 1)) is word.log[-1] is not word.oldest(EMPTY)
+    word.signal(4, EMPTY, 0)
+    assert word.acquire(3, Knowledge(), decrement=False, scope="sys") is word.log[-1]
 
 
 def test_a_commit_completes_the_operations_before_it_and_no_others():

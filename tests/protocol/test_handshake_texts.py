@@ -189,7 +189,9 @@ def test_a_wait_for_a_peer_ends_at_a_greater_value():
         np.testing.assert_array_equal(jax.jit(mapped)(), 1)
 
 
-@pytest.mark.parametrize("which", REPORTED)
+@pytest.mark.parametrize(
+    "which", [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(REPORTED)]
+)
 def test_a_wrong_text_is_reported(which, monkeypatch):
     changes = change_texts(monkeypatch, *REPORTED[which])
     with pytest.raises(EmulationError):
