@@ -128,8 +128,9 @@ def multicasts_by_tma(x, o, smem):
 
 
 def reduces(reduction, function, dtype):
-    x = (FOUR % 37 - 11).astype(dtype)
-    expected = function.reduce(x.reshape(4, 8, 64), axis=0)
+    x = (10 * normal(32, 64)).astype(dtype)
+    parts = x.reshape(4, 8, 64)
+    expected = function.reduce(parts if dtype == np.int32 else parts.astype(np.float32), axis=0).astype(dtype)
 
     @gives(np.tile(expected, (4, 1)), x, out=out_type((8, 64), dtype), axes={"x": 4})
     def body(x, o):
