@@ -145,7 +145,7 @@ class Table:
 
     def _add(self, check, label=""):
         def add(body):
-            name = label if body.__name__ == "<lambda>" else body.__name__
+            name = label if body.__name__ in ("<lambda>", "body") else body.__name__
             self.cases.append(pytest.param(lambda: check(body), id=name))
             return body
 

@@ -133,7 +133,7 @@ def reduces(reduction, function, dtype):
     expected = function.reduce(parts if dtype == np.int32 else parts.astype(np.float32), axis=0).astype(dtype)
 
     @gives(np.tile(expected, (4, 1)), x, out=out_type((8, 64), dtype), axes={"x": 4})
-    def body(x, o):
+    def reduces_over_devices(x, o):
         o[...] = plgpu.multimem_load_reduce(x, collective_axes="x", reduction_op=reduction)
         finish()
 
