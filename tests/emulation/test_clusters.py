@@ -172,6 +172,7 @@ def test_devices_of_a_mesh_of_two_axes():
         np.testing.assert_array_equal(np.asarray(ids).reshape(4, 3, 32)[..., 0], np.repeat([[3], [2], [1], [0]], 3, 1))
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", table.cases)
 def test_a_kernel_gives_what_it_must(case):
     case()

@@ -30,7 +30,7 @@ def of_loops():
     while c < 100:
         c = c * 3 - 1
     shifted = (a - 9) >> 1, ((a - 9) % 2**32) >> 1
-    return np.array([a, b, c, [10, 20, 30][min(b, 2)], 6, 1, int(-7 / (a + 1)), min(a, b) // 2, a % -3, *shifted])
+    return np.array([a, b, c, [10, 20, 30][min(b, 2)], 6, 3, int(-7 / (a + 1)), min(a, b) // 2, a % -3, *shifted])
 
 
 @gives(of_loops(), out=out_type((11,), jnp.int32))
@@ -42,7 +42,7 @@ def loops_and_branches(o):
     a, b = lax.fori_loop(0, 5, step, (1, 2))
     c = lax.while_loop(lambda c: c < 100, lambda c: c * 3 - 1, a + 2)
     d = lax.switch(lax.clamp(0, b, 2), [lambda: 10, lambda: 20, lambda: 30])
-    e, ys = lax.scan(lambda s, x: (s + x, s), jnp.int32(0), jnp.arange(4, dtype=jnp.int32))
+    e, ys = lax.scan(lambda s, x: (s + x, s), jnp.int32(0), jnp.arange(4, dtype=jnp.int32), reverse=True)
     shifted = lax.shift_right_arithmetic(a - 9, 1), lax.shift_right_logical(a - 9, 1)
     values = a, b, c, d, e, ys[2], lax.div(jnp.int32(-7), a + 1), jnp.minimum(a, b) // 2, a % -3, *shifted
     for i, value in enumerate(values):
@@ -270,6 +270,7 @@ def test_only_what_is_inside_can_race():
     store(8, (0, 8, 10))  # Boxes may overlap beyond the edge, since nothing is written there.
 
 
+@pytest.mark.all_cases
 @pytest.mark.parametrize("case", table.cases)
 def test_a_kernel_gives_what_it_must(case):
     case()
