@@ -59,6 +59,13 @@ def run_kernel(body, *args, out=(), settings=None, axes=None, **kwargs):
         return jax.tree.map(np.asarray, function(*args))
 
 
+def finish(axes="x", count=1, enough=4):
+    """Tells all four devices of a mesh, and waits until `enough` have told."""
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    plgpu.semaphore_signal_multicast(done, count, collective_axes=axes)
+    pl.semaphore_wait(done, enough * count)
+
+
 # ---- a kernel of several devices, with switches for defects ----------------------------------------------------------
 
 RING, ROWS, COLUMNS = 4, 4, 64

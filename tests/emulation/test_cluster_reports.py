@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.emulation import ProtocolError, RaceError
-from tests.emulation.cases import WARPGROUP, Table, X, put, run_kernel
+from tests.emulation.cases import WARPGROUP, Table, X, finish, put, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)
 LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
@@ -28,12 +28,6 @@ def load(x, smem, loaded):
 
 def send(value, ref, barrier, to, **keywords):
     plgpu.async_store_smem(value, ref, barrier, cluster_idx=to, cluster_dim="rank", **keywords)
-
-
-def finish(count=4):
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
-    plgpu.semaphore_signal_multicast(done, collective_axes="x")
-    pl.semaphore_wait(done, count)
 
 
 def own_rows(o):
@@ -70,7 +64,7 @@ for error, words, body, options in (
     (ProtocolError, "has left the kernel. Expected: device ",
      lambda x, o, smem: plgpu.multimem_store(x[...], own_rows(o), "x"), ALL),
     (ProtocolError, "waits for something",
-     lambda x, o, smem: (plgpu.multimem_store(x[...], own_rows(o), "x"), finish(3))[0], ALL),
+     lambda x, o, smem: (plgpu.multimem_store(x[...], own_rows(o), "x"), finish(enough=3))[0], ALL),
     (RaceError, "race on output 0:\n  multimem store",
      lambda x, o, smem: (plgpu.multimem_store(x[...], o.at[:16], "x"), finish())[0], ALL),
 ):  # fmt: skip
@@ -98,25 +92,23 @@ def loads_into_a_private_scope(x, o):
 ARRIVING = dict(out=(32,), scratch_types=[plgpu.ClusterBarrier(collective_axes=("rank",))], **PAIR)
 
 
-@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **ARRIVING)
-@reports(ProtocolError, "left the cluster too early", settings={"seed": 1}, **ARRIVING)
-def arrives_at_a_cta_that_has_ended(x, o, barrier):
+def slowly(o, act):
+    """CTA 0 acts when CTA 1 has long ended."""
+
     @pl.when(lax.axis_index("rank") == 0)
-    def _arrive():
+    def _act():
         for i in range(20):
             o[i] = jnp.float32(i)
-        plgpu.barrier_arrive(barrier)
+        act()
 
 
-@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **STORES)
-@reports(ProtocolError, "left the cluster too early", **STORES,
-         settings={"scheduler": "round_robin", "detect_races": False})  # fmt: skip
-def stores_to_a_cta_that_has_ended(x, o, smem, barrier):
-    @pl.when(lax.axis_index("rank") == 0)
-    def _send():
-        for i in range(20):
-            o[0, i] = jnp.float32(i)
-        send(x[...], smem, barrier, 1)
+IN_ORDER = {"scheduler": "round_robin"}
+for settings in (IN_ORDER, {"seed": 1}):
+    reports(ProtocolError, "left the cluster too early", settings=settings, **ARRIVING)(
+        lambda x, o, barrier: slowly(o, lambda: plgpu.barrier_arrive(barrier)))  # fmt: skip
+for settings in (IN_ORDER, IN_ORDER | {"detect_races": False}):
+    reports(ProtocolError, "left the cluster too early", settings=settings, **STORES)(
+        lambda x, o, smem, barrier: slowly(o.at[0], lambda: send(x[...], smem, barrier, 1)))  # fmt: skip
 
 
 @reports(ProtocolError, "2 arrivals in phase 0, expected 1", **STORES)

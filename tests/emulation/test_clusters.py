@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from overlap.emulation import emulate
-from tests.emulation.cases import COMPLETIONS, WARPGROUP, Table, X, normal, out_type, run_kernel, wide
+from tests.emulation.cases import COMPLETIONS, WARPGROUP, Table, X, finish, normal, out_type, run_kernel, wide
 from tests.oracle import make_mesh, on_mesh
 
 table = Table()
@@ -100,12 +100,6 @@ def test_atomic_stores_of_all_ctas_meet_in_one_place(number):
 
 FOUR = np.arange(4 * 8 * 64, dtype=np.float32).reshape(32, 64)
 OF_DEVICES = FOUR.reshape(4, 8, 64)
-
-
-def finish(axes="x", count=1):
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
-    plgpu.semaphore_signal_multicast(done, count, collective_axes=axes)
-    pl.semaphore_wait(done, 4 * count)
 
 
 def own_rows(o):
