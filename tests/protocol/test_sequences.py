@@ -13,7 +13,7 @@ IN_A_CHUNK = 25  # These sequences draw from the same few calls.
 # Together these have all kinds and layouts; few of them are on eight devices, which take long.
 CHUNKS, LONG = (46, 117, 76, 97, 115, 137, 161), (9, 17, 50)
 # Of each chunk in `make test`: how many sequences. Tracing the calls takes longest.
-FAST = {46: 3}
+FAST = {115: 3}
 PARTS = [
     pytest.param(chunk, range(*part), marks=pytest.mark.slow if slow else [])
     for chunk in (*CHUNKS, *LONG)
