@@ -94,7 +94,7 @@ SCHEDULES = [
 def _cases():
     for number, name in enumerate(ALL):
         # tests/ops run products of one device each time.
-        is_fast = (name in KERNELS and kind(name) != "matmul") or "batch" in name or (name in MORE and number % 6 == 0)
+        is_fast = (name in KERNELS and kind(name) != "matmul") or "batch" in name or (name in MORE and number % 5 == 0)
         fast = [number % len(SCHEDULES)] if is_fast else []
         for schedule in range(len(SCHEDULES)):
             yield pytest.param(name, schedule, marks=[] if schedule in fast else pytest.mark.slow)
