@@ -11,7 +11,7 @@ process to assemble one `Case`, with one child per target; the tests use this on
 From the command line (more by --help):
 
     python -m tests.assembly.assembly --op all_gather_lhs_matmul --devices 4 --shape 1024,4096,4096 --dtype f16
-        [--target b200] [--config tile_n=128,stages=3] [--mesh data=2,x=8 --hosts 2] [--sass FILE] [--ptx FILE]
+        [--target b200] [--config tile_n=128,stages=3] [--ptx FILE]
 
 Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cuda-nvcc and so on);
 `unavailable_reason` says what is missing. The numbers come from ptxas, so they change with its version.
@@ -20,27 +20,31 @@ Constraints: needs the wheels of the extra `aot` (jax-cuda13-plugin, jax-cuda13-
 from __future__ import annotations
 
 import argparse
+import ast
 import atexit
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import hashlib
 import importlib
 import importlib.util
 import itertools
 import math
+import multiprocessing
 import os
 import pathlib
 import re
-import shutil
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tests.assembly.report import KernelReport, dumped_code, parse_reports
+from tests.assembly.report import KernelReport, dumped_ptx, parse_reports
 from tests.assembly.targets import TARGETS, topology
-from tests.assembly.worker import Worker
 
 if TYPE_CHECKING:
     import jax
@@ -70,11 +74,6 @@ class Case:
     hosts: int = 1
     processes: int = 1
 
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Case:
-        """Rebuilds a case from `dataclasses.asdict` after a round trip through JSON, which turns tuples into lists."""
-        return cls(**{**fields, "shape": tuple(fields["shape"])})
-
 
 # --- The environment --------------------------------------------------------------------------------------------------
 
@@ -91,13 +90,13 @@ def cuda_root() -> pathlib.Path | None:
 
 def unavailable_reason() -> str | None:
     """Returns why nothing can be assembled in this environment, or None if assembling works."""
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        return "jax-cuda13-pjrt is not installed: install the extra `aot`"
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return "jax-cuda13-plugin is not installed: install the extra `aot`"
-    if cuda_root() is None:
-        return "nvidia-cuda-nvcc (ptxas) is not installed: install the extra `aot`"
-    return None
+    found = importlib.util.find_spec
+    missing = {
+        "jax-cuda13-pjrt": found("jax_plugins") is None or found("jax_plugins.xla_cuda13") is None,
+        "jax-cuda13-plugin": found("jax_cuda13_plugin") is None,
+        "nvidia-cuda-nvcc (ptxas)": cuda_root() is None,
+    }
+    return next((f"{name} is not installed: install the extra `aot`" for name, lacks in missing.items() if lacks), None)
 
 
 def child_environment() -> dict[str, str]:
@@ -132,59 +131,35 @@ class _Salted:
         return hashlib.sha256(code + self._salt)
 
 
-def assemble(fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, **dumps: str | None) -> list[KernelReport]:
+def assemble(
+    fn: Callable[..., Any], *args: jax.ShapeDtypeStruct, ptx: str | None = None, hlo: str | None = None
+) -> list[KernelReport]:
     """Assembles every Mosaic kernel of `fn(*args)` for the GPU that the arguments' shardings name (a `topology` mesh).
 
     Args:
         fn: The function to compile.
         *args: Global shapes with shardings.
-        **dumps: `sass=FILE` (needs nvdisasm) or `ptx=FILE` to keep the code; `hlo=FILE` to keep XLA's program.
+        ptx: The file for the PTX.
+        hlo: The file for XLA's program.
     """
     import jax
     from jax.experimental.mosaic.gpu import core
 
     core.hashlib = _Salted()
+    os.environ.update({f"MOSAIC_GPU_DUMP_{kind}": "1" for kind in ("PTXAS", "HOST_LLVM", "PTX")})
     lowered = jax.jit(fn).lower(*args)
-    program = dumps.pop("hlo", None)
-    files = {kind: path for kind, path in dumps.items() if path}
     kernels = frozenset(_KERNEL_HASH.findall(lowered.as_text()))
-    with _environment(_dump_flags(files)), _captured_stdout() as captured:
+    with _captured_stdout() as captured:
         compiled = lowered.compile()
     text = captured()
-    if program:
-        pathlib.Path(program).write_text(compiled.as_text())
-    for kind, path in files.items():
-        pathlib.Path(path).write_text(dumped_code(text, kind))
+    if hlo:
+        pathlib.Path(hlo).write_text(compiled.as_text())
+    if ptx:
+        pathlib.Path(ptx).write_text(dumped_ptx(text))
     reports = parse_reports(text)
     if len(reports) != len(kernels):
         raise RuntimeError(f"{len(kernels)} Mosaic kernels were lowered, and {len(reports)} assembled")
     return reports
-
-
-def _dump_flags(files: Mapping[str, str]) -> dict[str, str]:
-    flags = {f"MOSAIC_GPU_DUMP_{kind.upper()}": "1" for kind in ("ptxas", "host_llvm", *files)}
-    if "sass" in files:
-        disassembler = shutil.which("nvdisasm")
-        if disassembler is None:
-            raise RuntimeError("`sass` needs nvdisasm on PATH: it is in the wheel nvidia-cuda-nvdisasm")
-        # jax sets this variable to the folder of the CUDA wheels on import; the disassembler may be installed
-        # elsewhere.
-        flags["MOSAIC_GPU_CUDA_ROOT"] = str(pathlib.Path(disassembler).parent.parent)
-    return flags
-
-
-@contextlib.contextmanager
-def _environment(flags: Mapping[str, str]) -> Iterator[None]:
-    before = {flag: os.environ.get(flag) for flag in flags}
-    os.environ.update(flags)
-    try:
-        yield
-    finally:
-        for flag, value in before.items():
-            if value is None:
-                del os.environ[flag]
-            else:
-                os.environ[flag] = value
 
 
 @contextlib.contextmanager
@@ -255,45 +230,69 @@ class Assembler:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, Worker] = {}
+        self._children: dict[str, tuple[concurrent.futures.ProcessPoolExecutor, Any]] = {}
 
-    def assemble(self, case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
-        """Assembles a case; see `assemble_case`."""
-        worker = self._workers.get(case.target)
-        if worker is None:
-            worker = self._workers[case.target] = Worker(child_environment())
-            atexit.register(worker.close)
+    def assemble(self, case: Case, timeout_s: float = 300.0, **files: str) -> list[KernelReport]:
+        """Assembles a case in the child process for its target, which is started if it is not running yet.
+
+        Args:
+            case: The case to compile.
+            timeout_s: Limit for the answer.
+            **files: `ptx=FILE` or `hlo=FILE`, as in `assemble`.
+
+        Raises:
+            RuntimeError: The case cannot be compiled; the message ends with the child's traceback or its last output.
+        """
+        if case.target not in self._children:
+            self._children[case.target] = _started()
+        child, log = self._children[case.target]
         try:
-            answer = worker.ask({"case": dataclasses.asdict(case), "dumps": dumps}, timeout_s)
-        except RuntimeError as died:
-            del self._workers[case.target]
-            raise RuntimeError(f"assembling {case} failed: {died}") from died
-        if "error" in answer:
-            raise RuntimeError(f"assembling {case} failed:\n{answer['error'][-4000:]}")
-        return [KernelReport.from_json(report) for report in answer["reports"]]
+            answer = child.submit(_answer, case, files).result(timeout_s)
+        except (concurrent.futures.BrokenExecutor, TimeoutError) as died:
+            del self._children[case.target]
+            child.shutdown(wait=False, cancel_futures=True)
+            log.seek(0)
+            raise RuntimeError(f"assembling {case} failed, the process ended: {log.read()[-4000:]}") from died
+        if isinstance(answer, str):
+            raise RuntimeError(f"assembling {case} failed:\n{answer[-4000:]}")
+        return answer
 
 
-_assembler = Assembler()
+_starting = threading.Lock()
 
 
-def assemble_case(case: Case, timeout_s: float = 300.0, **dumps: str) -> list[KernelReport]:
-    """Assembles `case` in a child process, which is started if none is running yet.
+def _started() -> tuple[concurrent.futures.ProcessPoolExecutor, Any]:
+    """Starts a child in `child_environment`. Returns it with the file of its errors."""
+    log, environment = tempfile.NamedTemporaryFile("r", errors="replace"), dict(os.environ)  # noqa: SIM115
+    child = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (log.name,))
+    atexit.register(child.shutdown)
+    with _starting:
+        os.environ.clear()
+        os.environ.update(child_environment())
+        try:
+            child.submit(int)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+    return child, log
 
-    Args:
-        case: The case to compile.
-        timeout_s: Limit for the answer.
-        **dumps: `sass=FILE` or `ptx=FILE` to keep the machine code (needs nvdisasm) or the PTX.
 
-    Raises:
-        RuntimeError: The case cannot be compiled; the message ends with the child's traceback or its last output.
-    """
-    return _assembler.assemble(case, timeout_s, **dumps)
+def _begin(log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY), 2)
+    # At Python's default thresholds the garbage collector takes a tenth of the time.
+    gc.set_threshold(200_000, 20, 100)
 
 
-def _parse_pairs(text: str) -> dict[str, Any]:
-    words: dict[str, Any] = {"True": True, "False": False, "None": None}
-    pairs = (item.split("=") for item in text.split(",") if item)
-    return {key: int(value) if value.lstrip("-").isdigit() else words.get(value, value) for key, value in pairs}
+def _answer(case: Case, files: Mapping[str, str]) -> list[KernelReport] | str:
+    """Returns the reports of a case, or the text of any error, which the parent might not be able to unpickle."""
+    try:
+        fn, args = build(case)
+        return assemble(fn, *args, **files)
+    except Exception:
+        return traceback.format_exc()
+
+
+assemble_case = Assembler().assemble
 
 
 def main() -> None:
@@ -306,23 +305,18 @@ def main() -> None:
     parser.add_argument("--shape", default="1024,4096,4096", help="m,n,k per shard")
     parser.add_argument("--dtype", default="f16", help=", ".join(_DTYPES))
     parser.add_argument("--target", default="h200", choices=TARGETS)
-    parser.add_argument("--config", default="", help="fields of overlap.Config: tile_n=128,stages=3")
-    parser.add_argument("--mesh", default="", help="axes with sizes: data=2,x=8 (the fused axis is x)")
-    parser.add_argument("--hosts", type=int, default=1)
-    parser.add_argument("--sass", metavar="FILE", help="write the machine code here (needs nvdisasm)")
+    parser.add_argument("--config", default="", help="fields of overlap.Config, as Python: tile_n=128,stages=3")
     parser.add_argument("--ptx", metavar="FILE", help="write the PTX here")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     if os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") != "1" or os.environ.get("JAX_PLATFORMS") != "cpu":
         os.execve(sys.executable, [sys.executable, "-m", "tests.assembly.assembly", *sys.argv[1:]], child_environment())
-    shape = tuple(int(size) for size in arguments.shape.split(","))
-    pairs = {"config": _parse_pairs(arguments.config), "mesh": _parse_pairs(arguments.mesh)}
-    names = ("op", "devices", "dtype", "target", "hosts")
-    case = Case(shape=shape, **pairs, **{name: getattr(arguments, name) for name in names})
-    fn, args = build(case)
-    for report in assemble(fn, *args, sass=arguments.sass, ptx=arguments.ptx):
-        print(f"{report.name} ({report.architecture}): {report.registers} registers, "
-              f"spills {report.spill_store_bytes} B stored / {report.spill_load_bytes} B loaded, "
-              f"shared memory {report.shared_memory_bytes} of {TARGETS[case.target].shared_memory_per_block_optin} B, "
+    shape = tuple(int(size) for size in given.shape.split(","))
+    pairs = (item.split("=") for item in given.config.split(",") if item)
+    config = {name: ast.literal_eval(value) for name, value in pairs}
+    fn, args = build(Case(given.op, given.devices, shape, given.dtype, given.target, config))
+    for report in assemble(fn, *args, ptx=given.ptx):
+        print(f"{report.name} ({report.architecture}): {report.registers} registers, {report.spills} B of spills, "
+              f"shared memory {report.shared_memory_bytes} of {TARGETS[given.target].shared_memory_per_block_optin} B, "
               f"grid {report.grid}, threads {report.threads}", *report.warnings, sep="\n  ")  # fmt: skip
 
 

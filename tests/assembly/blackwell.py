@@ -153,14 +153,16 @@ def members(kernel: KernelClass) -> Iterator[Member]:
             yield Member(kernel, config, problem)
 
 
+@functools.cache
 def pairwise() -> list[KernelClass]:
     """Returns classes with every pair of values of any two fields that occurs in some class."""
     return fewest(_shuffled(), value_pairs)
 
 
+@functools.cache
 def core() -> list[KernelClass]:
     """Returns classes with every operation, each value of each field, and each feature of each operation."""
-    return fewest(_shuffled(), values_and_features)
+    return fewest(sorted(_shuffled(), key=lambda kernel: kernel.tile_n * (1 + kernel.epilogue)), values_and_features)
 
 
 def _shuffled() -> list[KernelClass]:

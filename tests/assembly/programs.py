@@ -250,6 +250,35 @@ def ladder(case: Case, mesh: jax.sharding.Mesh) -> Program:
     return mapped, (struct(mesh, (m, k), case.dtype), struct(mesh, (k, n), case.dtype))
 
 
+def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
+    """A product of 16 groups of rows; with "contracts" the contraction over the rows of each group."""
+    import jax
+
+    import overlap
+    from overlap.kernels.target import current_target
+    from overlap.single_gpu import grouped_product
+
+    fields, (m, n, k), groups = dict(case.config), case.shape, 16
+    contracts, gated, right = (fields.pop(name, False) for name in ("contracts", "gated", "transpose_rhs"))
+    lhs, sizes = struct(mesh, (m, k), case.dtype), struct(mesh, (groups,), "int32")
+    if contracts:
+        plan = grouped_product.GroupedPlan(False, lhs.dtype, overlap.Config(**fields), current_target())
+        return (lambda a, b, c: grouped_product.contraction(a, b, c, plan)), (
+            lhs,
+            struct(mesh, (m, n), case.dtype),
+            sizes,
+        )
+    rhs = struct(mesh, (groups, *((n, k) if right else (k, n))), case.dtype)
+    keywords: dict[str, Any] = {"transpose_rhs": right, "config": overlap.Config(**fields), "implementation": "fused"}
+
+    def function(lhs: jax.Array, sizes: jax.Array, bias: jax.Array, *rhs: jax.Array) -> jax.Array:
+        given, biases = (list(rhs), [bias] * 2) if gated else (rhs[0], bias)
+        activation = swiglu if gated else jax.nn.gelu
+        return overlap.grouped_matmul(lhs, given, sizes, bias=biases, activation=activation, **keywords)
+
+    return function, (lhs, sizes, struct(mesh, (groups, n), "float32"), *[rhs] * (2 if gated else 1))
+
+
 def of_operation(op: str) -> str:
     """Returns the name of the function above for an operation of the library."""
     if op in ("matmul", "all_gather_lhs_matmul"):

@@ -215,13 +215,17 @@ def problems_op(kernel: KernelClass) -> Any:
 
 
 def config_of(kernel: KernelClass, fields: dict[str, Any]) -> Config:
-    return Config(
-        tile_m=kernel.tile_m, tile_n=kernel.tile_n,
-        cluster=kernel.cluster, schedule=kernel.schedule, swap_operands=kernel.swapped,
-        **fields | {"one_shot": kernel.op == ONE_SHOT},
+    """Returns a configuration of a class: with its own number of rows, or the most of its rows that do not spill."""
+    config = Config(
+        tile_m=kernel.tile_m, tile_n=kernel.tile_n, cluster=kernel.cluster, schedule=kernel.schedule,
+        swap_operands=kernel.swapped, **fields | {"one_shot": kernel.op == ONE_SHOT},
     )  # fmt: skip
+    fewer = (config.replace(tile_m=rows) for rows in range(kernel.tile_m, 0, -8) if kernel.swapped)
+    of_class = itertools.takewhile(lambda smaller: _rows_of_class(smaller) == kernel.tile_m, fewer)
+    return next((smaller for smaller in of_class if not space.spills(smaller)), config)
 
 
+@functools.cache
 def cover() -> list[KernelClass]:
     """Returns classes that together contain every pair of (loop, tile) and every pair of (tile, ending)."""
 
@@ -287,6 +291,7 @@ def _largest(wanted: Sequence[Any], kernels: Sequence[KernelClass]) -> set[Kerne
     return {next(k for k in kernels if (k.tile, (k.pulls, *k.ending)) == each) for each in wanted}
 
 
+@functools.cache
 def pairwise() -> list[KernelClass]:
     """Returns a class for each entry of `MOST_REGISTERS`, and others with every pair of values of any two fields."""
     kernels = list(every())
@@ -294,8 +299,13 @@ def pairwise() -> list[KernelClass]:
     return fewest(kernels, value_pairs, _largest(MOST_REGISTERS, kernels))
 
 
+@functools.cache
 def core() -> list[KernelClass]:
-    """Returns the classes that every run of the tests assembles: some of the largest, each value, each feature."""
+    """Returns the classes that every run of the tests assembles: some of the largest, each value, each feature.
+
+    Where there is a choice, small tiles without an epilogue, which assemble fastest.
+    """
     kernels = list(every())
     random.Random(10).shuffle(kernels)
+    kernels.sort(key=lambda kernel: kernel.tile_m * kernel.tile_n * (1 + kernel.epilogue))
     return fewest(kernels, values_and_features, _largest(MOST_REGISTERS[::5], kernels))

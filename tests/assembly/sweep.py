@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from tests.assembly.members import BATCHES, DEVICES, Member, shapes_of
 from tests.assembly.registers import Registers
 from tests.assembly.space import DTYPES, TARGET, KernelClass, classify, values_of
 
-_of_thread = threading.local()
+_of_thread, _WORKERS = threading.local(), 2
 # Tiles whose classes are compared member by member.
 SAMPLED: list[tuple[Any, ...]] = [
     (128, 256, 2, "cooperative", False),
@@ -108,12 +107,12 @@ def table(title: str, keyed: Sequence[tuple[Any, Result]]) -> Iterator[str]:
         yield f"{key}: " + ("spills" if len(known) < len(needs) else f"compute {span[0]}, transfer {span[1]}")
 
 
-def sweep(draws: int, workers: int, every: int) -> Iterator[str]:
+def sweep(draws: int, every: int) -> Iterator[str]:
     """Runs all three parts and yields the lines of the report."""
     kernels, cover = space.every()[::every], space.cover()[::every]
     draw = [member for kernel in kernels for member in itertools.islice(members.members(kernel), draws)]
     relations = [pair for kernel in samples(cover) for pair in relatives(next(members.members(kernel)))]
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(_WORKERS) as pool:
         drawn = list(pool.map(functools.partial(examine, measure=False), draw))
         measure = functools.partial(examine, measure=True)
         needs = list(pool.map(measure, [next(members.members(kernel)) for kernel in cover]))
@@ -129,15 +128,11 @@ def sweep(draws: int, workers: int, every: int) -> Iterator[str]:
 def main() -> None:
     """The command line: runs the sweep and writes the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.assembly.sweep", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=pathlib.Path, help="the report; standard output by default")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the report")
     parser.add_argument("--draws", type=int, default=2, help="members of each class")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--every", type=int, default=1, help="only every so-manieth class, for a trial")
     arguments = parser.parse_args()
-    text = "\n".join(sweep(arguments.draws, arguments.workers, arguments.every)) + "\n"
-    if arguments.out is None:
-        sys.stdout.write(text)
-        return
+    text = "\n".join(sweep(arguments.draws, arguments.every)) + "\n"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)
 

@@ -3,25 +3,21 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from overlap.kernels.placement import _DEALT, beside_neighbours, clusters_at_once, gpcs
 
-PLACED = [*_DEALT, (2, 1), (2, 33), (2, 57), (2, 65), (2, 67), (2, 74), (4, 1), (4, 26), (4, 29), (4, 31), (4, 33)]
+PLACED = [*_DEALT, (2, 1), (2, 33), (2, 65), (2, 67), (2, 74), (4, 1), (4, 29), (4, 31)]
 
 
-def test_new_numbers_are_a_permutation():
+def test_new_numbers_are_a_permutation_traced_or_not():
     for cluster, clusters in PLACED:
         numbers = [beside_neighbours(i, cluster, clusters) for i in range(clusters)]
         assert sorted(numbers) == list(range(clusters)) and {type(number) for number in numbers} == {int}
         assert (numbers == list(range(clusters))) == ((cluster, clusters) not in _DEALT)
-
-
-@pytest.mark.parametrize(("cluster", "clusters"), _DEALT)
-def test_traced_indices_agree_with_python_ones(cluster, clusters):
-    traced = jax.jit(jax.vmap(lambda i: beside_neighbours(i, cluster, clusters)))(np.arange(clusters, dtype=np.int32))
-    assert traced.dtype == jnp.int32
-    np.testing.assert_array_equal(traced, [beside_neighbours(i, cluster, clusters) for i in range(clusters)])
+    for cluster, clusters in _DEALT:
+        traced = jax.vmap(lambda i: beside_neighbours(i, cluster, clusters))(np.arange(clusters, dtype=np.int32))  # noqa: B023
+        assert traced.dtype == jnp.int32
+        np.testing.assert_array_equal(traced, [beside_neighbours(i, cluster, clusters) for i in range(clusters)])
 
 
 def test_clusters_of_one_gpc_have_consecutive_numbers():
@@ -32,9 +28,6 @@ def test_clusters_of_one_gpc_have_consecutive_numbers():
         numbers = [beside_neighbours(i, cluster, clusters) for i in of_one_gpc]
         assert len({*gpcs(cluster, clusters)[list(of_one_gpc)]}) == 1
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-
-
-def test_a_gpc_has_at_most_18_cores():
     for cluster, clusters in [*PLACED, (1, 132), (1, 114), (1, 1)]:
         of_gpc = cluster * np.bincount(gpcs(cluster, clusters))
         measured = (cluster, clusters) in (*_DEALT, (1, 132))

@@ -1,106 +1,55 @@
-"""The configurations that are refused, tried and chosen, and the times that the model predicts for them."""
+"""The configurations that are tried and chosen, and the times that the model predicts for them."""
 
 from __future__ import annotations
 
 import itertools
-import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
-import overlap
 from overlap.choice import model, space
 from overlap.choice.problem import Problem, bucket
-from overlap.emulation import emulate
 from overlap.kernels.config import Config
-from overlap.kernels.target import Target, emulating
-from tests import oracle
+from overlap.kernels.target import Target
 from tests.choice.tuning_cases import H200, SHAPES, problem
 
 H100, B200 = Target("gpu", "NVIDIA H100 80GB HBM3", 132), Target("gpu", "NVIDIA B200", 148)
 TWO = Config(tile_m=64, tile_n=128, stages=2, cluster=2, cluster_along="k")
-FOUR = TWO.replace(cluster=4)
-
-# --- Refusals of clusters along k -------------------------------------------------------------------------------------
-
-LEAVE_OUT = "leave it out of `config`, or leave `cluster_along` out"
-NO_STEPS = r"\(cluster_along='k'\): reduce `cluster`, or leave it out of `config`"
-WRONG = [  # k, cores, config, the exception and its message
-    (320, 8, TWO.replace(cluster=3), ValueError, "`cluster` must be 1, 2 or 4 with cluster_along='k'.*8 cores.*got 3"),
-    (320, 16, TWO.replace(cluster=8), ValueError, "`cluster` must be 1, 2 or 4 with cluster_along='k'.*got 8"),
-    (320, 3, FOUR, ValueError, "`cluster` must be 1, 2 or 4.*at most the 3 cores.*got 4"),
-    (320, 1, TWO, ValueError, "`cluster` must be 1, 2 or 4.*at most the 1 cores.*got 2"),
-    (320, 8, TWO.replace(cluster_along="m"), ValueError, "`cluster` needs cluster_along='k'.*got cluster=2 and 'm'"),
-    (320, 8, TWO.replace(schedule="pingpong"), ValueError, f"`schedule` must be 'coop.*got 'pingpong': {LEAVE_OUT}"),
-    (320, 8, TWO.replace(stream_k=2), ValueError, f"`stream_k` must be 1 with cluster_along='k', got 2: {LEAVE_OUT}"),
-    (320, 8, FOUR.replace(split_k=3), ValueError, f"`split_k` must be 1 with cluster_along='k', got 3: {LEAVE_OUT}"),
-    (320, 8, TWO.replace(tile_m=128, tile_n=256, stages=5), ValueError, r"shared memory.*`tile_n` \(256\)"),
-    (64, 8, TWO, NotImplementedError, f"k=64 has 1 k steps of 64, fewer than the 2 CTAs of a cluster.*{NO_STEPS}"),
-    (192, 8, FOUR, NotImplementedError, f"k=192 has 3 k steps of 64, fewer than the 4 CTAs of a cluster.*{NO_STEPS}"),
-]
+DEEP = ["64x384x9152", "8x512x16384", "128x1024x8192"]  # Few tiles and many k steps.
 
 
-def product(config: Config, k: int = 320) -> object:
-    call = lambda lhs, rhs: overlap.matmul(lhs, rhs, config=config, implementation="fused")  # noqa: E731
-    return jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, k), (k, 128))))
+def test_candidates_are_valid_few_and_different():
+    for shape, devices in ((SHAPES[0], 1), (SHAPES[1], 8), (SHAPES[2], 8), (SHAPES[3], 1)):
+        of = problem(shape, devices=devices, op="matmul" if devices == 1 else "all_gather_lhs_matmul")
+        configs = space.candidates(of, H200)
+        assert 20 < len(configs) == len(set(configs)) < 1000
+        for config in configs:
+            of.check(config, H200)
+        assert len({(config.tile_m, config.tile_n) for config in configs}) > 2
+        assert devices == 1 or len({config.chunk_bytes for config in configs}) > 1
+        assert configs[0] == space.heuristic(of, H200)
 
 
-def test_configurations_that_there_cannot_be():
-    for k, cores, config, error, message in WRONG:
-        with emulate(cores=cores), pytest.raises(error, match=message):
-            product(config, k)
-    with pytest.raises(ValueError, match=r"`cluster_along` must be .*got 'x'"):
-        Config(cluster_along="x")  # pyright: ignore[reportArgumentType]
-    words = "can be used only on Hopper, and this device is .*NVIDIA B200: leave `cluster` and `cluster_along` out"
-    for config in (TWO, FOUR):
-        with emulate(cores=8), emulating("blackwell"), pytest.raises(ValueError, match=words):
-            product(config.replace(tile_m=128))
-
-
-def test_collectives_refuse_clusters_along_k():
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 512), (512, 512)))
-    words = "cluster_along='k' can be used only in `matmul`: leave `cluster` and `cluster_along` out of `config`"
-    for operation, keywords, *specs in (
-        (overlap.all_gather_lhs_matmul, {}, P("x"), P(None, "x"), P(None, "x")),
-        (overlap.all_gather_rhs_matmul, {"dimension": 0}, P(), P("x"), P()),
-        (overlap.matmul_reduce_scatter, {}, P(None, "x"), P("x"), P("x")),
-        (overlap.matmul_all_reduce, {}, P(None, "x"), P("x"), P()),
-    ):
-        call = lambda x, w: operation(x, w, "x", config=TWO, implementation="fused", **keywords)  # noqa: B023, E731
-        mapped = oracle.on_mesh(oracle.make_mesh(x=2), call, tuple(specs[:2]), specs[2])
-        where_drawn = "`cluster` and `stream_k` must be 1 where results are exchanged"
-        with emulate(cores=8), pytest.raises(ValueError, match=f"{re.escape(words)}|{re.escape(where_drawn)}"):
-            jax.eval_shape(mapped, lhs, rhs)
-
-
-# --- The search space -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize(
-    "shape", [shape if i < 2 else pytest.param(shape, marks=pytest.mark.slow) for i, shape in enumerate(SHAPES)]
-)
-def test_candidates_are_valid_few_and_different(shape, devices):
-    of = problem(shape, devices=devices, op="matmul" if devices == 1 else "all_gather_lhs_matmul")
-    configs = space.candidates(of, H200)
-    assert 20 < len(configs) < 1000
-    assert len(set(configs)) == len(configs)
-    for config in configs:
-        of.check(config, H200)
-    assert len({(config.tile_m, config.tile_n) for config in configs}) > 2
-    assert devices == 1 or len({config.chunk_bytes for config in configs}) > 1
-    assert configs[0] == space.heuristic(of, H200)
-
-
-def test_every_field_of_the_space_is_a_field_of_the_config():
-    names = vars(Config()).keys()
-    assert {*space.SHAPE, *space.FINE, *space.CHUNKS} <= names
-    # Put a new field into the space, or here.
-    assert names - {*space.SHAPE, *space.FINE, *space.CHUNKS} == {"stages", "cluster_along"}
+def test_deep_products_of_few_tiles_try_clusters_along_k_and_others_do_not():
+    for shape, target in ((DEEP[0], H100), (DEEP[0], H200)):
+        of = problem(shape)
+        found = [config for config in space.candidates(of, target) if config.ctas_per_tile > 1]
+        assert {config.cluster for config in found} == {2, 4}
+        assert {config.swap_operands for config in found} == {False, True}
+        for config in found:
+            assert of.accepts(config, target) and not space.spills(config)
+            # All tiles are computed at the same time.
+            tiles = -(-of.m // config.tile_m) * -(-of.n // config.tile_n)
+            assert tiles <= {2: 66, 4: 30}[config.cluster]
+    # Large products and batches, fewer than two k steps for each CTA, Blackwell, collectives.
+    for of, target in (
+        (problem("8192x8192x8192"), H200), (problem(DEEP[0], batch=200), H200), (problem("64x384x192"), H200),
+        (problem(DEEP[0]), B200), (problem("64x512x9152", op="all_gather_lhs_matmul", devices=4), H200),
+        (problem("64x512x9152", op="matmul_all_reduce", devices=4), H200),
+    ):  # fmt: skip
+        found = space.candidates(of, target)
+        assert found and not [config for config in found if config.ctas_per_tile > 1]
 
 
 def test_the_heuristic_knows_the_usual_cases():
@@ -118,7 +67,7 @@ def test_the_heuristic_knows_the_usual_cases():
     assert chosen("4096x4096x4096").stream_k == 1
     # Small k: one warpgroup stores while the other multiplies.
     assert chosen("4096x32768x512").schedule == "pingpong"
-    # Three tiles and much depth: the CTAs of a cluster compute a tile together.
+    # Three tiles and deep k: the CTAs of a cluster compute a tile together.
     assert chosen("64x384x9152").ctas_per_tile == 4
     # 32 tiles on 132 cores: the contraction is split, but not in a collective.
     config = chosen("1024x1024x14336")
@@ -163,41 +112,6 @@ def test_buckets_are_monotone_and_an_eighth_wide(a, b):
     assert (bucket(a) <= bucket(b)) or a > b
 
 
-# Few tiles and many k steps: (m, n, k).
-DEEP = ["64x384x9152", "8x512x16384", "128x1024x8192", "200x520x4096", "16x4096x2048"]
-
-
-def along_k(of: Problem, target: Target = H200) -> list[Config]:
-    return [config for config in space.candidates(of, target) if config.ctas_per_tile > 1]
-
-
-@pytest.mark.parametrize(
-    ("shape", "target"),
-    [(DEEP[0], H100), *(pytest.param(shape, H200, marks=pytest.mark.slow) for shape in DEEP[1:]), (DEEP[0], H200)],
-    ids=str,
-)
-def test_deep_products_of_few_tiles_try_clusters_along_k(shape, target):
-    of = problem(shape)
-    found = along_k(of, target)
-    assert {config.cluster for config in found} == {2, 4}
-    assert {config.swap_operands for config in found} == {False, True}
-    for config in found:
-        assert of.accepts(config, target) and not space.spills(config)
-        # All tiles are computed at the same time.
-        tiles = -(-of.m // config.tile_m) * -(-of.n // config.tile_n)
-        assert tiles <= {2: 66, 4: 30}[config.cluster]
-
-
-def test_where_they_cannot_help_they_are_not_tried():
-    """Large products and batches, fewer than two k steps for each CTA, Blackwell, collectives."""
-    cases = [(problem("8192x8192x8192"), H200), (problem(DEEP[0], batch=200), H200), (problem("64x384x192"), H200)]
-    cases += [(problem(DEEP[0]), B200)]
-    for op in ("all_gather_lhs_matmul", "all_gather_rhs_matmul_n", "matmul_reduce_scatter", "matmul_all_reduce"):
-        cases.append((problem("64x512x9152", op=op, devices=4), H200))
-    for of, target in cases:
-        assert not along_k(of, target) and space.candidates(of, target)
-
-
 # --- The model --------------------------------------------------------------------------------------------------------
 
 
@@ -217,9 +131,6 @@ def test_the_model_counts_waves_and_partial_tiles():
     one, two = (us(f"{m}x4096x4096", Config()) for m in (1024, 1152))
     # In the second wave few cores draw little power, and run at higher clocks.
     assert one * 1.5 < two < one * 2
-
-
-def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     # Two tiles along m, the second nearly without rows: slower than two full tiles.
     narrow = Config(tile_n=64, stages=8)
     assert us("136x8192x8192", narrow) > 1.2 * us("256x8192x8192", narrow)
@@ -227,7 +138,7 @@ def test_the_model_counts_empty_rows_and_weights_that_are_read_again():
     assert us("64x8192x8192", narrow) < us("128x8192x8192", narrow)
     # A tile for each shard loads the weights from memory for each shard, unless they stay in the L2.
     apart = Config(tile_m=64, tile_n=128, stages=8)
-    together = Config(tile_m=64, tile_n=128, stages=8, joined=True, stream_k=2)
+    together = apart.replace(joined=True, stream_k=2)
     gathered = {"op": "all_gather_lhs_matmul", "devices": 2}
     assert us("16x8192x8192", apart, **gathered) > 1.5 * us("16x8192x8192", together, **gathered)
     assert us("16x4096x4096", apart, **gathered) < 1.2 * us("16x4096x4096", together, **gathered)
@@ -239,21 +150,27 @@ def test_more_work_takes_longer():
         # For small k, the time of the stores counts; with the pingpong schedule it is hidden.
         short, long = (us("8192x8192x512", config), us("8192x8192x1024", config))
         assert short < long and (long < 1.85 * short) == (config.schedule == "cooperative")
-    for config in (TWO, FOUR):
-        times = [us(f"64x384x{k}", config) for k in (1024, 2048, 4096, 16384)]
+    for ctas in (2, 4):
+        times = [us(f"64x384x{k}", TWO.replace(cluster=ctas)) for k in (1024, 2048, 4096, 16384)]
         assert times == sorted(times) and len(set(times)) == 4
-
-
-def test_deep_products_take_less_time_with_more_ctas_per_tile():
-    """All tiles are computed at the same time with every number of CTAs. But the exchange of sums costs time."""
+    # Deep products take less time with more CTAs per tile, if all tiles are computed at the same time with every number
+    # of CTAs. But the exchange of sums costs time.
     swapped = [TWO.replace(tile_m=rows, swap_operands=True) for rows in (16, 8, 72)]
-    for shape, configs in (
-        (DEEP[0], [TWO, TWO.replace(tile_m=128), TWO.replace(tile_n=256), swapped[0]]),
-        (DEEP[1], [TWO, swapped[1]]),
-        (DEEP[2], [TWO, TWO.replace(tile_m=128), swapped[2]]),
-    ):
-        for config, target in itertools.product(configs, (H200, H100)):
-            times = [us(shape, config.replace(cluster=ctas), target) for ctas in (1, 2, 4)]
-            assert times == sorted(times, reverse=True) and times[2] < 0.7 * times[0]
+    cases = (DEEP[0], TWO.replace(tile_n=256)), *zip(DEEP, (TWO,) * 3), *zip(DEEP, swapped)
+    for (shape, config), target in itertools.product(cases, (H200, H100)):
+        times = [us(shape, config.replace(cluster=ctas), target) for ctas in (1, 2, 4)]
+        assert times == sorted(times, reverse=True) and times[2] < 0.7 * times[0]
     one, *more = (us("64x384x256", TWO.replace(cluster=ctas)) for ctas in (1, 2, 4))
     assert one < min(more)
+
+
+def test_clusters_along_k_need_cores_and_k_steps():
+    for k, cores, ctas, said in (
+        (320, 8, 3, r"`cluster` must be 1, 2 or 4 with cluster_along='k'.*8 cores.*got 3"),
+        (320, 3, 4, r"`cluster` must be 1, 2 or 4.*at most the 3 cores.*got 4"),
+        (64, 8, 2, r"k=64 has 1 k steps of 64, fewer than the 2 CTAs of a cluster .*: reduce `cluster`, or leave it"),
+        (192, 8, 4, r"k=192 has 3 k steps of 64, fewer than the 4 CTAs of a cluster .*: reduce `cluster`, or leave it"),
+    ):
+        target = Target("gpu", "NVIDIA H200", cores)
+        with pytest.raises((ValueError, NotImplementedError), match=said):
+            problem(f"64x128x{k}").check(TWO.replace(cluster=ctas), target)

@@ -41,7 +41,7 @@ def line(of=None, **changes):
 def users_table():
     path = tables.user_file(H200.kind)
     assert path is not None
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 

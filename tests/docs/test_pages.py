@@ -7,9 +7,6 @@ import functools
 import pathlib
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +20,7 @@ import overlap.layers
 import overlap.primitives
 from overlap import cli
 from tests.choice.tuning_cases import one_configuration_is_enough
+from tests.docs.sources import tree_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = {path.name: path for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]}
@@ -167,7 +165,7 @@ def said() -> str:
     """All message texts of the library and its scripts; varying parts of f-strings are left out."""
     texts = [path.read_text() for path in sorted((ROOT / "launch").iterdir())]
     for path in sorted((ROOT / "overlap").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 texts.append("…".join(n.value for n in node.values if isinstance(n, ast.Constant)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -195,19 +193,5 @@ def test_all_variables_are_explained() -> None:
 def test_all_pages_are_built() -> None:
     listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == PAGES.keys() - {"README.md"}
-
-
-@pytest.mark.one_jax
-def test_a_broken_link_stops_the_build_of_the_pages(tmp_path: pathlib.Path) -> None:
-    """The control of `make docs`, on two pages."""
-    pytest.importorskip("material", reason="mkdocs-material is not installed (extra `docs`)")
-    docs, settings = tmp_path / "docs", (ROOT / "mkdocs.yml").read_text()
-    shutil.copytree(ROOT / "docs" / "stylesheets", docs / "stylesheets")
-    (docs / "launching.md").write_text("# Launching\n")
-    (docs / "index.md").write_text("See [nothing](nowhere.md) and [no heading](launching.md#nowhere).\n")
-    pages = re.compile(r"^nav:\n(?:[ -].*\n)+", re.MULTILINE)
-    assert pages.search(settings)
-    (tmp_path / "mkdocs.yml").write_text(pages.sub("", settings))
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
-    broken = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert broken.returncode != 0 and "nowhere.md" in broken.stderr and "launching.md#nowhere" in broken.stderr
+    # With --strict each warning stops the build: for a broken link, to a page or to a heading in it.
+    assert "anchors: warn" in (ROOT / "mkdocs.yml").read_text()

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import pytest
 
 from overlap import _requirements
+from tests.docs.sources import tree_of
 
 FOLDERS = ("overlap", "tests", "benchmarks", "examples", "launch", "setup")
 _UNDOCUMENTED = ("jax.experimental.mosaic.gpu", "jax.experimental.pallas.ops", "jaxlib")
@@ -92,7 +93,7 @@ def used(repository: pathlib.Path) -> dict[str, set[str]]:
             text = path.read_text()
             if "jax" not in text or not _CANDIDATE.search(text):
                 continue
-            names = {name for name in _names(ast.parse(text)) if is_private(name)}
+            names = {name for name in _names(tree_of(path)) if is_private(name)}
             place = path.relative_to(repository).parent.as_posix()
             place = "/".join(place.split("/")[:2]) if folder == "overlap" else folder
             for name in names:

@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.docs.sources import tree_of
+
 _MACHINERY = {"__init__", "patch"}
 
 
@@ -96,7 +98,7 @@ def test_each_module_has_a_section_and_each_section_a_module(repository, section
     for path in (repository / "overlap" / "_compat").glob("*.py"):
         if path.stem in _MACHINERY:
             continue
-        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        docstring = ast.get_docstring(tree_of(path)) or ""
         # The reason, the versions, the possible replacement, and the text.
         for word in ("Reason:", "0.11.2 and 0.12.0.1", "Replaced by:"):
             assert word in docstring, (path.name, word)

@@ -1,142 +1,159 @@
-"""Helpers of the emulator's tests: meshes, inputs, and the kernels with switches for defects, each with its result."""
+"""Helpers of the emulator's tests: operands, runs of one kernel, a gather by ring, and tables of small kernels."""
 
 from __future__ import annotations
 
-import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import emulate
-from tests.emulation import cluster_kernels, kernels, tensor_kernels
+from overlap.emulation import EmulationError, emulate
+from tests.oracle import make_mesh, on_mesh
 
-DEVICES, RING, ROWS, COLUMNS, CORES = 3, 4, 4, 64, 2
 COMPLETIONS = ("late", "random", "eager")
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-
-
-def make_mesh(**axes):
-    count = int(np.prod(list(axes.values())))
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:count])
-
-
-def sharded(function, mesh, in_specs, out_specs):
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-
-
-def place(array, mesh, spec):
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-
-def shards(devices=DEVICES):
-    return np.arange(devices * ROWS * COLUMNS, dtype=np.float32).reshape(devices * ROWS, COLUMNS)
-
-
-def out_type(shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def run_kernel(body, *args, settings=None, **kwargs):
-    """Runs a kernel on one device."""
-    with emulate(**(settings or {})):
-        return jax.tree.map(np.asarray, jax.jit(lambda *xs: plgpu.kernel(body, **kwargs)(*xs))(*args))
+WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+NO_DEFECTS = frozenset()
 
 
 def normal(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-# ---- kernels with switches for defects -------------------------------------------------------------------------------
+X, HALF = normal(64, 64), normal(64, 64, dtype=np.float16)
 
 
-def _gathered(make, defects, devices=DEVICES):
-    mesh, x = make_mesh(x=devices), shards(devices)
-    kernel, whole = sharded(make(defects=defects), mesh, P("x"), P("x")), np.tile(x, (devices, 1))
-
-    def run():
-        for factor, out in enumerate(jax.tree.leaves(kernel(place(x, mesh, P("x")))), 1):
-            np.testing.assert_array_equal(np.asarray(out), factor * whole)
-
-    return run
+def wide(x):
+    return np.asarray(x).astype(np.float32)
 
 
-def _on_one_device(make, operands, expected, tolerance):
-    kernel = jax.jit(make)
-
-    def run():
-        out = np.asarray(kernel(*operands)).astype(np.float32)
-        np.testing.assert_allclose(out, expected, rtol=tolerance, atol=tolerance)
-
-    return run
+def out_type(shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _product(m, n, k, make, tolerance, dtype=np.float16):
-    lhs, rhs = normal(m, k, dtype=dtype), normal(k, n, dtype=dtype, seed=1)
-    return _on_one_device(make, (lhs, rhs), lhs.astype(np.float32) @ rhs.astype(np.float32), tolerance)
+def put(ref, value):
+    ref[...] = value
 
 
-def _of_steps(make, expected):
-    x = normal(5 * 8, 64)
-    return _on_one_device(make, (x,), expected(x, x.reshape(5, 8, 64).sum(0)), 1e-5)
+def _types(out):
+    if isinstance(out, list):
+        return [_types(each) for each in out]
+    return out_type(out) if isinstance(out, tuple) else out
 
 
-def _sums(size, rounds, defects):
-    x = np.random.default_rng(0).integers(-9, 9, (rounds, size, size, *cluster_kernels.TILE)).astype(np.float32)
-    return _on_one_device(cluster_kernels.sums(size, rounds, defects), (x,), x.sum(axis=1), 0)
+def run_kernel(body, *args, out=(), settings=None, axes=None, **kwargs):
+    """Runs a kernel on one device, or on a mesh with these axes, of which "x" divides operands and results.
+
+    `out` is the type of the result, its shape if it is f32, or a list of these.
+    """
+    call = lambda *xs: plgpu.kernel(body, out_type=_types(out), **kwargs)(*xs)  # noqa: E731
+    function = on_mesh(make_mesh(**axes), call, P("x"), P("x")) if axes else jax.jit(call)
+    with emulate(**(settings or {})):
+        return jax.tree.map(np.asarray, function(*args))
 
 
-def ring(defects=kernels.NO_DEFECTS, devices=RING):
-    make = functools.partial(kernels.ring_push, devices, ROWS, COLUMNS)
-    return _gathered(make, defects, devices)
+def finish(axes="x", count=1, enough=4):
+    """Tells all four devices of a mesh, and waits until `enough` have told."""
+    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    plgpu.semaphore_signal_multicast(done, count, collective_axes=axes)
+    pl.semaphore_wait(done, enough * count)
 
 
-def pull(defects=kernels.NO_DEFECTS, cores=CORES):
-    return _gathered(functools.partial(kernels.pull_exchange, DEVICES, ROWS, COLUMNS, cores), defects)
+# ---- a kernel of several devices, with switches for defects ----------------------------------------------------------
+
+RING, ROWS, COLUMNS = 4, 4, 64
+SHARDS = np.arange(RING * ROWS * COLUMNS, dtype=np.float32).reshape(RING * ROWS, COLUMNS)
 
 
-def matmul(defects=kernels.NO_DEFECTS, dtype=np.float16):
-    return _product(256, 256, 128, kernels.pipelined_matmul(256, 256, 128, CORES, defects), 6e-2, dtype)
+def fence_proxy_async():
+    """Has the effect of `fence.proxy.async`, for which jax has no public function."""
+    fence = lambda _: mgpu_utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)  # noqa: E731
+    plgpu.inline_mgpu()(fence)()
 
 
-def tensor(pair, defects):
-    return _product(256, 128, 128, tensor_kernels.matmul(256, 128, 128, pair=pair, defects=defects), 1e-4)
+def ring_push(x, defects=NO_DEFECTS):
+    """Gathers shards along the mesh's axis "x", [ROWS, COLUMNS] -> [RING * ROWS, COLUMNS], by pushing to the right."""
+
+    def body(x_gmem, out_gmem, smem, barrier):
+        arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((RING,)))
+        me = lax.axis_index("x")
+        right = {"x": lax.rem(me + (2 if "wrong peer" in defects else 1), RING)}
+
+        for step in range(RING):
+            rows = (pl.ds(lax.rem(me - step + RING, RING) * ROWS, ROWS), slice(None))
+            if step > 0 and "dropped wait" not in defects:
+                plgpu.semaphore_wait(arrived.at[step], decrement=False)
+            if step > 0 and "missing fence" not in defects:
+                fence_proxy_async()
+            plgpu.copy_gmem_to_smem(x_gmem if step == 0 else out_gmem.at[rows], smem, barrier)
+            plgpu.barrier_wait(barrier)
+            if step == 0:
+                plgpu.copy_smem_to_gmem(smem, out_gmem.at[rows])
+            if step < RING - 1:
+                plgpu.copy_smem_to_gmem(smem, plgpu.remote_ref(out_gmem, right).at[rows])
+                if "early signal" not in defects:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only="read-only wait" in defects)
+                plgpu.semaphore_signal(arrived.at[step + 1], device_id=right)
+            plgpu.wait_smem_to_gmem(0)
+
+    scratch = [plgpu.SMEM((ROWS, COLUMNS), x.dtype), plgpu.Barrier()]
+    return plgpu.kernel(body, out_type=out_type((RING * ROWS, COLUMNS), x.dtype), scratch_types=scratch)(x)
 
 
-def tensor_operand(defects, by_copy=False, dtype=np.float16):
-    make = tensor_kernels.operand_in_tensor_memory(128, 64, 64, dtype, by_copy=by_copy, defects=defects)
-    return _product(128, 64, 64, make, 1e-4, dtype)
+def ring(defects=NO_DEFECTS):
+    """Returns a function that runs the ring and compares."""
+    kernel = on_mesh(make_mesh(x=RING), lambda x: ring_push(x, defects), P("x"), P("x"))
+    return lambda: np.testing.assert_array_equal(kernel(SHARDS), np.tile(SHARDS, (RING, 1)))
 
 
-KERNELS = {
-    "ring": ring,
-    "pull": pull,
-    "matmul": matmul,
-    "shared tiles": lambda defects: _of_steps(
-        cluster_kernels.shared_tiles(5, 8, 64, defects=defects), lambda x, total: [[total, 2 * total]] * 2
-    ),
-    "swap": lambda defects: _of_steps(
-        cluster_kernels.swap_halves(20, 64, defects=defects), lambda x, total: np.roll(x, 20, axis=0)
-    ),
-    "scopes": lambda defects: _of_steps(
-        cluster_kernels.scope_in_a_loop(5, 8, 64, defects=defects), lambda x, total: [total, total]
-    ),
-    "sums of 2": functools.partial(_sums, 2, 2),
-    "sums of 4": functools.partial(_sums, 4, 2),
-    "one CTA": functools.partial(tensor, False),
-    "pair": functools.partial(tensor, True),
-    "operand in tmem": tensor_operand,
-    "operand copied to tmem": functools.partial(tensor_operand, by_copy=True),
-    "pair, operand in tmem": lambda defects: _product(
-        256, 128, 64, functools.partial(tensor_kernels.pair_with_operand_in_tensor_memory, defects=defects), 1e-4
-    ),
-}
+# ---- tables of kernels -----------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def kernel_of(name, *defects):
-    """Returns a function that runs a kernel with these defects and compares its result with NumPy's."""
-    return KERNELS[name](frozenset(defects))
+class Table:
+    """Decorators for small kernels, each with what it must give or report; and the cases that they have collected."""
+
+    def __init__(self):
+        self.cases = []
+
+    def gives(self, expected, *args, out, **kwargs):
+        """States the results of a kernel: arrays, or a function of the kernel's results that checks them."""
+
+        def check(body):
+            results = run_kernel(body, *args, out=out, **kwargs)
+            if callable(expected):
+                return expected(results)
+            for got, wanted in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+                np.testing.assert_allclose(wide(got), wide(wanted), rtol=1e-5, atol=1e-5)
+
+        return self._add(check)
+
+    def reports(self, error, *words, x=X, out=X.shape, located=True, **kwargs):
+        """States the error of a kernel with a mistake, and words of its report: where, what, and the way out."""
+
+        def check(body):
+            with pytest.raises(error) as caught:
+                run_kernel(body, x, out=out, **kwargs)
+            message = str(caught.value)
+            assert [word for word in words if word not in message] == [], message
+            assert type(caught.value) is error or error is NotImplementedError
+            assert not re.search(r"object at 0x|Effect|Var\(|Slot|Traceback", message)
+            if issubclass(error, EmulationError):
+                assert f"[kernel {body.__name__!r}; repeat with emulate(" in message
+                assert not located or re.search(r"device \d(.|\n)*(test_\w+|cases)\.py:\d+", message), message
+
+        return self._add(check, words[0])
+
+    def _add(self, check, label=""):
+        def add(body):
+            name = label if body.__name__ in ("<lambda>", "body") else body.__name__
+            self.cases.append(pytest.param(lambda: check(body), id=name))
+            return body
+
+        return add

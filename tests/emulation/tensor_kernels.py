@@ -1,18 +1,15 @@
-"""Small kernels that use Blackwell's tensor cores. Each takes `defects`, names of rules to break (see `kernels`)."""
+"""Small kernels that use Blackwell's tensor cores. Some take `defects`, names of rules to break."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from tests.emulation.kernels import NO_DEFECTS
+from tests.emulation.cases import NO_DEFECTS, out_type
 
-ROWS = 128  # The tile of one CTA has this many rows.
-LOAD_WARP, MMA_WARP = 0, 1
-MMA_WARPGROUP, STORE_WARPGROUP = 0, 1
+ROWS, TILE = 128, 64  # The rows of one CTA's accumulator, and its columns; TILE is also the size of a k step.
 
 
 def tiled(shape, dtype):
@@ -24,65 +21,49 @@ def tiled(shape, dtype):
     )
 
 
-def matmul(m, n, k, *, pair=False, tile_n=64, tile_k=64, stages=2, defects=NO_DEFECTS):
-    """x[m, k] @ y[k, n] on one CTA or one pair, tile after tile: one warp loads, one multiplies, a warpgroup stores."""
-    ctas = 2 if pair else 1
-    axis = "pair" if pair else None
-    tile_m, block_n = ROWS * ctas, tile_n // ctas
-    n_tiles, k_steps = n // tile_n, k // tile_k
-    tiles = m // tile_m * n_tiles
+def matmul(x, y, *, pair=False, defects=NO_DEFECTS):
+    """x[ROWS, k] @ y[k, n] by a CTA, or twice the rows by a pair: a warp loads, one multiplies, a warpgroup stores."""
+    ctas, axis = (2, "pair") if pair else (1, None)
+    (m, k), n = x.shape, y.shape[1]
+    assert m == ROWS * ctas
+    tiles, k_steps = n // TILE, k // TILE
 
     def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, out_smem, acc_tmem, loaded, consumed, mma_done, told, stored):
-        rank = lax.axis_index("pair")
-        wg = lax.axis_index("wg")
+        rank, wg = lax.axis_index("pair"), lax.axis_index("wg")
 
-        def places(tile):
-            return lax.div(tile, n_tiles), lax.rem(tile, n_tiles)
-
-        def load(source, target, stage, split):
+        def load(source, target, split):
             if pair and "own barrier" in defects:
-                cut = [pl.ds(rank * (size // 2), size // 2) if d == split else slice(None)
-                       for d, size in enumerate(source.shape)]  # fmt: skip
-                plgpu.copy_gmem_to_smem(source.at[tuple(cut)], target.at[stage], loaded.at[stage])
+                half = source.shape[split] // 2
+                own = [pl.ds(0, size) for size in source.shape]
+                own[split] = pl.ds(rank * half, half)
+                plgpu.copy_gmem_to_smem(source.at[tuple(own)], target, loaded)
                 return
             tracking = plgpu.CopyPartition.PARTITIONED(split) if pair else None
-            plgpu.copy_gmem_to_smem(
-                source, target.at[stage], loaded.at[stage], collective_axes=axis, leader_tracked=tracking
-            )
+            plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes=axis, leader_tracked=tracking)
 
         def load_all():
             @pl.loop(0, tiles * k_steps)
             def _step(step):
-                mi, ni = places(lax.div(step, k_steps))
-                stage, k_slice = lax.rem(step, stages), pl.ds(lax.rem(step, k_steps) * tile_k, tile_k)
-
-                @pl.when((step >= stages) & jnp.bool_("early refill" not in defects))
-                def _wait():
-                    plgpu.barrier_wait(consumed.at[stage])
-
-                load(x_gmem.at[pl.ds(mi * tile_m, tile_m), k_slice], x_smem, stage, 0)
-                load(y_gmem.at[k_slice, pl.ds(ni * tile_n, tile_n)], y_smem, stage, 1)
+                waits = (step > 0) & jnp.bool_("early refill" not in defects)
+                pl.when(waits)(lambda: plgpu.barrier_wait(consumed))
+                k_slice = pl.ds(lax.rem(step, k_steps) * TILE, TILE)
+                load(x_gmem.at[:, k_slice], x_smem, 0)
+                load(y_gmem.at[k_slice, pl.ds(lax.div(step, k_steps) * TILE, TILE)], y_smem, 1)
 
         def multiply_all():
             @pl.loop(0, tiles)
             def _tile(tile):
-                @pl.when((tile > 0) & jnp.bool_("early overwrite" not in defects))
-                def _wait():
-                    plgpu.barrier_wait(stored)
+                waits = (tile > 0) & jnp.bool_("early overwrite" not in defects)
+                pl.when(waits)(lambda: plgpu.barrier_wait(stored))
 
                 @pl.loop(0, k_steps)
                 def _step(k_step):
-                    stage = lax.rem(tile * k_steps + k_step, stages)
                     if "no wait for operands" not in defects:
-                        plgpu.barrier_wait(loaded.at[stage])
+                        plgpu.barrier_wait(loaded)
                     plgpu.tcgen05_mma(
-                        acc_tmem,
-                        x_smem.at[stage],
-                        y_smem.at[stage],
-                        consumed.at[stage],
+                        acc_tmem, x_smem, y_smem, consumed, collective_axis=axis,
                         accumulate=jnp.bool_("no reset" in defects) | (k_step > 0),
-                        collective_axis=axis,
-                    )
+                    )  # fmt: skip
 
                 plgpu.tcgen05_commit_arrive(mma_done, collective_axis=None if "commit of one" in defects else axis)
                 if "told by a plain barrier" in defects:
@@ -92,126 +73,92 @@ def matmul(m, n, k, *, pair=False, tile_n=64, tile_k=64, stages=2, defects=NO_DE
             if "early overwrite" not in defects:
                 plgpu.barrier_wait(stored)
 
-        @pl.when(wg == MMA_WARPGROUP)
+        @pl.when(wg == 0)
         def _mma():
             @plgpu.warp_map
             def _warp(warp):
-                pl.when(warp == LOAD_WARP)(load_all)
                 issuer = rank == (1 if "issued by the other" in defects else 0)
-                pl.when((warp == MMA_WARP) & issuer)(multiply_all)
+                pl.when(warp == 0)(load_all)
+                pl.when((warp == 1) & issuer)(multiply_all)
 
-        @pl.when(wg == STORE_WARPGROUP)
+        @pl.when(wg == 1)
         def _store():
             @pl.loop(0, tiles)
             def _tile(tile):
-                mi, ni = places(tile)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                if "told by a plain barrier" in defects:
-                    plgpu.barrier_wait(told)
-                elif "early epilogue" not in defects:
-                    plgpu.barrier_wait(mma_done)
+                if "early epilogue" not in defects:
+                    plgpu.barrier_wait(told if "told by a plain barrier" in defects else mma_done)
                 out_smem[...] = plgpu.async_load_tmem(acc_tmem).astype(out_smem.dtype)
                 plgpu.commit_smem()
-                rows = pl.ds(mi * tile_m + rank * ROWS, ROWS)
-                plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[rows, pl.ds(ni * tile_n, tile_n)])
+                plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[pl.ds(rank * ROWS, ROWS), pl.ds(tile * TILE, TILE)])
                 if "no wait for the load" not in defects:
                     plgpu.wait_load_tmem()
                 plgpu.barrier_arrive(stored)
 
             plgpu.wait_smem_to_gmem(0)
 
-    orders = "plain barrier" not in defects
+    orders = plgpu.Barrier(orders_tensor_core=True)
+    stored = plgpu.Barrier(orders_tensor_core="plain barrier" not in defects)
     if pair and "own epilogue" not in defects:
-        stored = plgpu.ClusterBarrier(collective_axes=("pair",), orders_tensor_core=orders, leader_tracked=True)
-    else:
-        stored = plgpu.Barrier(orders_tensor_core=orders)
-
-    def run(x, y):
-        return plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
-            scratch_types=[
-                tiled((stages, ROWS, tile_k), x.dtype),
-                tiled((stages, tile_k, block_n), y.dtype),
-                tiled((ROWS, tile_n), jnp.float32),
-                plgpu.TMEM((ROWS, tile_n), jnp.float32, collective=pair),
-                plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-                plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
-                plgpu.Barrier(orders_tensor_core=True),
-                plgpu.Barrier(),
-                stored,
-            ],
-            cluster=(ctas,),
-            cluster_names=("pair",),
-            num_threads=2,
-            thread_name="wg",
-        )(x, y)
-
-    return run
+        stored = plgpu.ClusterBarrier(
+            collective_axes=("pair",), orders_tensor_core="plain barrier" not in defects, leader_tracked=True
+        )
+    return plgpu.kernel(
+        body, out_type=out_type((m, n)), cluster=(ctas,), cluster_names=("pair",), num_threads=2, thread_name="wg",
+        scratch_types=[
+            tiled((ROWS, TILE), x.dtype), tiled((TILE, TILE // ctas), y.dtype), tiled((ROWS, TILE), jnp.float32),
+            plgpu.TMEM((ROWS, TILE), jnp.float32, collective=pair),
+            plgpu.Barrier(num_arrivals=2), orders, orders, plgpu.Barrier(), stored,
+        ],
+    )(x, y)  # fmt: skip
 
 
-def operand_in_tensor_memory(m, n, k, dtype, *, by_copy=False, defects=NO_DEFECTS):
-    """x[m, k] @ y[k, n] by one warpgroup, with x in tensor memory: stored there, or copied from shared memory."""
+def single_product(x, y, *, left="smem", pair=False, accumulator=jnp.float32, transposed=False, defects=NO_DEFECTS):
+    """x @ y by one mma of one warpgroup, or of a pair of CTAs with half of the rows and half of the columns each.
 
-    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, x_tmem, acc_tmem, loaded, done):
-        plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
-        plgpu.copy_gmem_to_smem(y_gmem, y_smem, loaded)
+    `left`: where x lies: in shared memory ("smem"), in tensor memory, stored there ("tmem"), or copied ("copied").
+    `transposed`: y is given as [n, k].
+    """
+    ctas, axis = (2, "pair") if pair else (1, None)
+    (m, k), n = x.shape, y.shape[0] if transposed else y.shape[1]
+    rows, columns = m // ctas, n // ctas
+
+    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, x_tmem, acc_tmem, loaded, met, done):
+        rank = lax.axis_index("pair")
+        own, of_y = pl.ds(rank * rows, rows), pl.ds(rank * columns, columns)
+        plgpu.copy_gmem_to_smem(x_gmem.at[own], x_smem, loaded)
+        plgpu.copy_gmem_to_smem(y_gmem.at[of_y] if transposed else y_gmem.at[:, of_y], y_smem, loaded)
         plgpu.barrier_wait(loaded)
-        if by_copy:
+        if left == "copied":
             plgpu.async_copy_smem_to_tmem(x_smem, x_tmem)
-        else:
+        elif left == "tmem":
             plgpu.async_store_tmem(x_tmem, x_smem[...])
             if "missing commit" not in defects:
                 plgpu.commit_tmem()
-        plgpu.tcgen05_mma(acc_tmem, x_tmem, y_smem, accumulate=False)
-        plgpu.tcgen05_commit_arrive(done)
+        if pair:
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+        right = y_smem.transpose((1, 0)) if transposed else y_smem
+        plgpu.tcgen05_mma(
+            acc_tmem, x_smem if left == "smem" else x_tmem, right, done, accumulate=False, collective_axis=axis
+        )
         plgpu.barrier_wait(done)
-        out_gmem[...] = plgpu.async_load_tmem(acc_tmem)
+        out_gmem[own] = plgpu.async_load_tmem(acc_tmem)
         if "reused at once" in defects:
-            plgpu.async_store_tmem(acc_tmem, jnp.zeros((m, n), jnp.float32))
+            plgpu.async_store_tmem(acc_tmem, jnp.zeros((rows, n), accumulator))
             plgpu.commit_tmem()
 
-    def run(x, y):
-        return plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
-            scratch_types=[
-                tiled((m, k), dtype),
-                tiled((k, n), dtype),
-                plgpu.TMEM((m, k), dtype, packed=True),
-                plgpu.TMEM((m, n), jnp.float32),
-                plgpu.Barrier(num_arrivals=2),
-                plgpu.Barrier(orders_tensor_core=True),
-            ],
-        )(x, y)
-
-    return run
-
-
-def single_product(x, y, *, accumulator=jnp.float32, transposed=False):
-    """x @ y by one mma of one warpgroup; `y` is given as [n, k] if it is `transposed`."""
-    m, n = x.shape[0], y.shape[0] if transposed else y.shape[1]
-
-    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, acc_tmem, loaded, done):
-        plgpu.copy_gmem_to_smem(x_gmem, x_smem, loaded)
-        plgpu.copy_gmem_to_smem(y_gmem, y_smem, loaded)
-        plgpu.barrier_wait(loaded)
-        right = y_smem.transpose((1, 0)) if transposed else y_smem
-        plgpu.tcgen05_mma(acc_tmem, x_smem, right, done, accumulate=False)
-        plgpu.barrier_wait(done)
-        out_gmem[...] = plgpu.async_load_tmem(acc_tmem)
-
+    of_left = plgpu.TMEM((ROWS, TILE), jnp.float32) if left == "smem" else plgpu.TMEM(
+        (rows, k), x.dtype, packed=True, collective=pair)  # fmt: skip
+    met = plgpu.ClusterBarrier(collective_axes=("pair",), orders_tensor_core="plain barrier" not in defects)
     return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((m, n), accumulator),
+        body, out_type=out_type((m, n), accumulator), cluster=(ctas,), cluster_names=("pair",),
         scratch_types=[
-            tiled(x.shape, x.dtype),
-            tiled(y.shape, y.dtype),
-            plgpu.TMEM((m, n), accumulator, packed=False),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(orders_tensor_core=True),
+            tiled((rows, k), x.dtype), tiled((columns, k) if transposed else (k, columns), y.dtype), of_left,
+            plgpu.TMEM((rows, n), accumulator, packed=False, collective=pair),
+            plgpu.Barrier(num_arrivals=2), met, plgpu.Barrier(orders_tensor_core=True),
         ],
-    )(x, y)
+    )(x, y)  # fmt: skip
 
 
 def pack_scales(scales):
@@ -220,6 +167,15 @@ def pack_scales(scales):
     padded = jnp.pad(scales.astype(jnp.float32), ((0, -rows % 128), (0, 0))).astype(scales.dtype)
     tiles = padded.reshape(-1, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
     return tiles.reshape(-1, blocks // 4, 32, 16)
+
+
+def pack_scales_of_half_rows(scales, columns):
+    """Reorders scales [columns, blocks of k] of the right operand for a pair of CTAs with 64 rows each."""
+    blocks = scales.shape[1]
+    parts = columns // 64  # Each half has this many parts of 32 columns.
+    split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
+    packed = split.reshape(1, blocks // 4, 64, parts * 4)
+    return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)
 
 
 def scaled_product(x, y, x_scales, y_scales, *, pair=False):
@@ -260,65 +216,14 @@ def scaled_product(x, y, x_scales, y_scales, *, pair=False):
         out_gmem[rows] = plgpu.async_load_tmem(acc_tmem)
 
     return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        body, out_type=out_type((m, n)), cluster=(ctas,), cluster_names=("pair",),
         scratch_types=[
-            tiled((block_m, k), x.dtype),
-            tiled((block_n, k), y.dtype),
-            plgpu.SMEM(left_block, dtype),
-            plgpu.SMEM(right.shape, dtype),
+            tiled((block_m, k), x.dtype), tiled((block_n, k), y.dtype),
+            plgpu.SMEM(left_block, dtype), plgpu.SMEM(right.shape, dtype),
             plgpu.TMEM((128, blocks), dtype, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pair),
             plgpu.TMEM((right_rows, blocks), dtype, layout=right_layout, collective=pair),
             plgpu.TMEM((block_m, n), jnp.float32, collective=pair),
-            plgpu.Barrier(num_arrivals=4),
-            plgpu.ClusterBarrier(collective_axes=("pair",)),
+            plgpu.Barrier(num_arrivals=4), plgpu.ClusterBarrier(collective_axes=("pair",)),
             plgpu.Barrier(orders_tensor_core=True),
         ],
-        cluster=(ctas,),
-        cluster_names=("pair",),
-    )(x, y, left, right)
-
-
-def pack_scales_of_half_rows(scales, columns):
-    """Reorders scales [columns, blocks of k] of the right operand for a pair of CTAs with 64 rows each."""
-    blocks = scales.shape[1]
-    parts = columns // 64  # Each half has this many parts of 32 columns.
-    split = scales.reshape(2, parts, 32, blocks // 4, 4).transpose(3, 0, 2, 1, 4)
-    packed = split.reshape(1, blocks // 4, 64, parts * 4)
-    return jnp.concatenate([packed, jnp.zeros((*packed.shape[:3], 16 - parts * 4), scales.dtype)], axis=-1)
-
-
-def pair_with_operand_in_tensor_memory(x, y, *, defects=NO_DEFECTS):
-    """x[256, k] @ y[k, n] by one pair, each CTA with its half of x in tensor memory."""
-    (m, k), n = x.shape, y.shape[1]
-
-    def body(x_gmem, y_gmem, out_gmem, x_smem, y_smem, x_tmem, acc_tmem, loaded, met, done):
-        rank = lax.axis_index("pair")
-        rows = pl.ds(rank * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(x_gmem.at[rows], x_smem, loaded)
-        plgpu.copy_gmem_to_smem(y_gmem.at[:, pl.ds(rank * (n // 2), n // 2)], y_smem, loaded)
-        plgpu.barrier_wait(loaded)
-        plgpu.async_store_tmem(x_tmem, x_smem[...])
-        plgpu.commit_tmem()
-        plgpu.barrier_arrive(met)
-        plgpu.barrier_wait(met)
-        plgpu.tcgen05_mma(acc_tmem, x_tmem, y_smem, done, accumulate=False, collective_axis="pair")
-        plgpu.barrier_wait(done)
-        out_gmem[rows] = plgpu.async_load_tmem(acc_tmem)
-
-    orders = "plain barrier" not in defects
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
-        scratch_types=[
-            tiled((ROWS, k), x.dtype),
-            tiled((k, n // 2), y.dtype),
-            plgpu.TMEM((ROWS, k), x.dtype, packed=True, collective=True),
-            plgpu.TMEM((ROWS, n), jnp.float32, collective=True),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.ClusterBarrier(collective_axes=("pair",), orders_tensor_core=orders),
-            plgpu.Barrier(orders_tensor_core=True),
-        ],
-        cluster=(2,),
-        cluster_names=("pair",),
-    )(x, y)
+    )(x, y, left, right)  # fmt: skip

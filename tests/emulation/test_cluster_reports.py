@@ -11,30 +11,67 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.emulation import ProtocolError, RaceError
-from tests.emulation.cases import out_type, run_kernel
-from tests.emulation.reports import Reports, X, check
+from tests.emulation.cases import WARPGROUP, Table, X, finish, put, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)
 LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
 PAIR = dict(cluster=(2,), cluster_names=("rank",))
-STORES = LOADING | PAIR
-STORES |= dict(compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup))
+STORES = LOADING | PAIR | dict(compiler_params=WARPGROUP)
 TWO = dict(num_threads=2, thread_name="wg")
-reports = Reports()
+table = Table()
+reports = table.reports
+
+
+def load(x, smem, loaded):
+    plgpu.copy_gmem_to_smem(x, smem, loaded, collective_axes="rank")
+
+
+def send(value, ref, barrier, to, **keywords):
+    plgpu.async_store_smem(value, ref, barrier, cluster_idx=to, cluster_dim="rank", **keywords)
+
+
+def own_rows(o):
+    return o.at[pl.ds(lax.axis_index("x") * 16, 16)]
+
+
+NO_CLUSTER, OTHER_AXIS, THREE = dict(cluster=(), cluster_names=()), {"cluster_names": ("r",)}, {"cluster": (3,)}
+TMEM = plgpu.TMEM((128, 64), jnp.float32)
+WIDE = [plgpu.TMEM((128, 256), jnp.float32), plgpu.TMEM((128, 512), jnp.float16, packed=True),
+        plgpu.TMEM((64, 128), jnp.float32)]  # fmt: skip
+IN_TMEM = dict(scratch_types=[TMEM], out=(128, 64))
+ALL = dict(axes={"x": 4}, out=(64, 64), scratch_types=[plgpu.SMEM((16, 64), jnp.float32)])
+
+for error, words, body, options in (
+    (ProtocolError, "'rank' is no axis of the cluster: it has ['r']", lambda x, o, *refs: load(x, *refs),
+     LOADING | PAIR | OTHER_AXIS),
+    (ProtocolError, "in a kernel without clusters", lambda x, o, *refs: load(x, *refs), LOADING),
+    (ProtocolError, "cannot be cut into 3 equal parts", lambda x, o, *refs: load(x, *refs), LOADING | PAIR | THREE),
+    (ProtocolError, "'rank' = 2 is no place in a cluster", lambda x, o, *refs: send(x[...], *refs, 2), STORES),
+    (ProtocolError, "'rank' is no axis of the cluster: it has ['r']", lambda x, o, *refs: send(x[...], *refs, 2),
+     STORES | OTHER_AXIS),
+    (ProtocolError, "'rank' = 2 in a kernel without clusters", lambda x, o, *refs: send(x[...], *refs, 2),
+     STORES | NO_CLUSTER),
+    (ProtocolError, "shared memory freed too early",
+     lambda x, o, *refs: send(x[...], *refs, lax.axis_index("rank")), STORES),
+    (ProtocolError, "uses 576 columns of tensor memory, 576 of them in this scope", lambda x, o, *refs: None,
+     dict(scratch_types=WIDE, located=False)),
+    (ProtocolError, "nobody has written", lambda x, o, tmem: put(o, plgpu.async_load_tmem(tmem)), IN_TMEM),
+    (ProtocolError, "only whole warpgroups access tensor memory",
+     lambda x, o, tmem: plgpu.warp_map(lambda _: put(o, plgpu.async_load_tmem(tmem))), IN_TMEM),
+    (ProtocolError, "tensor memory freed too early:\n  tensor memory store",
+     lambda x, o: pl.run_scoped(lambda tmem: plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32)), TMEM),
+     dict(out=(128, 64))),
+    (ProtocolError, "has left the kernel. Expected: device ",
+     lambda x, o, smem: plgpu.multimem_store(x[...], own_rows(o), "x"), ALL),
+    (ProtocolError, "waits for something",
+     lambda x, o, smem: (plgpu.multimem_store(x[...], own_rows(o), "x"), finish(enough=3))[0], ALL),
+    (RaceError, "race on output 0:\n  multimem store",
+     lambda x, o, smem: (plgpu.multimem_store(x[...], o.at[:16], "x"), finish())[0], ALL),
+):  # fmt: skip
+    reports(error, words, **options)(body)
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
-
-
-@reports(ProtocolError, "'q' is no axis of the cluster: it has ['r']", cluster=(2,), cluster_names=("r",), **LOADING)
-@reports(ProtocolError, "in a kernel without clusters", **LOADING)
-def loads_along_a_wrong_axis(x, o, smem, loaded):
-    plgpu.copy_gmem_to_smem(x, smem, loaded, collective_axes="q")
-
-
-@reports(ProtocolError, "cannot be cut into 3 equal parts", cluster=(3,), cluster_names=("rank",), **LOADING)
-def loads_in_three_parts(x, o, smem, loaded):
-    plgpu.copy_gmem_to_smem(x, smem, loaded, collective_axes="rank")
 
 
 @reports(ProtocolError, "no place in a cluster", scratch_types=[SMEM], **PAIR)
@@ -55,41 +92,23 @@ def loads_into_a_private_scope(x, o):
 ARRIVING = dict(out=(32,), scratch_types=[plgpu.ClusterBarrier(collective_axes=("rank",))], **PAIR)
 
 
-@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **ARRIVING)
-@reports(ProtocolError, "left the cluster too early", settings={"seed": 1}, **ARRIVING)
-def arrives_at_a_cta_that_has_ended(x, o, barrier):
+def slowly(o, act):
+    """CTA 0 acts when CTA 1 has long ended."""
+
     @pl.when(lax.axis_index("rank") == 0)
-    def _arrive():
+    def _act():
         for i in range(20):
             o[i] = jnp.float32(i)
-        plgpu.barrier_arrive(barrier)
+        act()
 
 
-def send(value, ref, barrier, to, **keywords):
-    plgpu.async_store_smem(value, ref, barrier, cluster_idx=to, cluster_dim="rank", **keywords)
-
-
-@reports(ProtocolError, "'rank' = 2 is no place in a cluster", **STORES)
-@reports(ProtocolError, "'rank' is no axis of the cluster: it has ['r']", **STORES | {"cluster_names": ("r",)})
-@reports(ProtocolError, "'rank' = 2 in a kernel without clusters", **STORES | {"cluster": (), "cluster_names": ()})
-def stores_outside_the_cluster(x, o, smem, barrier):
-    send(x[...], smem, barrier, 2)
-
-
-@reports(ProtocolError, "left the cluster too early", settings={"scheduler": "round_robin"}, **STORES)
-@reports(ProtocolError, "left the cluster too early", **STORES,
-         settings={"scheduler": "round_robin", "detect_races": False})  # fmt: skip
-def stores_to_a_cta_that_has_ended(x, o, smem, barrier):
-    @pl.when(lax.axis_index("rank") == 0)
-    def _send():
-        for i in range(20):
-            o[0, i] = jnp.float32(i)
-        send(x[...], smem, barrier, 1)
-
-
-@reports(ProtocolError, "shared memory freed too early", **STORES)
-def leaves_before_its_store_lands(x, o, smem, barrier):
-    send(x[...], smem, barrier, lax.axis_index("rank"))
+IN_ORDER = {"scheduler": "round_robin"}
+for settings in (IN_ORDER, {"seed": 1}):
+    reports(ProtocolError, "left the cluster too early", settings=settings, **ARRIVING)(
+        lambda x, o, barrier: slowly(o, lambda: plgpu.barrier_arrive(barrier)))  # fmt: skip
+for settings in (IN_ORDER, IN_ORDER | {"detect_races": False}):
+    reports(ProtocolError, "left the cluster too early", settings=settings, **STORES)(
+        lambda x, o, smem, barrier: slowly(o.at[0], lambda: send(x[...], smem, barrier, 1)))  # fmt: skip
 
 
 @reports(ProtocolError, "2 arrivals in phase 0, expected 1", **STORES)
@@ -128,6 +147,17 @@ def stores_where_a_load_lands(x, o, smem, barrier, loaded):
         o[...] = smem[...]
 
 
+@reports(
+    RaceError, "output 0", x=X[:8], out=(2,), scratch_types=[plgpu.SMEM((8, 64), X.dtype), plgpu.Barrier()], **PAIR
+)
+def takes_a_multicast_copy_for_a_message(x, o, tile, full):
+    rank = lax.axis_index("rank")
+    pl.when(rank == 0)(lambda: put(o.at[0], jnp.float32(1)))
+    load(x, tile, full)
+    plgpu.barrier_wait(full)
+    pl.when(rank == 1)(lambda: put(o.at[1], o[0] + 1))
+
+
 @pytest.mark.parametrize(
     ("words", "shape", "dtype", "barrier", "into", "keywords"),
     [
@@ -147,31 +177,10 @@ def test_stores_that_mosaic_does_not_compile(words, shape, dtype, barrier, into,
         plgpu.warp_map(store) if words == "in one warp" else store()
 
     with pytest.raises(NotImplementedError, match=words):
-        run_kernel(body, out_type=out_type((1,)), **STORES | {"scratch_types": [plgpu.SMEM(shape, dtype), barrier]})
+        run_kernel(body, out=(1,), **STORES | {"scratch_types": [plgpu.SMEM(shape, dtype), barrier]})
 
 
 # ---- tensor memory, multicast ----------------------------------------------------------------------------------------
-
-WIDE = [plgpu.TMEM((128, 256), jnp.float32), plgpu.TMEM((128, 512), jnp.float16, packed=True)]
-TMEM = dict(scratch_types=[plgpu.TMEM((128, 64), jnp.float32)], out=(128, 64))
-
-
-@reports(ProtocolError, "uses 576 columns of tensor memory, 576 of them in this scope",
-         scratch_types=[*WIDE, plgpu.TMEM((64, 128), jnp.float32)], located=False)  # fmt: skip
-def asks_for_more_columns_than_there_are(x, o, a, b, c):
-    pass
-
-
-@reports(ProtocolError, "nobody has written", **TMEM)
-def loads_what_nobody_has_stored(x, o, tmem):
-    o[...] = plgpu.async_load_tmem(tmem)
-
-
-@reports(ProtocolError, "only whole warpgroups access tensor memory", **TMEM)
-def loads_by_one_warp(x, o, tmem):
-    @plgpu.warp_map
-    def _warp(warp):
-        o[...] = plgpu.async_load_tmem(tmem)
 
 
 @reports(ProtocolError, "tensor memory freed too early:\n  tensor memory load", out=(128, 64))
@@ -183,43 +192,6 @@ def leaves_a_scope_before_its_load_ends(x, o):
 
     for _ in range(2):
         pl.run_scoped(scope, plgpu.TMEM((128, 64), jnp.float32))
-
-
-@reports(ProtocolError, "tensor memory freed too early:\n  tensor memory store", out=(128, 64))
-def leaves_a_scope_before_its_store_ends(x, o):
-    pl.run_scoped(
-        lambda tmem: plgpu.async_store_tmem(tmem, jnp.zeros((128, 64), jnp.float32)), plgpu.TMEM((128, 64), jnp.float32)
-    )
-
-
-ALL = dict(axes={"x": 4}, out=(64, 64), scratch_types=[plgpu.SMEM((16, 64), jnp.float32)])
-
-
-def finish(count=4):
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
-    plgpu.semaphore_signal_multicast(done, collective_axes="x")
-    pl.semaphore_wait(done, count)
-
-
-def own_rows(o):
-    return o.at[pl.ds(lax.axis_index("x") * 16, 16)]
-
-
-@reports(ProtocolError, "has left the kernel. Expected: device ", "waits for something", **ALL)
-def leaves_before_a_multicast(x, o, smem):
-    plgpu.multimem_store(x[...], own_rows(o), "x")
-
-
-@reports(ProtocolError, "has left the kernel. Expected: device ", "waits for something", **ALL)
-def waits_for_too_few_peers(x, o, smem):
-    plgpu.multimem_store(x[...], own_rows(o), "x")
-    finish(3)
-
-
-@reports(RaceError, "race on output 0:\n  multimem store", **ALL)
-def multicasts_to_the_same_rows(x, o, smem):
-    plgpu.multimem_store(x[...], o.at[:16], "x")
-    finish()
 
 
 @reports(RaceError, "may leave the kernel before\n  TMA store, write", **ALL)
@@ -237,6 +209,6 @@ def reduces_what_nobody_has_written(x, o, smem):
     finish()
 
 
-@pytest.mark.parametrize("case", reports.cases)
+@pytest.mark.parametrize("case", table.cases)
 def test_report(case):
-    check(case)
+    case()

@@ -16,7 +16,7 @@ from overlap.emulation import DeadlockError, EmulationError, ProtocolError, Race
 from overlap.emulation.execution import registers
 from overlap.emulation.foundations import ptx
 from tests.emulation.cases import out_type
-from tests.emulation.inline_cases import SEND, WAIT, inline, message, on_words
+from tests.emulation.inline_cases import WAIT, inline, on_words
 
 PROLOGUE = "{ .reg .b32 r<4>; .reg .b64 w<3>; .reg .pred p, q; mov.u32 r0, 7; mov.u32 r1, 0xfffffffe; "
 SUMS = {
@@ -82,16 +82,8 @@ def test_atomic_operations_and_wide_accesses():
         one = "@$1 {}.relaxed.gpu.global.{}.{} [$0], {};".format
         for operation, kind, value in (("add", "u32", 5), ("max", "s32", -1), ("max", "u32", 9), ("or", "b32", 6)):
             inline(one("red", operation, kind, value), words.at[0], elect=True)  # The word becomes 5, 5, 9, 15.
-        for index, (operation, values) in enumerate(
-            (
-                ("cas.b32", "15, 4"),
-                ("inc.u32", "4"),
-                ("exch.b32", "77"),
-                ("inc.u32", "78"),
-                ("inc.u32", "60"),
-                ("inc.u32", "60"),
-            )
-        ):
+        operations = "cas.b32", "inc.u32", "exch.b32", "inc.u32", "inc.u32", "inc.u32"
+        for index, (operation, values) in enumerate(zip(operations, ("15, 4", "4", "77", "78", "60", "60"))):
             text = f"@$2 atom.acq_rel.sys.global.{operation} $0, [$1], {values};"
             out[index] = inline(text, words.at[0], elect=True, dtype=jnp.int32)
         inline("st.release.sys.global.b64 [$0+8], 0x500000006;", words)
@@ -148,69 +140,46 @@ def test_who_stores_before_it_looks_needs_sequential_consistency(fence):
     assert found >= {(0, 1), (1, 0)} and ((0, 0) in found) == (fence == "acq_rel")
 
 
-# ---- order: one-line mutants -----------------------------------------------------------------------------------------
+# ---- order: one-line mutants of a message (more: tests/protocol/test_handshake_texts.py) -----------------------------
 
-# For each defect: (the changed text: "send" or "wait", what is replaced, by what, the fault, words of the report).
-MUTANTS = {
-    "no release": ("send", "fence.acq_rel.sys; ", "", RaceError, "is not ordered"),
-    "acquire in place of release": ("send", "acq_rel.sys", "acquire.sys", RaceError, "is not ordered"),
-    "a release within the GPU": ("send", "fence.acq_rel.sys", "fence.acq_rel.gpu", RaceError, "is not ordered"),
-    "a store within the GPU": ("send", "st.relaxed.sys", "st.relaxed.gpu", ProtocolError, "stays on its device"),
-    "a release behind the store": ("send", SEND, "st.relaxed.sys.global.b32 [$0], 3; fence.sc.sys;", RaceError, ""),
-    "a plain store": ("send", "st.relaxed.sys", "st", RaceError, "is not ordered"),
-    "too little": ("send", " 3;", " 2;", DeadlockError, r"semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
-    "another word": ("send", "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[0\] of device 0, got 0"),
-    "beyond the words": ("send", "[$0]", "[$0+8]", ProtocolError, "bytes 8 to 12 are out of bounds for semaphore"),
-    "more than": ("wait", "setp.ge", "setp.gt", DeadlockError, r"got 3 \(setp.gt.u32 enough, number, 3\)"),
-    "at most": ("wait", "setp.ge", "setp.le", RaceError, ""),
-    "the other way round": ("wait", "@!enough", "@enough", RaceError, ""),
-    "one look": ("wait", "@!enough bra LOOK;", "", RaceError, ""),
-    "a look within the GPU": ("wait", "ld.relaxed.sys", "ld.relaxed.gpu", ProtocolError, "expected scope 'sys'"),
-    "a plain look": ("wait", "ld.relaxed.sys", "ld", RaceError, "is a plain access"),
-    "the wrong word": ("wait", "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[1\] of device \d, got 0"),
-    "no acquire": ("wait", "fence.acquire.sys;", "", RaceError, ""),
-    "an acquire within the GPU": ("wait", "fence.acquire.sys", "fence.acquire.gpu", RaceError, ""),
-    "release in place of acquire": ("wait", "fence.acquire.sys", "fence.release.sys", RaceError, ""),
-    "no proxy fence": ("wait", "fence.proxy.async.global;", "", RaceError, "missing proxy fence"),
-    "a fence of aliases": ("wait", "proxy.async.global", "proxy.alias", RaceError, "missing proxy fence"),
-    "a fence of shared memory": ("wait", "async.global", "async.shared::cta", RaceError, "missing proxy fence"),
-    "the proxy fence first": (
-        "wait", "fence.acquire.sys;\n    fence.proxy.async.global;", "fence.proxy.async.global; fence.acquire.sys;",
-        RaceError, "missing proxy fence",
-    ),
-}  # fmt: skip
-# Changes that the emulator must not report. The key of each says why the changed program is still correct.
-HARMLESS = {
-    "a sequentially consistent fence is more than a release": ("send", "acq_rel", "sc"),
-    "a release suffices where nothing is acquired": ("send", "acq_rel", "release"),
-    "a releasing store needs no fence": ("send", SEND, "st.release.sys.global.u32 [$0], 3;"),
-    "an atomic operation is a store as well": ("send", "st.relaxed.sys.global.b32", "red.relaxed.sys.global.max.u32"),
-    "nobody writes any other number": ("wait", "setp.ge", "setp.eq"),
-    "an acquiring load needs no fence": ("wait", "ld.relaxed", "ld.acquire"),
-    "a fence of both spaces is more than one of global memory": ("wait", "async.global", "async"),
-    "sleeping takes time alone": ("wait", "@!enough bra", "nanosleep.u32 40; @!enough bra"),
-}
+SEND = "fence.acq_rel.gpu; st.relaxed.gpu.global.b32 [$0], 3;"
+# The changed text, what is replaced, by what; the fault, and words of the report.
+MUTANTS = [
+    (SEND, "fence.acq_rel.gpu; ", "", RaceError, "race on output 0"),
+    (SEND, "st.relaxed.gpu", "st", RaceError, "is not ordered"),
+    (SEND, " 3;", " 2;", DeadlockError, r"semaphore\[0\] of device 0, got 2 \(setp.ge.u32 .* 3\)"),
+    (SEND, "[$0]", "[$0+4]", DeadlockError, r"polls semaphore\[0\] of device 0, got 0"),
+    (SEND, "[$0]", "[$0+16]", ProtocolError, "bytes 16 to 20 are out of bounds for semaphore"),
+    (WAIT, "setp.ge", "setp.gt", DeadlockError, r"got 3 \(setp.gt.u32 enough, number, 3\)"),
+    (WAIT, "ld.relaxed.gpu", "ld", RaceError, "is a plain access"),
+    (WAIT, "fence.acquire.gpu;", "", RaceError, "race on output 0"),
+    (WAIT, "@!enough bra LOOK;", "", RaceError, "race on output 0"),
+]
 
 
-def changed(which, old, new):
-    texts = {"send": SEND, "wait": WAIT}
-    assert texts[which].count(old) == 1
-    return message(**{**texts, which: texts[which].replace(old, new)})
+def message(send, wait):
+    """CTA 1 writes a number and then a word; CTA 0 waits for the word and reads the number."""
+
+    def act(words, out):
+        @pl.when(lax.axis_index("cta") == 1)
+        def _send():
+            out[1] = jnp.int32(5)
+            inline(send, words.at[0])
+
+        @pl.when(lax.axis_index("cta") == 0)
+        def _receive():
+            inline(wait, words.at[0])
+            out[0] = out[1]
+
+    return on_words(act, ctas=2, results=2)
 
 
-@pytest.mark.parametrize("mutant", [None, *HARMLESS])
-def test_clean(mutant):
-    run = changed(*HARMLESS[mutant]) if mutant else message()
-    for seed, completion in enumerate(("late", "eager", "random")):
-        with emulate(seed=seed, completion=completion):
-            run()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_each_mutant_is_reported(mutant):
-    *change, fault, words = MUTANTS[mutant]
-    with pytest.raises(fault, match=f"(?s){words}"), emulate():
-        changed(*change)()
+def test_a_message_and_its_mutants():
+    assert message(SEND, WAIT) == [5, 5]
+    for text, old, new, fault, words in MUTANTS:
+        assert text.count(old) == 1
+        with pytest.raises(fault, match=f"(?s){words}"):
+            message(*(each.replace(old, new) if each is text else each for each in (SEND, WAIT)))
 
 
 # ---- waits -----------------------------------------------------------------------------------------------------------
@@ -219,26 +188,26 @@ def test_each_mutant_is_reported(mutant):
 def test_a_wait_is_content_with_the_first_number_that_ends_it():
     """A wait for 2 signals may see 3. The thread must still not rely on the data behind the third signal."""
 
-    def act(words, out):
-        cta = lax.axis_index("cta")
+    def run(count, seed):
+        def act(words, out):
+            cta = lax.axis_index("cta")
 
-        @pl.when(cta > 0)
-        def _signal():
-            out[cta] = cta
-            plgpu.semaphore_signal(words.at[0], memory_scope="gpu")
+            @pl.when(cta > 0)
+            def _signal():
+                out[cta] = cta
+                plgpu.semaphore_signal(words.at[0], memory_scope="gpu")
 
-        @pl.when(cta == 0)
-        def _wait():
-            inline(WAIT.replace("sys", "gpu").replace(", 3;", f", {count};"), words.at[0])
-            out[0] = out[1] + out[2] + out[3]
+            @pl.when(cta == 0)
+            def _wait():
+                inline(WAIT.replace(", 3;", f", {count};"), words.at[0])
+                out[0] = out[1] + out[2] + out[3]
 
-    for count in (3, 2):
-        for seed in range(3):
-            if count == 3:
-                assert on_words(act, ctas=4, results=4, seed=seed) == [6, 1, 2, 3]
-            else:
-                with pytest.raises(RaceError, match="race on output 0"):
-                    on_words(act, ctas=4, results=4, seed=seed)
+        return on_words(act, ctas=4, results=4, seed=seed)
+
+    for seed in range(3):
+        assert run(3, seed) == [6, 1, 2, 3]
+        with pytest.raises(RaceError, match="race on output 0"):
+            run(2, seed)
 
 
 POLL = "{ .reg .pred p; .reg .b32 n, tries; mov.u32 tries, 0; LOOK: ld.relaxed.gpu.global.b32 n, [$1]; "
@@ -273,7 +242,10 @@ def test_time_stands_still_unless_there_is_a_clock(monkeypatch):
         { .reg .b64 now; mov.u64 now, %globaltimer; setp.lt.u64 p, now, 1000; @p bra LOOK; trap; }
         END: mov.u32 $0, n; }"""
     )
-    act = lambda words, out: out.__setitem__(0, inline(text, words.at[0], dtype=jnp.int32))  # noqa: E731
+
+    def act(words, out):
+        out[0] = inline(text, words.at[0], dtype=jnp.int32)
+
     with pytest.raises(DeadlockError, match=r"polls semaphore\[0\]"):
         on_words(act)
     clock = itertools.count(step=10)
@@ -324,6 +296,8 @@ def test_plain_stores_to_ordinary_buffers():
         inline("st.global.b32 [$0], 9;", out.at[0])
 
     assert on_words(act, results=4) == [9, 7, 1, 2]
+    with pytest.raises(RaceError, match=r"race on output 0:\n.*bytes 0 to 4"):  # Two CTAs store to one place.
+        on_words(lambda words, out: inline("st.global.b32 [$0], 1;", out), ctas=2)
     for text, said in (
         ("st.global.b64 [$0+4], 0;", "byte 4 of output 0 is no address for 8 bytes"),
         ("st.global.b32 [$0+16], 0;", "bytes 16 to 20 are out of bounds for output 0 of device 0, which has 16"),
@@ -351,48 +325,28 @@ def test_plain_accesses_to_shared_memory():
         on_words(lambda words, out: counted(words, out, unwritten=True), results=2)
 
 
-def test_plain_stores_of_two_ctas_to_one_place_are_a_race():
-    own = lambda words, out: inline("st.global.b32 [$0], 1;", out.at[lax.axis_index("cta")])  # noqa: E731
-    assert on_words(own, ctas=2, results=2) == [1, 1]
-    with pytest.raises(RaceError, match=r"race on output 0:\n.*bytes 0 to 4"):
-        on_words(lambda words, out: inline("st.global.b32 [$0], 1;", out), ctas=2)
-
-
-def test_cycles_are_steps_of_the_scheduler():
-    def act(words, out):
-        for index in range(3):
-            out[index] = inline("nanosleep.u32 40; mov.u32 $0, %clock;", dtype=jnp.int32)
-
-    first, second, third = on_words(act, results=3)
-    assert 0 < first < second < third
-
-
-def test_ordinary_buffers_and_other_functions():
-    with pytest.raises(EmulationError, match="inline PTX on output 0, which is no array of semaphores"):
-        on_words(lambda words, out: inline("st.relaxed.gpu.global.b32 [$0], 1;", out))
-
+def test_ordinary_buffers_and_other_functions_and_arrays():
     def asks(context, ref):
         context.device_id()
-
-    with pytest.raises(
-        NotImplementedError, match="asks cannot be emulated: it asks the launch context for `device_id`"
-    ):
-        on_words(lambda words, out: plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(asks)(words.at[0]))
 
     def meets(_):
         mgpu_utils.warpgroup_barrier()
 
-    with pytest.raises(NotImplementedError, match="meets cannot be emulated"):
-        on_words(lambda words, out: plgpu.inline_mgpu()(meets)())
+    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+    for error, words, act in (
+        (EmulationError, "inline PTX on output 0, which is no array of semaphores",
+         lambda words, out: inline("st.relaxed.gpu.global.b32 [$0], 1;", out)),
+        (NotImplementedError, "asks cannot be emulated: it asks the launch context for `device_id`",
+         lambda words, out: plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(asks)(words.at[0])),
+        (NotImplementedError, "meets cannot be emulated", lambda words, out: plgpu.inline_mgpu()(meets)()),
+        (NotImplementedError, r"an array of shape \(128,\), and only scalars",
+         lambda words, out: plgpu.inline_mgpu(arg_types=(layout,))(lambda _, x: None)(jnp.zeros(128, np.int32))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            on_words(act)
 
 
 def test_what_is_no_ptx():
     for text in ("add.u32 a, a, 1", "} add.u32 a;", "{ .reg .b32 a, a; }", "{ A: A: }", "1 + 1;", ".reg a;"):
         with pytest.raises(ptx.PtxError):
             ptx.parse(text)
-
-
-def test_arrays_are_no_operands():
-    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-    with pytest.raises(NotImplementedError, match=r"an array of shape \(128,\), and only scalars"):
-        on_words(lambda words, out: plgpu.inline_mgpu(arg_types=(layout,))(lambda _, x: None)(jnp.zeros(128, np.int32)))

@@ -22,27 +22,78 @@ from overlap.emulation import (
     emulate,
     run_sequence,
 )
-from tests.emulation.cases import TILED, out_type, run_kernel
-from tests.emulation.reports import Reports, X, check
+from tests.emulation.cases import Table, X, put, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)
 LOADING = dict(scratch_types=[SMEM, plgpu.Barrier()])
 TWO = dict(num_threads=2, thread_name="wg")
-reports = Reports()
+table = Table()
+reports = table.reports
+
+
+def on_two(*scratch, out=(32, 64)):
+    return dict(axes={"x": 2}, out=out, scratch_types=list(scratch))
+
+
+SHARD = plgpu.SMEM((32, 64), jnp.float32)
+SQUARE = dict(axes={"x": 2, "y": 2}, out=(32, 64))
+ONE_CTA = dict(grid=(1,), grid_names=("c",))
+GLOBAL = plgpu.SemaphoreType.REGULAR
+
+
+def writes_to(device_id, **kwargs):
+    def body(x, o):
+        computed = jax.tree.map(lambda i: i + 0 * lax.axis_index("x"), device_id)
+        plgpu.remote_ref(o, computed, **kwargs)[...] = x[...]
+
+    return body
+
+
+def signal_the_other():
+    plgpu.semaphore_signal(pl.get_global(GLOBAL), device_id={"x": 1 - lax.axis_index("x")})
+
+
+# ---- kernels of one line ---------------------------------------------------------------------------------------------
+
+for error, words, body, options in (
+    (NotImplementedError, "the primitive wait_gmem_to_smem is not emulated (docs/EMULATION.md lists what is not)",
+     lambda x, o: plgpu.wait_gmem_to_smem(0), {}),
+    (NotImplementedError, "the primitive psum", lambda x, o: put(o, lax.psum(x[...], "x")), on_two()),
+    (NotImplementedError, "a multicast_ref can only be the target of copy_smem_to_gmem",
+     lambda x, o: put(o, plgpu.multicast_ref(x, "x")[...]), on_two()),
+    (NotImplementedError, "increment must be a constant",
+     lambda x, o: pl.semaphore_signal(pl.get_global(GLOBAL), lax.axis_index("c") + 1), ONE_CTA),
+    (EmulationError, "indices that are arrays (gather and scatter) are not emulated",
+     lambda x, o: put(o, x[jnp.arange(64)]), {}),
+    (ProtocolError, "input 0[1:65...]: index 1:65 is out of bounds for a dimension of size 64",
+     lambda x, o: put(o, x[pl.ds(lax.axis_index("c") + 1, 64)]), ONE_CTA),
+    (ProtocolError, "loaded[5...]: index 5:6 is out of bounds",
+     lambda x, o, smem, loaded: plgpu.copy_gmem_to_smem(x, smem, loaded.at[lax.axis_index("c") + 5]),
+     ONE_CTA | {"scratch_types": [SMEM, plgpu.Barrier(num_barriers=2)]}),
+    (ProtocolError, "input 0 of device 0 (gmem) is an input that is not aliased to an output: it must not be written",
+     lambda x, o: put(x, jnp.zeros(X.shape, X.dtype)), {}),
+    (ValueError, "a grid of no CTAs, got {'c': 0}", lambda x, o: put(o, x[...]), dict(grid=(0,), grid_names=("c",))),
+    (ProtocolError, "a device id names the axis 'z', which the mesh {'x': 2, 'y': 2} does not have",
+     writes_to({"z": 0}), SQUARE),
+    (ProtocolError, "a device id with 1 coordinates for the mesh", writes_to(1), SQUARE),
+    (ProtocolError, "the device id 2 is out of range for the mesh axis 'x' of size 2", writes_to({"x": 2}), SQUARE),
+    (ProtocolError, "the logical device id 7 is out of range for a mesh of 2 devices",
+     writes_to(7, device_id_type=pl.DeviceIdType.LOGICAL), on_two()),
+    (ProtocolError, "a device id in a kernel outside jax.shard_map, which runs on one device and has no mesh",
+     lambda x, o: pl.semaphore_signal(pl.get_global(GLOBAL), device_id={"x": 1}), {}),
+    (ProtocolError, "smem is this CTA's own memory, which other devices cannot reach. Expected: an operand",
+     lambda x, o, smem: put(plgpu.remote_ref(smem, {"x": 0}), x[...]), on_two(SHARD)),
+    (ProtocolError, "a multicast over the axes ('x',) in the mesh {'x': 2, 'y': 2}: NVLink multicast reaches all",
+     lambda x, o: plgpu.multimem_store(x[...], o, "x"), SQUARE),
+    (ProtocolError, "which has left the kernel",
+     lambda x, o: signal_the_other(), on_two()),
+    (ProtocolError, "late signal: device", lambda x, o: signal_the_other(),  # There in time, by chance.
+     on_two() | {"settings": {"scheduler": "round_robin"}}),
+):  # fmt: skip
+    reports(error, words, **options)(body)
 
 
 # ---- what is not emulated --------------------------------------------------------------------------------------------
-
-
-@reports(NotImplementedError, "kernel 'lacking': at ", "test_reports.py",
-         "the primitive wait_gmem_to_smem is not emulated (docs/EMULATION.md lists what is not)")  # fmt: skip
-def lacking(x, o):
-    plgpu.wait_gmem_to_smem(0)
-
-
-@reports(NotImplementedError, "the primitive psum", axes={"x": 2}, out=(32, 64))
-def collective(x, o):
-    o[...] = lax.psum(x[...], "x")
 
 
 @reports(NotImplementedError, "inside a kernel only a map over warps is emulated, got a map over ['Mesh']")
@@ -52,11 +103,6 @@ def maps(x, o):
         pass
 
     _inner()
-
-
-@reports(EmulationError, "indices that are arrays (gather and scatter) are not emulated")
-def gathers(x, o):
-    o[...] = x[jnp.arange(64)]
 
 
 BY_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
@@ -70,19 +116,39 @@ def strides(x, o, smem, loaded):
     o[...] = smem[pl.ds(0, 32, stride=2)]
 
 
-@reports(NotImplementedError, "increment must be a constant", grid=(1,), grid_names=("i",))
-def signals_a_traced_count(x, o):
-    pl.semaphore_signal(pl.get_global(plgpu.SemaphoreType.REGULAR), lax.axis_index("i") + 1)
+# ---- barriers, semaphores, bounds, names -----------------------------------------------------------------------------
 
 
-@reports(
-    NotImplementedError, "a multicast_ref can only be the target of copy_smem_to_gmem", axes={"x": 2}, out=(32, 64)
-)
-def reads_a_multicast_reference(x, o):
-    o[...] = plgpu.multicast_ref(x, "x")[...]
+@reports(DeadlockError, "scratch_types is one CTA's own", grid=(2,), grid_names=("c",),
+         scratch_types=[plgpu.SemaphoreType.REGULAR])  # fmt: skip
+def meets_at_a_semaphore_of_its_own(x, o, flag):
+    plgpu.semaphore_signal(flag)
+    plgpu.semaphore_wait(flag, 2, decrement=False)
 
 
-# ---- barriers, bounds, names -----------------------------------------------------------------------------------------
+@reports(DeadlockError, "never launched (CTA 1)", "CTA 0: waits for semaphore of device 0 to reach 2, got 1",
+         grid=(2,), grid_names=("c",), settings={"resident": 1})  # fmt: skip
+def meets_where_one_cta_fits(x, o):
+    meets_at_a_semaphore_of_its_own(x, o, pl.get_global(plgpu.SemaphoreType.REGULAR))
+
+
+@reports(ProtocolError, "missed phase", scratch_types=[plgpu.Barrier()])
+def arrives_twice(x, o, barrier):
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+@reports(ProtocolError, "waited for it differently often", num_threads=1, thread_name="wg", **LOADING)
+def waits_for_what_only_a_warp_has_waited_for(x, o, smem, full):
+    @plgpu.warp_map
+    def _(warp):
+        @pl.when(warp == 1)
+        def _():
+            plgpu.copy_gmem_to_smem(x, smem, full)
+            plgpu.barrier_wait(full)
+
+    plgpu.barrier_wait(full)
 
 
 @reports(DeadlockError, "device 0, CTA 0: waits for phase 0 of barrier loaded, got 1 of 2 arrivals",
@@ -116,113 +182,18 @@ def polls_for_ever(x, o, barrier):
     lax.while_loop(lambda done: ~done, lambda _: plgpu.barrier_test(barrier), False)
 
 
-ONE_CTA = dict(grid=(1,), grid_names=("c",))
+# ---- devices --------------------------------------------------------------------------------------------------------
 
 
-@reports(ProtocolError, "input 0[1:65...]: index 1:65 is out of bounds for a dimension of size 64", **ONE_CTA)
-def reads_beyond(x, o):
-    o[...] = x[pl.ds(lax.axis_index("c") + 1, 64)]
-
-
-@reports(ProtocolError, "loaded[5...]: index 5:6 is out of bounds", **ONE_CTA,
-         scratch_types=[SMEM, plgpu.Barrier(num_barriers=2)])  # fmt: skip
-def loads_to_a_barrier_beyond(x, o, smem, loaded):
-    plgpu.copy_gmem_to_smem(x, smem, loaded.at[lax.axis_index("c") + 5])
-
-
-@reports(
-    ProtocolError, "input 0 of device 0 (gmem) is an input that is not aliased to an output", "must not be written"
-)
-def writes_an_input(x, o):
-    x[...] = jnp.zeros(X.shape, X.dtype)
-
-
-@reports(RaceError, "race on tile_smem:", "of tile_smem (smem)", **LOADING)
-def copies_unseen(x_gmem, out_gmem, tile_smem, loaded):
-    plgpu.copy_gmem_to_smem(x_gmem, tile_smem, loaded)
-    plgpu.copy_smem_to_gmem(tile_smem, out_gmem.at[:])
-
-
-@reports(RaceError, "race on tiles[0]:", scratch_types=[[SMEM, plgpu.Barrier()]])
-def copies_unseen_of_a_list(x, o, tiles):
-    copies_unseen(x, o, *tiles)
-
-
-@reports(RaceError, "race on smem", scratch_types=[SMEM])
-def waits_for_too_few_stores(x, o, smem):
-    smem[...] = x[...]
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem, o)
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-    smem[...] = x[...]
-    plgpu.wait_smem_to_gmem(0)
-
-
-@reports(ProtocolError, "is read while 1 wgmma", x=X.astype(np.float16),
-         scratch_types=[plgpu.SMEM(X.shape, jnp.float16, transforms=TILED), plgpu.Barrier()])  # fmt: skip
-def reads_an_accumulator_too_early(a, o, smem, barrier):
-    plgpu.copy_gmem_to_smem(a, smem, barrier)
-    plgpu.barrier_wait(barrier)
-
-    def scope(acc):
-        plgpu.wgmma(acc, smem, smem)
-        return plgpu.wgmma_accumulator_load(acc, wait_n=1)
-
-    o[...] = pl.run_scoped(scope, plgpu.ACC((64, 64), jnp.float32))
-
-
-@reports(ValueError, "kernel 'has_no_ctas': a grid of no CTAs, got {'c': 0}",
-         grid=(0,), grid_names=("c",))  # fmt: skip
-def has_no_ctas(x, o):
-    o[...] = x[...]
-
-
-# ---- devices and axes ------------------------------------------------------------------------------------------------
-
-
-def signals(device_id, **kwargs):
-    def body(x, o):
-        computed = jax.tree.map(lambda i: i + 0 * lax.axis_index("x"), device_id)
-        plgpu.remote_ref(o, computed, **kwargs)[...] = x[...]
-
-    return body
-
-
-SQUARE = dict(axes={"x": 2, "y": 2}, out=(32, 64))
-reports(ProtocolError, "a device id names the axis 'z', which the mesh {'x': 2, 'y': 2} does not have", **SQUARE)(
-    signals({"z": 0}))  # fmt: skip
-reports(ProtocolError, "a device id with 1 coordinates for the mesh", "Expected: one per axis, or a dict",
-        **SQUARE)(signals(1))  # fmt: skip
-reports(ProtocolError, "the device id 2 is out of range for the mesh axis 'x' of size 2", **SQUARE)(signals({"x": 2}))
-reports(ProtocolError, "the logical device id 7 is out of range for a mesh of 2 devices", axes={"x": 2}, out=(32, 64))(
-    signals(7, device_id_type=pl.DeviceIdType.LOGICAL))  # fmt: skip
-
-
-@reports(ProtocolError, "a device id in a kernel outside jax.shard_map, which runs on one device and has no mesh")
-def signals_without_a_mesh(x, o):
-    pl.semaphore_signal(pl.get_global(plgpu.SemaphoreType.REGULAR), device_id={"x": 1})
-
-
-@reports(ProtocolError, "smem is this CTA's own memory, which other devices cannot reach. Expected: an operand",
-         axes={"x": 2}, out=(32, 64), scratch_types=[plgpu.SMEM((32, 64), jnp.float32)])  # fmt: skip
-def writes_a_peers_shared_memory(x, o, smem):
-    plgpu.remote_ref(smem, {"x": 0})[...] = x[...]
-
-
-@reports(ProtocolError, "a multicast over the axes ('x',) in the mesh {'x': 2, 'y': 2}: NVLink multicast reaches all",
-         **SQUARE)  # fmt: skip
-def multicasts_to_a_part(x, o):
-    plgpu.multimem_store(x[...], o, "x")
-
-
-@reports(ProtocolError, "which has left the kernel", axes={"x": 2})
-def signals_late(x, o):
-    flag = pl.get_global(plgpu.SemaphoreType.REGULAR)
-    plgpu.semaphore_signal(flag, device_id={"x": 1 - lax.axis_index("x")})
+@reports(RaceError, "missing exit handshake", **on_two(SHARD, plgpu.Barrier()))
+def leaves_while_its_peer_may_read(x, o, smem, loaded):
+    plgpu.copy_gmem_to_smem(plgpu.remote_ref(x, {"x": 1 - lax.axis_index("x")}), smem, loaded)
+    plgpu.barrier_wait(loaded)
+    o[...] = smem[...]
 
 
 @reports(ProtocolError, "the wait for semaphore of device ", " has memory scope 'gpu'", " signals of device ",
-         axes={"x": 2}, out=(2, 64))  # fmt: skip
+         **on_two(out=(2, 64)))  # fmt: skip
 def waits_at_gpu_scope(x, o):
     flag, other = pl.get_global(plgpu.SemaphoreType.REGULAR), {"x": 1 - lax.axis_index("x")}
     plgpu.remote_ref(o, other)[0] = x[0]
@@ -231,9 +202,9 @@ def waits_at_gpu_scope(x, o):
     o[1] = o[0]
 
 
-@pytest.mark.parametrize("case", reports.cases)
+@pytest.mark.parametrize("case", table.cases)
 def test_report(case):
-    check(case)
+    case()
 
 
 def test_a_mistake_of_the_emulator_itself(monkeypatch):
@@ -245,7 +216,7 @@ def test_a_mistake_of_the_emulator_itself(monkeypatch):
 
     monkeypatch.setattr("overlap.emulation.state.memory.View.write", broken)
     with pytest.raises(EmulationError, match="failed, which is most likely a mistake of its own: KeyError: 'lost'"):
-        run_kernel(body, X, out_type=out_type(X.shape))
+        run_kernel(body, X, out=X.shape)
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

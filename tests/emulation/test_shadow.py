@@ -1,5 +1,6 @@
 """Compares the shadow memory with a brute-force model that has one cell per byte, and clocks with their definition."""
 
+import itertools
 import types
 
 import numpy as np
@@ -12,7 +13,7 @@ from overlap.emulation.foundations.shadow import region_of
 from overlap.emulation.state.memory import Buffer, View
 from overlap.emulation.state.orders import Orders
 from overlap.emulation.state.races import Access, RaceDetector
-from overlap.emulation.state.sync import Semaphore, Write
+from overlap.emulation.state.sync import Release, Semaphore, Write
 
 pytestmark = pytest.mark.one_jax
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")
@@ -141,25 +142,21 @@ def test_a_wait_learns_only_what_the_value_that_ends_it_carries():
     assert covers(known.seen, 0, 1) and not covers(known.seen, 0, 2)
 
 
-@pytest.mark.parametrize(("scope", "learns"), [("cta", ()), ("gpu", (0,)), ("sys", (0, 1))])
-def test_an_acquire_fence_learns_what_its_scope_covers(scope, learns):
-    orders, known = Orders(), Knowledge()
-    orders.gather(Write(1, 1, with_time(EMPTY, 1, 1), {0: with_time(EMPTY, 0, 1)}, None), 0, "sys")
-    orders.acquire(known, scope)
-    assert [component for component in (0, 1) if covers(known.seen, component, 1)] == list(learns)
-
-
-@pytest.mark.parametrize("scope", ["gpu", "sys"])
-def test_a_relaxed_store_carries_what_the_last_release_fence_covers(scope):
-    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+def test_fences_order_what_their_scope_covers():
+    early, late = with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    for scope, learns in (("cta", []), ("gpu", [0]), ("sys", [0, 1])):
+        orders, known = Orders(), Knowledge()
+        orders.gather(Write(1, 1, with_time(EMPTY, 1, 1), {0: with_time(EMPTY, 0, 1)}, None), 0, "sys")
+        orders.acquire(known, scope)
+        assert [component for component in (0, 1) if covers(known.seen, component, 1)] == learns
+    # A relaxed store carries what the last release fence covers.
+    orders = Orders()
     orders.release(Knowledge(early), "sys")
-    for clock, releases in ((early, False), (late, True)):
+    for scope, (clock, releases) in itertools.product(("gpu", "sys"), ((early, False), (late, True))):
         carried = orders.released(Knowledge(late), scope, releases=releases)
         assert carried.local is clock and (carried.system is clock) == (scope == "sys")
-
-
-def test_a_release_fence_or_store_within_a_cta_tells_other_threads_nothing():
-    orders, early, late = Orders(), with_time(EMPTY, 0, 1), with_time(EMPTY, 0, 2)
+    # A release within a CTA tells other threads nothing.
+    orders = Orders()
     orders.release(Knowledge(early), "gpu")
     orders.release(Knowledge(late), "cta")
     assert orders.released(Knowledge(late), "sys", releases=False)[:2] == (EMPTY, early)
@@ -178,6 +175,17 @@ def test_a_wait_that_decrements_takes_what_earlier_ones_have_left():
         assert word.acquire(1, known, decrement=True, scope="sys") is not None
         assert covers(known.seen, 0, time) and not covers(known.seen, 0, time + 1)
     assert word.acquire(1, Knowledge(), decrement=True, scope="sys") is None and word.value == 0
+
+
+def test_a_value_that_has_been_lowered_ends_no_wait_and_who_knows_of_a_read_reads_nothing_older():
+    word = Semaphore("flag", 0)
+    for _ in range(3):
+        word.signal(2, EMPTY, 0)
+    word.write(1, 0, Release(EMPTY, EMPTY, "sys"), by=(5, 1), continues=True)
+    word.note_read(word.log[-1], 2, 1, 0)
+    assert word.oldest(with_time(EMPTY, 2, 1)) is word.log[-1] is not word.oldest(EMPTY)
+    word.signal(4, EMPTY, 0)
+    assert word.acquire(3, Knowledge(), decrement=False, scope="sys") is word.log[-1]
 
 
 def test_a_commit_completes_the_operations_before_it_and_no_others():

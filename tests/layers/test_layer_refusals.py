@@ -17,11 +17,6 @@ from tests.layers.layer_cases import AXES, BETWEEN, EXPLICIT, INSIDE, WHOLE, dra
 pytestmark = pytest.mark.one_jax
 
 
-class OwnNorm(layers.RMSNorm):
-    def __init__(self, **options: Any):
-        super().__init__(32, **options)
-
-
 Column, Row = layers.ColumnParallelLinear, layers.RowParallelLinear
 MLP, QKV, Out, Norm = layers.GatedMLP, layers.QKVProjection, layers.OutputProjection, layers.RMSNorm
 NO_KEYS = {"rngs": None}
@@ -35,9 +30,7 @@ BUILT: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] =
     (Column, (48.0, 64), {}, TypeError, r"in_features must be a whole number, got 48\.0: give 48$"),
     (QKV, (32, 8, 0), {}, ValueError, "^QKVProjection: num_kv_heads must be at least 1, got 0"),
     (QKV, (32, 8, 5), {}, ValueError, "num_heads=8 .* multiple of num_kv_heads=5: give num_kv_heads=4, for example$"),
-    (QKV, (32, 8, 3, 8), {}, ValueError, "num_heads=8 must be a multiple of num_kv_heads=3: give num_kv_heads=2"),
     (QKV, (32, 2, 2, 7), {}, ValueError, "num_heads=2 .* multiple of the 4 devices .* 'tensor': shard along fewer"),
-    (QKV, (32, 6, 6, 8), {}, ValueError, "num_heads=6 must be a multiple of the 4 devices"),
     (QKV, (32, 8, 2, 8), {}, ValueError, "num_kv_heads=2 .* the 4 devices.*repeat the heads of key and value"),
     (QKV, (30, 8), {}, ValueError, "in_features=30 is no multiple of num_heads=8: give head_dim="),
     (QKV, (32, 8), {"num_key_value_heads": 4}, TypeError, "^QKVP.* `num_key_value_heads`: did you mean `num_kv_heads`"),
@@ -45,12 +38,8 @@ BUILT: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] =
     (Norm, (32,), {"axis": "data"}, ValueError, "^RMSNorm: axis must be one mesh axis.*: name an axis that those"),
     (Norm, (32,), {"axis": "data", "fsdp_axis": None}, ValueError, "other than fsdp_axis and batch_axis, got"),
     (Norm, (32,), {"axis": "model"}, ValueError, "^RMSNorm: axis='model' is no axis of the mesh, which .*: name one"),
-    (MLP, (32, 64), {"fsdp_axis": "model"}, ValueError, r"^GatedMLP\.gate: fsdp_axis='model' is no axis of the mesh"),
     (Norm, (32,), {"implementation": "cuda"}, ValueError, "^RMSNorm: implementation must .*, got 'cuda': leave it out"),
-    (MLP, (32, 64), {"implementation": "XLA"}, ValueError, 'must be "fused", "xla" or None, got'),
     (Norm, (32,), {"eps": 1e-5}, TypeError, "^RMSNorm has no argument `eps`: did you mean `epsilon`"),
-    (OwnNorm, (), {"eps": 1e-5}, TypeError, "^RMSNorm has no argument `eps`: did you mean `epsilon`"),
-    (Column, (32, 64), {"kernel_metadata": {}}, TypeError, "^ColumnP.* no argument `kernel_metadata`: did you mean"),
     (MLP, (32, 64), {"activaton": abs}, TypeError, "^GatedMLP has no argument `activaton`: did you mean `activation`"),
     (Out, (8, 8, 32), NO_KEYS, TypeError, "^OutputProjection needs `rngs`"),
     (MLP, (32, 64), NO_KEYS, TypeError, "^GatedMLP needs `rngs`"),
@@ -80,19 +69,14 @@ def test_at_construction() -> None:
 x = functools.partial(jnp.zeros, dtype=jnp.float32)
 CALLED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("mlp", ([[1.0]],), TypeError, r"^GatedMLP: the input must be an array, got list: make it one by jnp\.as"),
-    ("out", ([[1.0]],), TypeError, "^OutputProjection: the input must be an array, got list"),
     ("mlp", (x((2, 8, 48)),), ValueError,
      r"^GatedMLP: the input must be \[\.\.\., rows, in_features\] with in_features=32, got shape \(2, 8, 48\): build"),
-    ("qkv", (x((2, 8, 48)),), ValueError, "^QKVProjection: the input .*in_features=32"),
     ("row", (x((2, 8, 32)),), ValueError, "^RowParallelLinear: the input .*in_features=64, got"),
-    ("norm", (x((2, 8, 1)),), ValueError, "^RMSNorm: the input .*num_features=32, got"),
     ("mlp", (x((2, 8, 32)), x((2, 8, 1))), ValueError,
      r"^GatedMLP: residual must have the shape of the result, \(2, 8, 32\), got \(2, 8, 1\): jnp\.broadcast_to"),
-    ("row", (x((2, 8, 64)), x(32)), ValueError, "^RowParallelLinear: residual"),
     ("mlp", (x(32),), ValueError, r"^GatedMLP: .*\[..., rows, features\], got shape \(32,\): .* as x\[None\]$"),
     ("mlp", (x((2, 8, 32)), [0.0]), TypeError, "^GatedMLP: residual must be an array, got list"),
     ("mlp", (x((3, 8, 32)),), ValueError, r"^GatedMLP\.gate: batch \(the first dimension\)=3 .* the 2 devices"),
-    ("row", (x((3, 8, 64)),), ValueError, "^RowParallelLinear: batch .*=3"),
     ("norm", (x((2, 6, 32)),), ValueError, "^RMSNorm: rows .*=6 must be a multiple of the 4 devices"),
     ("fused", (x((2, 8, 32)),), NotImplementedError,
      r"^GatedMLP: the fused kernel multiplies 16-bit and 8-bit operands, got float32: .* dtype=jnp\.bfloat16"),
@@ -110,7 +94,6 @@ def test_at_the_call() -> None:
             "mlp": mlp,
             "fused": nnx.with_attributes(mlp, implementation="fused", raise_if_not_found=False),
             "row": layers.RowParallelLinear(64, 32, **options),
-            "qkv": layers.QKVProjection(32, 8, 4, 8, **options),
             "out": layers.OutputProjection(8, 8, 32, **options),
             "norm": layers.RMSNorm(32, **options),
             "narrow": layers.RowParallelLinear(64, 4, implementation="fused", dtype=jnp.bfloat16, **options),

@@ -1,4 +1,4 @@
-"""The layers of overlap/layers/ against the same layers of flax on one device: values, gradients, placement, tools."""
+"""The layers of overlap/layers/ against flax's on one device: values, gradients, places, tools, scan, checkpoints."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 import pathlib
 import pickle
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from tests.layers.layer_cases import (
     AXES,
     BETWEEN,
     EXPLICIT,
+    EXPLICIT_FIRST,
     INSIDE,
     WHOLE,
     Every,
@@ -72,7 +71,6 @@ CASES = {
     "auto, rows whole": (2, 2, AUTO, {"sequence_parallel": False, "keep_gathered": True}),
     "no FSDP": (1, 4, EXPLICIT, {"fsdp_axis": None}),
     "auto": (2, 4, AUTO, {}),
-    "explicit, rows whole": (2, 4, EXPLICIT, {"sequence_parallel": False}),
     "one device": (1, 1, AUTO, {}),
 }
 
@@ -169,19 +167,14 @@ def test_one_gather_for_several_products() -> None:
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("given", [False, True], ids=["jax.set_mesh", "mesh="])
-def test_decoding_with_the_trained_model(given: bool) -> None:
+def test_decoding_with_the_trained_model() -> None:
     """One row of each sequence, with the same parameters; and the mesh as a keyword, without jax.set_mesh."""
-    mesh, x = make_mesh(2, 2), draw(0, (4, 1, 32))
-    with jax.set_mesh(jax.sharding.get_mesh() if given else mesh):
-        mlp, norm = (
-            layer(rngs=nnx.Rngs(0), **AXES, **{"mesh": mesh} if given else {})
-            for layer in (functools.partial(layers.GatedMLP, 32, 64), functools.partial(layers.RMSNorm, 32))
-        )
-        with pytest.raises(ValueError, match=r"rows .*=1 must be a multiple of the 2 devices.*sequence_parallel=False"):
-            mlp(put(x, mesh, WHOLE))
-        decoder, unnormed = (nnx.with_attributes(layer, sequence_parallel=False) for layer in (mlp, norm))
-        out = nnx.jit(lambda mlp, norm, x: mlp(norm(x)))(decoder, unnormed, put(x, mesh, WHOLE))
+    mesh, x, options = make_mesh(2, 2), draw(0, (4, 1, 32)), {"rngs": nnx.Rngs(0), **AXES}
+    mlp, norm = layers.GatedMLP(32, 64, mesh=mesh, **options), layers.RMSNorm(32, mesh=mesh, **options)
+    with pytest.raises(ValueError, match=r"rows .*=1 must be a multiple of the 2 devices.*sequence_parallel=False"):
+        mlp(put(x, mesh, WHOLE))
+    decoder, unnormed = (nnx.with_attributes(layer, sequence_parallel=False) for layer in (mlp, norm))
+    out = nnx.jit(lambda mlp, norm, x: mlp(norm(x)))(decoder, unnormed, put(x, mesh, WHOLE))
     assert mlp.gate.sequence_parallel and same(out, WHOLE) and same(mlp.gate.kernel[...], P("data", "tensor"))
     gate, up, down = (np.asarray(linear.kernel[...]) for linear in (mlp.gate, mlp.up, mlp.down))
     x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
@@ -234,17 +227,114 @@ def test_tools_for_modules() -> None:
         assert nnx.eval_shape(lambda model, x: model.mlp(x), found, x).shape == x.shape
 
 
-@pytest.mark.one_jax
-def test_flax_is_loaded_by_the_layers_alone(tmp_path: pathlib.Path, repository: pathlib.Path) -> None:
-    (tmp_path / "flax").mkdir()
-    (tmp_path / "flax" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'flax'\")")
-    program = (
-        "import sys, overlap; overlap.matmul, overlap.sharded_matmul; assert 'flax' not in sys.modules\n"
-        "try:\n    from overlap import layers\n"
-        "except ImportError as error:\n    print(error)"
+# --- In training ------------------------------------------------------------------------------------------------------
+
+STACKED = {nnx.PARTITION_NAME: None}  # The dimension of the layers has no mesh axis.
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm, self.mlp = layers.RMSNorm(32, rngs=rngs, **AXES), layers.GatedMLP(32, 64, rngs=rngs, **AXES)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.mlp(self.norm(x), x)
+
+
+class Stack(nnx.Module):
+    """Blocks with stacked parameters, run by one scan; the backward pass computes each block again."""
+
+    def __init__(self, count: int, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=count)
+        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=STACKED)
+        def make(rngs: nnx.Rngs) -> Block:
+            return Block(rngs)
+
+        self.blocks = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=STACKED)
+        @nnx.remat
+        def run(block: Block, x: jax.Array) -> jax.Array:
+            return block(x)
+
+        return run(self.blocks, x)
+
+
+@pytest.mark.slow
+@EXPLICIT_FIRST
+def test_scan_over_layers(kind: Any) -> None:
+    """Compares one scan over stacked, rematerialized blocks with the same blocks run in turn on one device."""
+    mesh, x = make_mesh(2, 2, kind), draw(1)
+    with jax.set_mesh(mesh):
+        stack = nnx.jit(lambda: Stack(2, nnx.Rngs(0)))()
+        loss = nnx.jit(nnx.value_and_grad(lambda stack, x: jnp.mean(stack(x) ** 2)))
+        value, grads = loss(stack, put(x, mesh, BETWEEN))
+    kernel = stack.blocks.mlp.gate.kernel
+    assert kernel[...].sharding.spec == P(None, "data", "tensor") == P(*kernel.get_metadata("out_sharding"))
+
+    def plain(stacked: Any) -> jax.Array:
+        out = x
+        for i in range(2):
+            norm, mlp = (jax.tree.map(lambda leaf, i=i: leaf[i], stacked[name]) for name in ("norm", "mlp"))
+            normed = out * jax.lax.rsqrt(jnp.mean(out**2, -1, keepdims=True) + 1e-6) * norm["scale"]
+            gate, up, down = (mlp[name]["kernel"] for name in ("gate", "up", "down"))
+            out = jax.nn.silu(normed @ gate) * (normed @ up) @ down + out
+        return jnp.mean(out**2)
+
+    expected = jax.jit(jax.value_and_grad(plain))(numbers(stack)["blocks"])
+    assert_near((value, nnx.to_pure_dict(grads)["blocks"]), expected, 1e-4)
+
+
+def count_of(primitive: str, program: Any) -> int:
+    """Counts how often a primitive is executed, including sub-programs."""
+    program = getattr(program, "jaxpr", program)
+    if not hasattr(program, "eqns"):
+        return sum(count_of(primitive, part) for part in program) if isinstance(program, (list, tuple)) else 0
+    return sum(
+        (equation.primitive.name == primitive) + sum(count_of(primitive, value) for value in equation.params.values())
+        for equation in program.eqns
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], env={"PYTHONPATH": f"{tmp_path}:{repository}", "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "overlap.layers needs flax" in result.stdout and "pip install 'overlap[flax]'" in result.stdout
+
+
+@pytest.mark.one_jax
+def test_policies_of_checkpoint() -> None:
+    """A policy can keep each product's result by the layer's name: the backward pass then does not compute it again."""
+    mesh = make_mesh(1, 2)
+    with jax.set_mesh(mesh):
+        mlp = nnx.eval_shape(lambda: layers.GatedMLP(32, 64, implementation="xla", rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(mlp)
+        x, policies = put(draw(1), mesh, P(None, "tensor", None)), jax.checkpoint_policies
+
+        def forward(state: Any, x: jax.Array) -> jax.Array:
+            return jnp.sum(nnx.merge(graph, state)(x) ** 2)
+
+        def products(policy: Any) -> int:
+            return count_of("dot_general", jax.make_jaxpr(jax.grad(jax.checkpoint(forward, policy=policy)))(state, x))
+
+        nothing, every = products(policies.nothing_saveable), products(policies.everything_saveable)
+        # Gate and up are kept. Down is computed again, since the loss squares its result.
+        assert products(policies.save_only_these_names("before_activation")) == nothing - 2 == every + 1
+        assert products(policies.save_only_these_names("down")) == nothing - 1
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("written_by", ["plain", pytest.param("layers", marks=pytest.mark.slow)])
+def test_checkpoints_are_interchangeable_with_flax(written_by: str, tmp_path: pathlib.Path) -> None:
+    """By orbax, of which each device reads only its own part."""
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed (extra `examples`)")
+    theirs = Plain(nnx.Rngs(1))
+    with jax.set_mesh(make_mesh(2, 2, EXPLICIT)):
+        ours = Every(nnx.Rngs(0), **AXES)
+    writer, reader = (ours, theirs) if written_by == "layers" else (theirs, ours)
+    spread(writer)
+    shardings = jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(reader, nnx.Param)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", nnx.state(writer, nnx.Param))
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), nnx.state(reader, nnx.Param)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(reader, checkpointer.restore(tmp_path / "checkpoint", wanted))
+    assert jax.tree.map(lambda x: x.sharding, nnx.to_pure_dict(nnx.state(reader, nnx.Param))) == shardings
+    jax.tree.map(np.testing.assert_array_equal, numbers(ours), numbers(theirs))
+    assert len(jax.tree.leaves(numbers(ours))) == 17

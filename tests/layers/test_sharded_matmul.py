@@ -142,6 +142,25 @@ def test_several_right_sides_share_one_gather(container, keep):
     assert layer.lower(lhs, weights).as_text().count("stablehlo.all_gather") == 1
 
 
+# Shapes and specs: two dimensions, axes of one device, a leading dimension gathered, one scattered behind another axis.
+RANKS = [
+    (AUTO, (M, K), (P("y"), P(None, "y"), P(None, "y"))),
+    (make_mesh(x=1, y=4), (B, M, K), FSDP),
+    (AUTO, (2, 4, M, K), (P(None, "y", "x"), P(None, "y"), P(None, None, "x", "y"))),
+    (AUTO, (8, 2, M, K), (P("x", None, None, "y"), P("y"), P(("x", "y")))),
+]
+
+
+def test_other_ranks_and_axes_of_one_device():
+    """An addend without leading dimensions applies to every index."""
+    for mesh, shape, (of_lhs, of_rhs, of_out) in RANKS:
+        lhs, rhs, addend = whole(1, *shape), whole(2, K, N), whole(3, M, N)
+        layer = jax.jit(on(mesh, (of_lhs, of_rhs), of_out))
+        out = layer(put(mesh, lhs, of_lhs), put(mesh, rhs, of_rhs), addend=addend)
+        assert_same(out, np.matmul(lhs, rhs) + addend)
+        assert mesh is AUTO or jax.typeof(out).sharding.spec == of_out
+
+
 def test_all_arrays_are_converted_alike():
     """NumPy's float64 becomes float32 as in `jnp.asarray`, without a warning."""
     lhs, rhs, bias, addend = (whole(i, *s, dtype=np.float64) for i, s in enumerate(((M, K), (K, N), (N,), (M, N))))
@@ -151,15 +170,6 @@ def test_all_arrays_are_converted_alike():
         (out,) = f(lhs, [rhs], bias=[bias], addend=[addend])
     assert out.dtype == np.float32
     assert_same(out, lhs @ rhs + bias + addend)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sizes", [{"x": 1, "y": 4}, pytest.param({"x": 1, "y": 1}, marks=pytest.mark.slow)], ids=str)
-def test_axes_of_one_device(kind, sizes):
-    lhs, rhs, mesh = whole(1, B, M, K), whole(2, K, N), make_mesh(kind, **sizes)
-    out = jax.jit(on(mesh, FSDP[:2], FSDP[2]))(put(mesh, lhs, FSDP[0]), put(mesh, rhs, FSDP[1]))
-    assert_same(out, lhs @ rhs)
-    assert kind == AxisType.Auto or jax.typeof(out).sharding.spec == FSDP[2]
 
 
 def test_the_mesh_is_found():
@@ -172,21 +182,6 @@ def test_the_mesh_is_found():
     of_mesh = functools.partial(f, out_sharding=jax.NamedSharding(AUTO, COLUMNS[2]))
     plans += [answer(of_mesh, x, w).plan, answer(f, x.update(sharding=jax.NamedSharding(AUTO, COLUMNS[0])), w).plan]
     assert plans == ["all_gather_lhs_matmul along 'y'"] * 3
-
-
-@pytest.mark.parametrize(
-    ("shape", "specs"),
-    [
-        ((M, K), (P("y"), P(None, "y"), P(None, "y"))),
-        ((2, 4, M, K), (P(None, "y", "x"), P(None, "y"), P(None, None, "x", "y"))),  # A leading dimension gathered,
-        ((8, 2, M, K), (P("x", None, None, "y"), P("y"), P(("x", "y")))),  # one scattered, behind another axis.
-    ],
-    ids=["two dimensions", "four, gathered", "four, scattered"],
-)
-def test_other_ranks(shape, specs):
-    """An addend without leading dimensions applies to every index."""
-    lhs, rhs, addend = whole(1, *shape), whole(2, K, N), whole(3, M, N)
-    assert_same(jax.jit(on(AUTO, specs[:2], specs[2]))(lhs, rhs, addend=addend), np.matmul(lhs, rhs) + addend)
 
 
 # Weights with several dimensions of k or n: the shapes of rows, k and n, the specs, and whether `rhs` is [*n, *k].
@@ -316,8 +311,3 @@ def test_explain(monkeypatch):
     heads = rhs.update(shape=(8192, 224, 128))
     split = answer(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None))
     assert split == answer(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
-
-
-def test_kernels_say_what_they_lack():
-    with pytest.raises(NotImplementedError, match=r"float32.*\"xla\""):
-        jax.eval_shape(on(AUTO, COLUMNS[:2], COLUMNS[2], implementation="fused"), whole(1, B, M, K), whole(2, K, N))

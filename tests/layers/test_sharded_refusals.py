@@ -34,7 +34,6 @@ GOOD = dict(zip(("lhs_sharding", "rhs_sharding", "out_sharding"), COLUMNS, stric
 REFUSED = [
     ({"mesh": None}, r"needs a mesh.*\(`with mesh:` is not read\): pass mesh=….*jax.set_mesh"),
     ({"mesh": "x"}, r"`mesh` must be a jax.sharding.Mesh, got 'x'"),
-    ({"mesh": 8}, r"`mesh` .*, got 8: pass the mesh that the operands are on$"),
     ({"out_sharding": jax.NamedSharding(SMALL, COLUMNS[2])}, r"one mesh, got \{'x': 2, 'y': 4\}.*put"),
     ({"lhs_sharding": None}, r"`lhs_sharding` must be given.*\('x', 'y'\).*PartitionSpec.*Explicit"),
     ({"out_sharding": "x"}, r"`out_sharding` must be a jax.sharding.PartitionSpec.*got 'x'"),
@@ -44,7 +43,6 @@ REFUSED = [
     ({"out_sharding": P(P.UNCONSTRAINED)}, r"`out_sharding` must name mesh axes or None"),
     ({"mesh": MESHES["mixed"], "out_sharding": P(("y", "x"))},
      r"`out_sharding` must name Explicit axes before Auto.*got \('y', 'x'\).*: name \('x', 'y'\)"),
-    ({"out_sharding": P("x")}, r"no operation serves.*'y'"),
     ({"rhs": W.update(shape=(N, K))}, rf"k={K} in lhs.*k={N} in rhs"),
     ({"rhs": W.update(dtype=jnp.bfloat16)}, r"same dtype, got float32 and bfloat16: cast"),
     ({"rhs": W.update(shape=(B, K, N))},
@@ -69,15 +67,10 @@ REFUSED = [
     ({"config": 3}, r"`config` must be None or an overlap.Config"),
     ({"keep_gathered": 1}, r"`keep_gathered` must be True or False"),
     ({"rhs_sharding": [P(None, "y")] * 2}, r"`rhs_sharding`.*list of 1, got a list of 2"),
-    ({"rhs": W.update(shape=(K,))}, r"`rhs` must have 2.*or more, got 1"),
     ({"lhs": X.update(shape=(B, 0, K))}, r"`lhs` must not be empty, got 0 in dimension 1"),
-    ({"lhs": X.update(shape=(B, M, 0)), "rhs": W.update(shape=(0, N))}, r"`lhs`.*dimension 2"),
     ({"rhs": [W, W.update(shape=(K, 0))]}, r"`rhs\[1\]` must not be empty, got 0 in dimension 1"),
     ({"bias": [whole(3, N)]}, r"`bias` must be one array beside a single `rhs`.*give it as it is"),
     ({"rhs": [W], "bias": whole(3, N)}, r"`bias` must be a list with one entry.*got ndarray"),
-    ({"mesh": MESHES["mixed"], "lhs": X.update(shape=(8, K)), "lhs_sharding": P("y", "x"), "rhs_sharding": P("x"),
-      "out_sharding": P(("x", "y"))},
-     r"come last, got \('x', 'y'\).*: leave 'x' out of `out_sharding` and jax.reshard the result"),
     ({"rhs": [W, W], "rhs_sharding": [P(None, "y"), P()]}, r"sharded alike, got.*`rhs\[0\]`.*`rhs\[1\]`"),
 ]  # fmt: skip
 
@@ -117,17 +110,17 @@ def test_what_helps_on_a_mixed_mesh():
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("kind", ["unreduced", "reduced"])
-def test_operands_that_are_not_summed(kind):
-    def f(lhs, rhs):
-        if kind == "unreduced":
-            lhs = jnp.einsum("mk,kn->mn", lhs, rhs, out_sharding=P(None, None, unreduced={"y"}))
-            return overlap.sharded_matmul(lhs, jnp.ones((N, N)), out_sharding=P())
+def test_operands_that_are_not_summed():
+    def unreduced(lhs, rhs):
+        lhs = jnp.einsum("mk,kn->mn", lhs, rhs, out_sharding=P(None, None, unreduced={"y"}))
+        return overlap.sharded_matmul(lhs, jnp.ones((N, N)), out_sharding=P())
+
+    def reduced(lhs, rhs):
         return overlap.sharded_matmul(lhs, jax.reshard(rhs, P(None, None, reduced={"y"})), out_sharding=P())
 
-    name = {"unreduced": "lhs", "reduced": "rhs"}[kind]
-    with jax.set_mesh(EXPLICIT), pytest.raises(ValueError, match=rf"type of `{name}`.*no {kind} axes.*: jax.reshard"):
-        jax.eval_shape(f, put(EXPLICIT, whole(1, M, K), P(None, "y")), put(EXPLICIT, whole(2, K, N), P("y")))
+    for f, said in ((unreduced, r"type of `lhs`.*no unreduced axes"), (reduced, r"type of `rhs`.*no reduced axes")):
+        with jax.set_mesh(EXPLICIT), pytest.raises(ValueError, match=rf"{said}.*: jax.reshard"):
+            jax.eval_shape(f, put(EXPLICIT, whole(1, M, K), P(None, "y")), put(EXPLICIT, whole(2, K, N), P("y")))
 
 
 @pytest.mark.one_jax
@@ -144,6 +137,8 @@ def test_axes_that_are_manual_already():
 
 def test_types_and_shardings_that_disagree():
     lhs, rhs = put(EXPLICIT, whole(1, B, M, K), COLUMNS[0]), put(EXPLICIT, whole(2, K, N), P())
+    with pytest.raises(NotImplementedError, match=r"float32.*\"xla\""):  # The kernel says what it lacks.
+        overlap.sharded_matmul(lhs, rhs, rhs_sharding=COLUMNS[1], out_sharding=COLUMNS[2], implementation="fused")
     with pytest.raises(ValueError, match=r"`lhs_sharding` must be as the type of `lhs` says.*jax.reshard"):
         overlap.sharded_matmul(lhs, rhs, lhs_sharding=P("y"), out_sharding=COLUMNS[2])
     # A whole operand may be split.

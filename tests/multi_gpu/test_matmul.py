@@ -52,7 +52,7 @@ def random_config(seed, dtype, left, right, m, n, k, batch, out):
 
 
 def test_operands_that_are_slices_of_arrays():
-    """XLA hands kernels addresses inside these arrays where it can, and Mosaic GPU refuses some (`kernels/launch.py`)."""
+    """XLA hands kernels addresses inside these arrays, and Mosaic GPU refuses some (`kernels/launch.py`)."""
     chance = np.random.default_rng(0)
     shapes = (150, 200), (400, 264), (1000,), (400, 1), (300, 264)
     arrays = [jnp.asarray(chance.integers(-3, 4, s), jnp.bfloat16) for s in shapes]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ class Call:
       layout: "t" for each transposed operand.
       lead, rhs_lead: leading dimensions.
       extras: which of `EVERY` are given as arrays. If products are summed, each device has scales of its own.
-      widths: the n of each of several right operands; (): one that is no list.
+      widths: the n of each of several right operands; (): one that is no list. An activation may combine them.
       pairs: the sizes of k of the pairs of operands whose products are added; (): one pair.
       out: `preferred_element_type`.
       keywords: further keywords of the operation.
@@ -94,9 +95,14 @@ class Call:
         return jnp.dtype(self.out or (BF16 if jnp.dtype(self.dtype).itemsize == 1 else self.dtype))
 
     @property
+    def combines(self) -> bool:
+        """Whether the activation makes one result of the products of all right operands."""
+        return bool(self.widths and self.activation) and len(inspect.signature(self.activation).parameters) > 1
+
+    @property
     def gathered(self) -> bool:
         """Whether the gathered operand is returned as well."""
-        return bool(dict(self.keywords).get("return_gathered"))
+        return "return_gathered" in dict(self.keywords)
 
     # --- Arrays ---
 
@@ -204,9 +210,9 @@ class Call:
                 scale = gather(scale, -1) if np.ndim(scale) and self.spec.gathers == "n" else scale
             out = jnp.matmul(whole.astype(F32), side.astype(F32), precision="highest") * rows * scale
             out = self._summed(out) + of(given.get("bias", 0.0)) + of(given.get("addend", jnp.zeros(()))).astype(F32)
-            out = out if self.activation is None else self.activation(out)
-            outs.append(out.astype(dtype or self.out_dtype))
-        result = self.container(outs) if self.widths else outs[0]
+            outs.append(out if self.activation is None or self.combines else self.activation(out))
+        outs = [out.astype(dtype or self.out_dtype) for out in ([self.activation(*outs)] if self.combines else outs)]
+        result = self.container(outs) if self.widths and not self.combines else outs[0]
         return (result, whole) if self.gathered else result
 
     def unfused(self, arrays: Arrays) -> Any:
@@ -248,8 +254,8 @@ class Call:
             if self.spec.sums:
                 pairs = zip(np.split(lhs, devices, -1), np.split(rhs, devices, -2), strict=True)
                 parts = [a @ b * scalars for a, b in pairs]
-                parts = [part if rows is None else part * row for part, row in zip(parts, _each(rows, devices))]
-                parts = [part if columns is None else part * c for part, c in zip(parts, _each(columns, devices))]
+                parts = [part if rows is None else part * rows[i] for i, part in enumerate(parts)]
+                parts = [part if columns is None else part * columns[i] for i, part in enumerate(parts)]
                 out = self._total(parts, dtype)
             else:
                 out = lhs @ rhs * (1.0 if rows is None else rows) * (1.0 if columns is None else columns) * scalars
@@ -307,10 +313,6 @@ class Call:
         return each
 
 
-def _each(scales: np.ndarray | None, devices: int) -> Any:
-    return [None] * devices if scales is None else scales
-
-
 ONE_SHOT = SMALL.replace(one_shot=True)
 JOINED = SMALL.replace(joined=True)
 RING = (("transport", "ring"),)
@@ -329,8 +331,6 @@ FORMS = {
     "all, columns": Call("matmul_all_reduce", m=25, n=192),
     "one shot": Call("matmul_all_reduce", config=ONE_SHOT),
 }
-# One form of each kernel body: what does not depend on how data travels is tested with these by `make test`.
-FEW_FORMS = ("matmul", "joined", "ring", "weights k", "scatter n", "one shot")
 
 
 @contextlib.contextmanager

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import overlap
 from overlap.primitives import host_mesh
-from tests.assembly import assembly
 from tests.ops.contract import Call, assert_exact, mesh_of, put, running
 
 Axes = str | tuple[str, ...]
@@ -53,10 +48,6 @@ class Layout:
         """Returns the mesh, over the first devices."""
         return mesh_of(dict(self.sizes), self.order)
 
-    def specs(self) -> tuple[P, P, P]:
-        """Returns the partition specs of the left operand, the right operand and the result of a gather of rows."""
-        return P(self.over, None), P(None, self.over), P(None, self.over)
-
 
 def layout(over: Axes, order: tuple[int, ...] | None = None, **sizes: int) -> Layout:
     return Layout(tuple(sizes.items()), over, order)
@@ -91,21 +82,3 @@ def let_ranks_run_against_the_positions(monkeypatch: pytest.MonkeyPatch) -> None
         return dataclasses.replace(plain, positions=plain.positions[::-1], is_mirrored=True)
 
     monkeypatch.setattr(host_mesh, "_of_one_host", mirrored)
-
-
-def reversed_axes_of_permuted_devices(case: Any, mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Makes a case for `assembly.py`: a peer group over all mesh axes in reverse order, on reversed devices.
-
-    `case.config` holds further keywords of the operation.
-    """
-    over = mesh.axis_names[::-1]
-    mesh = Mesh(mesh.devices.ravel()[::-1].reshape(mesh.devices.shape), mesh.axis_names)
-    m_shard, n_shard, k = case.shape
-    dtype = assembly.dtype_of(case.dtype)
-    lhs_spec, rhs_spec, out_spec = P(over, None), P(None, over), P(None, over)
-    op = functools.partial(overlap.all_gather_lhs_matmul, axis_name=over, implementation="fused", **case.config)
-    mapped = jax.shard_map(op, mesh=mesh, in_specs=(lhs_spec, rhs_spec), out_specs=out_spec, check_vma=False)
-    return mapped, (
-        assembly.struct(mesh, (mesh.size * m_shard, k), dtype, lhs_spec),
-        assembly.struct(mesh, (k, mesh.size * n_shard), dtype, rhs_spec),
-    )

@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import overlap
-from overlap.emulation import emulate
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.kernels.target import Target
 
 # Operands and oracles use NumPy: jax would compile a program for each new shape.
 
-B200 = Target("gpu", "NVIDIA B200", 148)
+B200, H200 = Target("gpu", "NVIDIA B200", 148), Target("gpu", "NVIDIA H200", 132)
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -39,26 +37,6 @@ def oracle_of(lhs: Any, rhs: Any, *, transpose_lhs: bool = False, transpose_rhs:
     exact = in_f32(lhs, transpose_lhs) @ in_f32(rhs, transpose_rhs) * in_f32(lhs_scale) * in_f32(rhs_scale)
     exact = exact + in_f32(bias) + in_f32(addend)
     return exact if activation is None else np.asarray(activation(exact))
-
-
-def check_exactly(shape: tuple[int, int, int], config: overlap.Config, *, cores: int, batch: tuple[int, ...] = (),
-                  dtype: Any = jnp.bfloat16, settings: Any = None, **kwargs: Any) -> Any:  # fmt: skip
-    """Runs the product of integer operands under the emulator and compares every bit of the result.
-
-    A k step that is left out, taken twice or added to another tile then shows in the result.
-
-    Returns the emulator's `Run`, with its counts.
-    """
-    (m, n, k), left, right = shape, kwargs.get("transpose_lhs", False), kwargs.get("transpose_rhs", False)
-    lhs = integers(1, *batch, *((k, m) if left else (m, k)), dtype=dtype)
-    rhs = integers(2, *((n, k) if right else (k, n)), dtype=dtype)
-    kwargs = {"preferred_element_type": jnp.float32} | kwargs
-    expected = oracle_of(lhs, rhs, **kwargs).astype(kwargs["preferred_element_type"])
-    with emulate(cores=cores, **settings or {}) as run:
-        actual = overlap.matmul(lhs, rhs, config=config, implementation="fused", **kwargs)
-        run.check()
-    np.testing.assert_array_equal(in_f32(actual), in_f32(expected))
-    return run
 
 
 def pieces_of(work: StreamK, cta: int) -> list[Piece]:

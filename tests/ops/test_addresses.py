@@ -21,7 +21,7 @@ from tests import oracle
 from tests.assembly import assembly
 from tests.ops.contract import H200
 from tests.ops.mesh_cases import layout
-from tests.ops.test_meshes import PERMUTED, ids_for_xla
+from tests.ops.test_meshes import PERMUTED, lowered
 
 COLUMNS, ROWS = P(None, "x"), P("x", None)
 assembled = pytest.mark.skipif(assembly.unavailable_reason() is not None, reason=str(assembly.unavailable_reason()))
@@ -44,19 +44,9 @@ def text_of(call, mesh, specs, shapes):
     return mapped.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def gather_rows(m, *, devices=4, order=None, **keywords):
-    """Lowers `all_gather_lhs_matmul` with m rows per shard, and returns the text."""
-    call = lambda a, b: overlap.all_gather_lhs_matmul(a, b, "x", implementation="fused", **keywords)  # noqa: E731
-    shapes = (devices * m, 512), (512, devices * 512)
-    return text_of(call, layout("x", order, x=devices).mesh(), (ROWS, COLUMNS, COLUMNS), shapes)
-
-
-def gather_weights(dimension, devices=4):
-    def call(a, b):
-        return overlap.all_gather_rhs_matmul(a, b, "x", dimension=dimension, implementation="fused")
-
-    shapes = (devices * 512, 512), (512, 1024)
-    return text_of(call, layout("x", x=devices).mesh(), (ROWS, (ROWS, COLUMNS)[dimension], ROWS), shapes)
+def lowered_on(devices=4, order=None, **changes):
+    case = layout("x", order, x=devices)
+    return lowered(case, case.mesh(), **changes)
 
 
 def calls(text):
@@ -66,16 +56,16 @@ def calls(text):
 
 
 CASES = {
-    "rows": (lambda: gather_rows(1024), 0),
-    "few rows": (lambda: gather_rows(16), 0),
-    "weights along k": (lambda: gather_weights(0), 1),
-    "weights along n": (lambda: gather_weights(1), 1),
+    "rows": ({}, 0),
+    "few rows, permuted devices": (dict(m=16, order=PERMUTED), 0),
+    "weights along k": (dict(name="weights k"), 1),
+    "weights along n": (dict(name="weights n"), 1),
 }
 
 
-@pytest.mark.parametrize(("lowered", "peers_read"), CASES.values(), ids=CASES.keys())
-def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_read, a_process_each):
-    (flags, tells, first), (_, operands, second) = calls(lowered())
+@pytest.mark.parametrize(("changes", "peers_read"), CASES.values(), ids=CASES.keys())
+def test_only_what_the_peers_read_and_the_flags_talk_to_peers(changes, peers_read, a_process_each):
+    (flags, tells, first), (_, operands, second) = calls(lowered_on(**changes))
     assert tells == [operands[peers_read]] and operands[-1] == flags
     assert 'symmetric_memory_parameters = "1,1"' in first and 'xla_replica_ids = "0,1,2,3"' in first
     # Without this, XLA would merge two calls that look the same, or move one out of a loop.
@@ -85,24 +75,17 @@ def test_only_what_the_peers_read_and_the_flags_talk_to_peers(lowered, peers_rea
     assert "uses_xla_collective_metadata = false" in second and "skip_device_barrier = true" in first
 
 
-@pytest.mark.parametrize("m", [1024, 16], ids=["rows", "few rows"])
-def test_peers_read_the_scales_of_rows_too(m, a_process_each):
+def test_peers_read_the_scales_of_rows_too(a_process_each):
     """The row scales come after both right operands."""
-
-    def call(a, b):
-        scales = a[:, :1].astype(jnp.float32)
-        return overlap.all_gather_lhs_matmul(a, (b, b), "x", lhs_scale=scales, implementation="fused")[0]
-
-    shapes = (4 * m, 512), (512, 2048)
-    (_, tells, _), (_, operands, _) = calls(text_of(call, layout("x", x=4).mesh(), (ROWS, COLUMNS, COLUMNS), shapes))
+    (_, tells, _), (_, operands, _) = calls(lowered_on(m=16, widths=(256, 256), extras=("lhs_scale",)))
     assert tells == [operands[0], operands[3]]
 
 
 def test_the_ring_and_one_process_leave_it_to_xla(monkeypatch):
-    ((_, operands, only),) = calls(gather_rows(1024))
+    ((_, operands, only),) = calls(lowered_on())
     assert len(operands) == 3 and 'xla_replica_ids = "0,1,2,3"' in only and "symmetric_memory" not in only
     monkeypatch.setattr(core, "_is_known_multihost_mesh", lambda mesh: True)
-    ((_, operands, only),) = calls(gather_rows(1024, transport="ring"))
+    ((_, operands, only),) = calls(lowered_on(name="ring"))
     assert 'symmetric_memory_parameters = "1,1,1,1,1,1"' in only and "skip_device_barrier = true" in only
 
 
@@ -139,15 +122,10 @@ def test_where_peers_write_is_an_operand_and_a_result_has_memory_of_its_own(one_
     assert ("0", str(last - 1)) in aliased if not one_shot else all(operand == str(last) for _, operand in aliased)
 
 
-def test_permuted_devices_and_few_rows(a_process_each):
-    """In the kernel for few rows, single warps do all work that depends on the axis; other code does not see it."""
-    assert ids_for_xla(gather_rows(16, order=PERMUTED)) == [0, 1, 2, 3]
-
-
 def test_more_devices_than_the_table_has_room_for(a_process_each, monkeypatch):
     monkeypatch.setattr(addresses, "TABLE_FLAGS", 16)
     with pytest.raises(NotImplementedError, match=r'8 entries.* 4 devices needs 12.*"xla"'):
-        gather_rows(256)
+        lowered_on()
 
 
 @assembled

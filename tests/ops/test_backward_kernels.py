@@ -1,6 +1,7 @@
-"""The kernels of the gathers' backward passes: one sum of several products, beside which the rows travel once more."""
+"""The kernels of the gathers' backward passes: one sum of several products, beside which the rows travel once more.
 
-import dataclasses
+tests/protocol injects defects into them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import overlap
 from overlap.choice import crossover
-from overlap.collectives.communicator import Communicator
-from overlap.collectives.reduce import blocks_kernel, blocks_operands
-from overlap.collectives.reduce.passenger import Passenger
-from overlap.emulation import EmulationError
-from overlap.kernels.hooks import ByKStep, OneOf
 from tests.ops.contract import BF16, F16, F32, Call, assert_close, running, struct
 from tests.ops.derivative_cases import TRANSFORMED, of_both
 from tests.ops.gradient_cases import Gradient, fused, plain, runner
@@ -31,9 +27,8 @@ def scanned(f):
 
 FORMS = [  # devices, form, what is around the product
     (2, Gradient(64, 128, (64, 40, 8)), None),
-    (3, Gradient(24, 72, (72, 16), transpose_rhs=True), scanned),
-    (4, Gradient(16, 136, (24,)), jax.checkpoint),
-    (2, Gradient(32, 64, (40, 64), lead=(3,)), None),
+    (3, Gradient(24, 72, (72, 16), lead=(3,), transpose_rhs=True), scanned),
+    (2, Gradient(16, 136, (24,)), jax.checkpoint),
     pytest.param(8, Gradient(8, 64, (16, 8)), None, marks=pytest.mark.slow),
 ]
 
@@ -49,8 +44,7 @@ def test_a_gradient_is_one_kernel(devices, form, around):
 # Further fields of the call, whether the result is of `return_gathered` or types are checked, number of launches: the
 # product, and the cotangent of the rows, beside which the rows travel once more.
 GATHERS = [
-    ({"lead": (3, 1), "layout": "nt"}, True, 2),
-    ({"widths": (72, 72)}, True, 2),
+    ({"lead": (3, 1), "layout": "nt", "widths": (72, 72)}, True, 2),
     ({"keywords": (("return_gathered", True),)}, False, 2),
     ({"keywords": (("lhs_scale", 0.5),)}, False, 1),
     ({"keywords": (("transport", "ring"),)}, False, 2),
@@ -60,7 +54,7 @@ GATHERS = [
 @pytest.mark.parametrize(("fields", "check_vma", "launches"), GATHERS, ids=str)
 def test_the_gradient_gathers_by_xla_only_where_no_kernel_does(fields, check_vma, launches):
     call = Call("all_gather_lhs_matmul", 40, 72, 64, **fields)
-    arrays, (rows, *_), mesh = call.normal(3), call.keywords or [("",)], make_mesh(x=3)
+    arrays, (rows, *_), mesh = call.normal(2), call.keywords or [("",)], make_mesh(x=2)
 
     def total(arrays):
         out = call(arrays)
@@ -106,9 +100,10 @@ def test_a_gradient_that_is_wanted_in_f32():
 
         return jax.grad(total)(arrays)
 
-    assert_close(*of_both(call, arrays, of_directions))
+    assert_close(*of_both(call, arrays, of_directions), 2e-3)
 
 
+@pytest.mark.one_jax
 def test_vmap_of_pairs():
     call = Call("matmul_reduce_scatter", 32, 72, 24, layout="nt", pairs=(8, 16), lead=(3,), dtype=F16, out=F32)
     mapped = lambda f, arrays: jax.vmap(lambda lhs: f(arrays | {"lhs": lhs[None]})[0])(arrays["lhs"])  # noqa: E731
@@ -117,6 +112,7 @@ def test_vmap_of_pairs():
     assert_close(*of_both(single, arrays, mapped), 1e-6)
 
 
+@pytest.mark.one_jax
 def test_pairs_twice():
     call = Call("matmul_all_reduce", 16, 16, 16, pairs=(8, 8), dtype=F16, out=F32, activation=jnp.tanh)
     arrays = {name: x * x.dtype.type(0.25) for name, x in call.normal(2).items()}
@@ -156,45 +152,3 @@ def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementati
     forward, *backward = explained(overlap.matmul, x, k)
     assert {(x.op, x.implementation, x.plan) for x in backward} <= {("matmul", "fused", "backward pass")}
     assert len(backward) == (2 if forward.implementation == "fused" else 0)
-
-
-# --- Negative controls (tests/protocol/defects has generated ones) ----------------------------------------------------
-
-
-def k_counted_from_the_first_pair(patch):
-    def where(refs, steps):
-        found = blocks_operands.of_pairs(refs, steps)
-
-        def changed(k_step):
-            one, k = found.where(k_step)
-            return OneOf(one.refs, one.which), k + one.which * 64
-
-        return ByKStep(changed) if len(refs) > 1 else found
-
-    patch.setattr(blocks_kernel, "of_pairs", where)
-
-
-def rows_in_the_place_of_another_device(patch):
-    chunks = Passenger.chunks
-
-    def changed(*args):
-        made = chunks(*args)
-        elsewhere = lambda shard, *where: made.destination(((shard[0] + 1) % 3, shard[1]), *where)  # noqa: E731
-        return dataclasses.replace(made, destination=elsewhere)
-
-    patch.setattr(Passenger, "chunks", changed)
-
-
-def too_few_announced(patch, copy_others=Communicator._copy_others):
-    patch.setattr(Communicator, "_copy_others", lambda self: copy_others(self) - 1)
-
-
-@pytest.mark.parametrize(
-    "defect", [k_counted_from_the_first_pair, rows_in_the_place_of_another_device, too_few_announced]
-)
-def test_each_defect_shows(defect, monkeypatch):
-    defect(monkeypatch)
-    run = runner(Gradient(8, 128, (136, 72), lead=(2,)), 3)
-    with pytest.raises((EmulationError, AssertionError)):
-        for seed, completion in enumerate(("late", "random")):
-            run(scheduler="pct", seed=seed, completion=completion, step_limit=200_000)

@@ -1,4 +1,4 @@
-"""What operations choose and say: the kernel, XLA or an explicit configuration; keywords that a kernel takes."""
+"""What operations choose and say: the kernel, XLA or an explicit configuration."""
 
 import dataclasses
 import itertools
@@ -12,82 +12,13 @@ import overlap
 from overlap.choice import crossover, dispatch, model, space
 from overlap.choice.problem import Problem
 from overlap.collectives.gather.joined_schedule import JoinedSchedule
-from overlap.kernels.operations import BY_NAME
-from tests.ops.contract import (
-    BF16,
-    E4M3,
-    EVERY,
-    F32,
-    H200,
-    JOINED,
-    SCALES,
-    SMALL,
-    Call,
-    check,
-    mesh_of,
-    running,
-    struct,
-)
+from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from tests.ops.contract import BF16, E4M3, F32, H200, JOINED, SMALL, Call, mesh_of, running, struct
 from tests.ops.explained import answer
 from tests.ops.test_refusals import ALL, EVERYWHERE, GATHER, SCATTER, explain, good
 from tests.oracle import make_mesh
 
 FUSED = {"implementation": "fused"}
-
-# --- Keywords ---------------------------------------------------------------------------------------------------------
-
-EXTRAS = {  # Fields of a call; what a kernel needs to take for it.
-    "bias": dict(extras=("bias",)),
-    "addend": dict(extras=("addend",)),
-    "activation": dict(activation=jax.nn.relu),
-    "lhs_scale": dict(extras=("lhs_scale",)),
-    "rhs_scale": dict(extras=("rhs_scale",)),
-    "transpose_lhs": dict(layout="tn"),
-    "transpose_rhs": dict(layout="nt"),
-    "rhs": dict(lead=(2,), rhs_lead=(2,)),
-}
-# Stated independently of `OPERATIONS`.
-EPILOGUE = {"bias", "addend", "activation", *SCALES}
-TAKES = {
-    "matmul": EPILOGUE | {"transpose_lhs", "transpose_rhs", "rhs"},
-    "all_gather_lhs_matmul": EPILOGUE - {"addend"} | {"transpose_rhs"},
-    "all_gather_rhs_matmul_n": {"transpose_lhs"},
-    "all_gather_rhs_matmul_k": {"transpose_lhs"},
-    "matmul_reduce_scatter": EPILOGUE | {"transpose_lhs", "transpose_rhs"},
-    "matmul_reduce_scatter_n": EPILOGUE | {"transpose_lhs", "transpose_rhs"},
-    "matmul_all_reduce": EPILOGUE | {"transpose_lhs", "transpose_rhs"},
-}
-
-
-def test_every_operation_is_here():
-    assert set(TAKES) == set(ALL) == set(BY_NAME)
-
-
-@pytest.mark.parametrize("name", EXTRAS)
-@pytest.mark.parametrize("op", TAKES)
-def test_the_kernel_takes_a_keyword_or_names_it(op, name):
-    """test_numbers.py and test_transforms.py have the results."""
-    call = Call(op, 16, 16, 16, **EXTRAS[name])
-    types = call.types(2)
-
-    def traced(implementation):
-        body = call.stacked(lambda arrays: call(arrays, implementation))
-        return jax.eval_shape(call.program(make_mesh(x=2), types, body, call.out_specs), types)
-
-    by_default = traced(None)
-    if name in TAKES[op]:
-        assert traced("fused") == by_default
-        return
-    with pytest.raises(NotImplementedError, match=rf'`{name}`.*implementation="xla"'):
-        traced("fused")
-
-
-@pytest.mark.parametrize("op", ["matmul", "all_gather_lhs_matmul"])
-def test_keywords_that_only_these_operations_take_with_numbers(op):
-    given = dict(lead=(2,), rhs_lead=(2,)) if op == "matmul" else dict(widths=(72, 24))
-    extras = tuple(name for name in EVERY if name in TAKES[op])
-    check(Call(op, 24, 72, 64, extras=extras, activation=jnp.abs, **given))
-
 
 # --- The choice -------------------------------------------------------------------------------------------------------
 
@@ -123,18 +54,11 @@ def test_the_kernel_is_chosen_where_it_is_measured_to_be_faster(op, monkeypatch)
     assert refused.reason in str(refused)
 
 
-def test_a_fallback_on_the_right_gpu_is_a_warning(hopper, caplog):
-    explain(GATHER, struct(100, 64), struct(64, 513))
+def test_a_fallback_on_the_right_gpu_is_a_warning_that_is_said_once(hopper, caplog):
+    for _ in range(2):
+        explain(GATHER, struct(100, 64), struct(64, 513))
     (record,) = [r for r in caplog.records if r.name == "overlap" and r.levelname == "WARNING"]
     assert "n=513" in record.message
-
-
-def test_a_choice_is_said_once(caplog):
-    caplog.set_level("INFO", logger="overlap")
-    lhs, rhs = jnp.ones((64, 64), BF16), jnp.ones((64, 192), BF16)
-    overlap.matmul(lhs, rhs)
-    overlap.matmul(lhs, rhs)
-    assert len([r for r in caplog.records if r.name == "overlap"]) == 1
 
 
 def test_scratch_of_a_scattered_sum(hopper):
@@ -177,22 +101,18 @@ def test_all_forms_of_a_gather_are_explained(hopper):
     # For weights gathered along k, tiles go through all rows before the next columns.
     chosen = explain("all_gather_rhs_matmul_k", struct(8192, 8192), struct(4096, 8192), **FUSED)
     assert chosen.config.order_minor == "n"
+    # Several right operands are chosen for as one of their total width, and leading dimensions as more rows.
+    of_rhs = lambda m, *rhs: explain(GATHER, struct(m, 4096), [struct(4096, n) for n in rhs], **FUSED).config  # noqa: E731
+    assert all(of_rhs(m, 128, 3968) == of_rhs(m, 4096) for m in (16, 256, 2048))
+    of_lead = lambda *m: explain("all_gather_rhs_matmul_n", struct(*m, 4096), struct(4096, 2048), **FUSED).config  # noqa: E731
+    assert of_lead(16, 128) == of_lead(2048) != of_lead(128)
+    # Tiles of several right operands are walked as those of one of their total width.
+    several, one = (AllGatherSchedule.of(4, (1024, 64), n, 2, overlap.Config()) for n in ((4096, 1024, 1024), (6144,)))
+    assert [several.tile(i) for i in range(several.tiles)] == [one.tile(i) for i in range(one.tiles)]
 
 
-@pytest.mark.parametrize("m", [16, 256, 2048])
-def test_several_right_sides_are_chosen_for_as_one_of_their_total_width(m, hopper):
-    config = lambda rhs: explain(GATHER, struct(m, 4096), rhs, **FUSED).config  # noqa: E731
-    assert config([struct(4096, 128), struct(4096, 3968)]) == config(struct(4096, 4096))
-
-
-def test_leading_dimensions_are_chosen_for_as_more_rows(hopper):
-    config = lambda *m: explain("all_gather_rhs_matmul_n", struct(*m, 4096), struct(4096, 2048), **FUSED).config  # noqa: E731
-    assert config(16, 128) == config(2048) != config(128)
-
-
-@pytest.mark.parametrize("order", [None, (2, 0, 3, 1)], ids=["ordered", "permuted"])
-def test_a_tuple_of_axes_is_chosen_for_as_an_axis_of_as_many_devices(order, hopper):
-    operands = struct(1024, 4096), struct(4096, 4096)
+def test_a_tuple_of_axes_is_chosen_for_as_an_axis_of_as_many_devices(hopper):
+    operands, order = (struct(1024, 4096), struct(4096, 4096)), (2, 0, 3, 1)
     two, one = mesh_of({"a": 2, "b": 2}, order), mesh_of({"x": 4}, order)
     by_tuple = answer(overlap.all_gather_lhs_matmul, *operands, ("b", "a"), mesh=two)
     assert by_tuple == answer(overlap.all_gather_lhs_matmul, *operands, "x", mesh=one)
@@ -229,9 +149,8 @@ def few(m, n=8192, k=8192, devices=4, **fields):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (4096, 4096), (8192, 8192)])
-def test_one_product_over_all_shards_is_chosen_for_few_rows_and_not_for_many(n, k):
-    for devices, m in itertools.product((2, 4, 8), (1, 8, 16, 512, 1024, 8192)):
+def test_one_product_over_all_shards_is_chosen_for_few_rows_and_not_for_many():
+    for n, k, devices, m in itertools.product((1024, 8192), (4096,), (2, 8), (1, 16, 512, 8192)):
         chosen = space.heuristic(few(m, n, k, devices), H200)
         assert chosen is not None and chosen.joined == (m <= 16)
 
@@ -256,15 +175,9 @@ def test_the_model_counts_the_tiles_of_the_kernel():
         assert model.work_of(config, few(m, n, 64, devices), H200).tiles == schedule.product.tiles
 
 
-def test_explain_says_that_rows_are_joined(hopper):
-    choice = explain(GATHER, struct(16, 4096), struct(4096, 4096), devices=4, **FUSED)
-    assert choice.config.joined and "joined=True" in str(choice)
-
-
-@pytest.mark.parametrize("steps", [2, 4])
-def test_the_weights_do_not_wait_for_the_gather(steps):
+def test_the_weights_do_not_wait_for_the_gather():
     """The producer requests right-operand tiles for all stages before it waits for the first row."""
-    call = Call(GATHER, 16, 128, 64 * 4, config=JOINED.replace(stages=steps + steps // 4))
+    steps, call = 4, Call(GATHER, 16, 128, 64 * 4, config=JOINED.replace(stages=5))
     arrays = call.arrays(2)
     with running(record=True) as run:
         call.program(make_mesh(x=2), arrays)(arrays)
@@ -292,12 +205,6 @@ def test_the_usual_configuration():
     assert overlap.Config(tile_n=128).replace(chunk_buffers=4) == config
     with pytest.raises(TypeError, match="tile_x"):
         config.replace(tile_x=1)
-
-
-@pytest.mark.one_jax
-def test_what_is_public_is_what_shows():
-    assert dir(overlap) == sorted(overlap.__all__)
-    assert all(hasattr(overlap, name) for name in overlap.__all__)
 
 
 def test_a_bias_keeps_its_bits():

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,181 +18,100 @@ from overlap import layers
 from overlap.choice.problem import Problem
 from overlap.choice.space import heuristic
 from overlap.emulation import emulate
-from overlap.kernels.target import Target
 from tests import oracle
+from tests.ops.contract import E4M3, F32, Call, assert_close, running
+from tests.ops.derivative_cases import TRANSFORMED, given, loss, of_both, squares
 from tests.ops.explained import answer
-from tests.ops.product_cases import B200, in_f32, normal
+from tests.ops.product_cases import B200, H200, normal
 
-Config, F8 = overlap.Config, jnp.float8_e4m3fn
-H200 = Target("gpu", "NVIDIA H200", 132)
+Config = overlap.Config
+slow = pytest.mark.slow
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def operands(m: int, n: int, k: int, right: bool = False, batch: tuple[int, ...] = (), dtype: Any = jnp.bfloat16):
-    """Draws x, (gate, up), and for both a bias and a scale of columns."""
-    shape = (n, k) if right else (k, n)
-    sides = tuple(normal(seed, *shape, dtype=dtype) for seed in (1, 2))
-    vectors = [tuple(normal(seed + i, n, dtype=jnp.float32) for i in (0, 1)) for seed in (3, 5)]
-    return normal(0, *batch, m, k, dtype=dtype), sides, *vectors
+def combined(op: str, m: int, n: int, k: int, config: Config | None, **fields: Any) -> Call:
+    more = dict(extras=("rhs_scale", "bias"), activation=swiglu, container=tuple)
+    return Call(op, m, 0, k, widths=(n, n), config=config, **more | fields)
 
 
-def written_out(x, sides, biases, scales, right=False, dtype=jnp.float32):
-    """Returns what separate products give, with results in `dtype`, and the activation in f32."""
-    x, sides = x.astype(jnp.float32), [side.astype(jnp.float32) for side in sides]
-    products = [x @ (side.T if right else side) for side in sides]
-    values = [z.astype(dtype) * scale + bias for z, bias, scale in zip(products, biases, scales, strict=True)]
-    return swiglu(*(z.astype(dtype).astype(jnp.float32) for z in values)).astype(dtype)
-
-
-def distance(actual, expected):
-    actual, expected = in_f32(actual), in_f32(expected)
-    assert actual.shape == expected.shape and np.isfinite(actual).all()
-    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-
-
-def assert_near(given, *results, right=False):
-    """Asserts an error of at most twice that of separate products in bf16, and that the check tells gate from up."""
-
-    @jax.jit
-    def of(x, *pairs):
-        kinds = (pairs, jnp.float32), (pairs, jnp.bfloat16), ([pair[::-1] for pair in pairs], jnp.float32)
-        return [written_out(x, *pairs, right=right, dtype=dtype) for pairs, dtype in kinds]
-
-    exact, unfused, swapped = of(*given)
-    for actual in results:
-        assert distance(actual, exact) <= oracle.ALLOWED * distance(unfused, exact)
-        assert distance(actual, swapped) > 0.1
-
-
-FORMS = [  # shape, config, further arguments
-    ((200, 264, 136), Config(tile_n=256, stages=2), {}),
-    ((130, 136, 72), Config(tile_m=64, tile_n=128, stages=3, schedule="pingpong"), {"right": True}),
-    ((257, 72, 72), Config(tile_n=128, stages=2, order_minor="n"), {"right": True, "batch": (2,)}),
-    ((200, 264, 72), Config(tile_m=72, tile_n=256, stages=2, swap_operands=True), {}),
-    ((136, 200, 144), Config(tile_n=128, stages=2), {"right": True, "dtype": F8}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("shape", "config", "more"), FORMS, ids=str)
-def test_matmul(shape, config, more):
-    given, right = operands(*shape, **more), more.get("right", False)
-    x, sides, biases, scales = given
-    wide = {"preferred_element_type": jnp.float32} if "dtype" in more else {}
-    keywords: dict[str, Any] = dict(activation=swiglu, bias=biases, rhs_scale=scales, transpose_rhs=right, **wide)
-    with emulate(cores=4) as run:
-        actual = overlap.matmul(x, sides, config=config, implementation="fused", **keywords)
-        run.check()
-    assert actual.shape == (*x.shape[:-1], shape[1])
-    assert_near(given, actual, overlap.matmul(x, sides, implementation="xla", **keywords), right=right)
-
-
-# --- Gathered rows, and gradients -------------------------------------------------------------------------------------
-
-SMALL, XLA = Config(tile_n=128, stages=2), {"implementation": "xla"}
-GATHERS = [  # devices, config, further arguments
-    pytest.param(1, SMALL, {}, marks=pytest.mark.slow),
-    (2, Config(tile_n=256, stages=2), {"transpose_rhs": True, "return_gathered": True}),
-    pytest.param(4, SMALL, {"transport": "ring"}, marks=pytest.mark.slow),
-    pytest.param(2, Config(tile_m=64, tile_n=256, stages=2, joined=True), {}, marks=pytest.mark.slow),
-    (2, None, XLA),
+MATMUL, GATHER = "matmul", "all_gather_lhs_matmul"
+PRODUCTS = [
+    combined(MATMUL, 200, 264, 136, Config(tile_n=256, stages=2)),
+    combined(MATMUL, 130, 136, 72, Config(tile_m=64, tile_n=128, stages=3, schedule="pingpong"), layout="nt"),
+    combined(MATMUL, 200, 264, 72, Config(tile_m=72, tile_n=256, stages=2, swap_operands=True)),
+    combined(MATMUL, 136, 200, 144, Config(tile_n=128, stages=2), layout="nt", dtype=E4M3, out=F32, lead=(2,)),
 ]
 
 
-@functools.cache
-def gathered_operands() -> tuple[Any, ...]:
-    x, sides, biases, scales = operands(144, 288, 72)
-    return x, sides, biases, tuple(jnp.abs(scale) + 0.5 for scale in scales)
+@pytest.mark.parametrize(
+    ("implementation", "call"), [*(("fused", call) for call in PRODUCTS), ("xla", PRODUCTS[-1])], ids=str
+)
+def test_matmul(implementation, call):
+    arrays = given(call, 1, 1.0)
+    assert_close(*of_both(call, arrays, lambda f, x: f(x), devices=1, implementation=implementation), 6e-3)
 
 
-def loss_of(out: jax.Array, first: Any = 0) -> jax.Array:
-    """Returns a sum in which each column of the result has a weight of its own; `first`: the first column's index."""
-    return jnp.sum(out.astype(jnp.float32) * jnp.cos(first + jnp.arange(out.shape[1], dtype=jnp.float32)))
+GATHERS = [  # Whether XLA runs, call
+    ("fused", combined(GATHER, 72, 144, 72, Config(tile_n=256, stages=2), layout="nt",
+                       keywords=(("return_gathered", True),))),
+    ("xla", combined(GATHER, 72, 144, 72, None)),
+    pytest.param("fused", combined(GATHER, 72, 144, 72, Config(tile_n=128, stages=2),
+                                   keywords=(("transport", "ring"),)), marks=slow),
+    pytest.param("fused", combined(GATHER, 72, 144, 72, Config(tile_m=64, tile_n=256, stages=2, joined=True)),
+                 marks=slow),
+]  # fmt: skip
 
 
-@functools.cache
-def gradients(dtype: Any) -> list[jax.Array]:
-    """Returns the gradients of `loss_of` the written-out computation, with separate products in `dtype`."""
-    found = jax.jit(jax.grad(lambda given: loss_of(written_out(*given, dtype=dtype))))(gathered_operands())
-    return [x.astype(jnp.float32) for x in jax.tree.leaves(found)]
+@pytest.mark.parametrize(("implementation", "call"), GATHERS, ids=str)
+def test_gathered_with_gradients(implementation, call):
+    """The gradient's forward pass runs other kernels than a call that is not differentiated."""
+    both = lambda f, x: (f(x), jax.grad(loss(f))(x))  # noqa: E731
+    assert_close(*of_both(call, given(call), both, implementation=implementation), 1e-2)
 
 
-@pytest.mark.parametrize(("devices", "config", "more"), GATHERS, ids=str)
-def test_gathered_with_gradients(devices, config, more):
-    mesh, given, right = oracle.make_mesh(x=devices), gathered_operands(), more.get("transpose_rhs", False)
-    lhs, side, vector = P("x", None), P("x", None) if right else P(None, "x"), P("x")
-    specs = (lhs, (side,) * 2, (vector,) * 2, (vector,) * 2)
-    keywords = {"activation": swiglu, "config": config, "implementation": "fused", **more}
-
-    def call(x, sides, biases, scales):
-        out = overlap.all_gather_lhs_matmul(x, sides, "x", bias=biases, rhs_scale=scales, **keywords)
-        return out[0] if "return_gathered" in more else out
-
-    def of_shards(*given):
-        # The gradient's forward pass runs other kernels than a call that is not differentiated.
-        loss = lambda *given: loss_of(out := call(*given), lax.axis_index("x") * out.shape[1])  # noqa: E731
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(*given), call(*given)
-
-    turned = (given[0], tuple(side.T for side in given[1]), *given[2:]) if right else given
-    with emulate(cores=3, completion="random") as run:
-        found, out = oracle.on_mesh(mesh, of_shards, specs, (specs, P(None, "x")))(*turned)
-        run.check()
-    assert_near(given, out)
-    found = (found[0], tuple(side.T for side in found[1]), *found[2:]) if right else found
-    for ours, exact, unfused in zip(
-        jax.tree.leaves(found), gradients(jnp.float32), gradients(jnp.bfloat16), strict=True
-    ):
-        assert distance(ours, exact) <= oracle.ALLOWED * distance(unfused, exact)
-
-
+@pytest.mark.one_jax
 def test_one_argument_and_a_missing_bias_in_a_gather():
-    (x, sides, (bias, _), _), mesh = operands(144, 144, 72), oracle.make_mesh(x=2)
-    body = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", activation=jax.nn.gelu)
-    specs = (P("x", None), [P(None, "x")] * 2, P("x"))
+    mesh, specs = oracle.make_mesh(x=2), (P("x", None), [P(None, "x")] * 2, P("x"))
+    x, sides, bias = normal(0, 144, 72), [normal(seed, 72, 144) for seed in (1, 2)], normal(3, 144, dtype=F32)
 
-    def of_shards(x, sides, bias, implementation="fused"):
+    def of_shards(x, sides, bias, implementation):
+        body = functools.partial(overlap.all_gather_lhs_matmul, axis_name="x", activation=jax.nn.gelu)
         call = lambda x: body(x, sides, bias=[bias, None], implementation=implementation)  # noqa: E731
         outs, pull = jax.vjp(call, x)
         return outs, pull([1 + y for y in outs])[0]
 
-    fused = oracle.on_mesh(mesh, of_shards, specs, ([P(None, "x")] * 2, P("x", None)))
-    by_xla = oracle.on_mesh(
-        mesh, functools.partial(of_shards, implementation="xla"), specs, ([P(None, "x")] * 2, P("x"))
-    )
-    with emulate(cores=3):
-        ours = fused(x, list(sides), bias)
-    for a, b in zip(*map(jax.tree.leaves, (ours, by_xla(x, list(sides), bias))), strict=True):
-        assert distance(a, b.astype(jnp.float32)) < 6e-3
+    results = []
+    for how in ("fused", "xla"):
+        mapped = oracle.on_mesh(
+            mesh, functools.partial(of_shards, implementation=how), specs, ([P(None, "x")] * 2, P("x"))
+        )
+        with emulate(cores=3):
+            results.append(mapped(x, sides, bias))
+    assert_close(*results, 6e-3)
 
 
-def test_second_derivatives_a_captured_scalar_and_vmap():
-    x, sides, *_ = operands(64, 64, 64)
-    x, sides, factor = x * 0.3, tuple(side * 0.3 for side in sides), jnp.float32(1.5)
+def test_second_derivatives_and_the_gradient_of_a_captured_scalar():
+    call = combined(MATMUL, 64, 64, 64, Config(tile_n=128, stages=2), dtype=jnp.float16)
+    arrays, results = given(call, 1), []
+    assert_close(*of_both(call, arrays, TRANSFORMED["jvp of grad"], devices=1))
+    for body in ("__call__", "plain"):
 
-    def ours(x, sides, factor):
-        activation = lambda gate, up: swiglu(gate, factor * up)  # noqa: E731
-        return overlap.matmul(x, sides, activation=activation, implementation="fused").astype(jnp.float32)
+        def of_factor(factor, body=body):
+            scaled = call.but(activation=lambda gate, up: swiglu(gate, factor * up))
+            return squares(getattr(scaled, body)(arrays))
 
-    def plain(x, sides, factor):
-        gate, up = (x.astype(jnp.float32) @ side.astype(jnp.float32) for side in sides)
-        return swiglu(gate, factor * up)
-
-    def all_of(f):
-        slope = lambda *given: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(f(x, *given[1:]))))(given[0]) ** 2)  # noqa: E731
-        mapped = jax.vmap(f, (0, None, None))(jnp.stack([x, -x]), sides, factor)
-        return mapped, *jax.tree.leaves(jax.grad(slope, argnums=(1, 2))(x, sides, factor))
-
-    with emulate(cores=2):
-        found = jax.jit(lambda: all_of(ours))()
-    for a, b, limit in zip(found, jax.jit(lambda: all_of(plain))(), (6e-3, *[3e-2] * 3), strict=True):
-        assert distance(a, b) < limit
+        with running():
+            results.append(jax.jit(jax.vmap(jax.value_and_grad(of_factor)))(jnp.asarray([0.5, 1.5], F32)))
+    assert_close(*results)
 
 
 # --- Layers, the choice, errors ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_jax
 def test_a_layer_is_two_kernels_without_an_activation_by_xla():
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

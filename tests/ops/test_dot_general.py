@@ -13,7 +13,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from overlap import layers
-from overlap.emulation import emulate
 from tests.layers.layer_cases import BETWEEN, EXPLICIT, EXPLICIT_FIRST, INSIDE, draw, make_mesh, put, same
 
 
@@ -38,36 +37,6 @@ def test_dot_general_of_nnx_linear(kind: Any) -> None:
     assert same(out, INSIDE) and same(whole, INSIDE) and same(transposed, INSIDE)
     np.testing.assert_allclose(transposed, out, atol=1e-4)
     np.testing.assert_allclose(out, x @ np.asarray(linear.kernel[...]), atol=1e-4)
-
-
-@pytest.mark.one_jax
-def test_dot_general_of_nnx_attention() -> None:
-    """nnx.MultiHeadAttention with its own kernels: its products, forward and backward, run as fused kernels."""
-    mesh, x = make_mesh(1, 2), draw(0, (1, 32, 64), jnp.bfloat16)
-    between, heads, kernel = P(None, "tensor", None), P(None, None, "tensor", None), P(None, "tensor", None)
-    adapters: Any = {
-        "qkv_dot_general": layers.ShardedDotGeneral(between, kernel, heads, implementation="fused"),
-        "out_dot_general": layers.ShardedDotGeneral(heads, P("tensor"), between, implementation="fused"),
-    }
-
-    def results(attention: Any, x: Any) -> Any:
-        grad = nnx.value_and_grad(lambda a, x: (jnp.asarray(a(x), jnp.float32) ** 2).sum(), argnums=(0, 1))
-        return jax.tree.leaves(nnx.jit(grad)(attention, x))
-
-    with jax.set_mesh(mesh):
-        attention = nnx.MultiHeadAttention(
-            2, 64, dtype=jnp.bfloat16, use_bias=False, decode=False, rngs=nnx.Rngs(0), **adapters,
-            kernel_init=lambda _, shape, dtype: draw(1, shape, dtype) / 8,
-            kernel_metadata={"out_sharding": kernel}, out_kernel_metadata={"out_sharding": P("tensor")},
-        )  # fmt: skip
-        with emulate(cores=2, detect_races=False) as run:
-            found = jax.block_until_ready(results(attention, put(x, mesh, between)))
-        assert run.counts["launches"] >= 2 * 4  # Four products, in both passes.
-        attention.set_attributes(dot_general=None, dtype=jnp.float32)
-        exact = results(attention, put(x.astype(jnp.float32), mesh, between))
-    for got, wanted in zip(found, exact, strict=True):
-        got, wanted = np.asarray(got, np.float32), np.asarray(wanted)
-        assert 0 < np.linalg.norm(got - wanted) <= 1e-2 * np.linalg.norm(wanted)
 
 
 @pytest.mark.one_jax

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
-from jax.experimental import mesh_utils
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-import overlap
 from overlap import _compat
 from overlap.choice import dispatch
 from overlap.collectives.collective import peer_group_of
@@ -27,21 +25,18 @@ from tests.ops.mesh_cases import check_on, layout
 
 PERMUTED, TRANSPOSED = (2, 0, 3, 1), (0, 3, 1, 4, 2, 5)
 slow = pytest.mark.slow
-LAYOUTS = [  # With each of them, the forms of the kernels that `make test` runs.
-    (layout("x", x=6), ["ring"]),
-    (layout("x", PERMUTED, x=4), ["one shot"]),
-    (layout("x", (4, 2, 0, 1, 3), x=5), ["joined"]),
+# With each of them, the forms of the kernels that `make test` runs; test_numbers.py has one axis of permuted devices.
+LAYOUTS = [
+    (layout("x", PERMUTED, x=4), []),
     (layout("a", a=2, b=3), ["weights n"]),
-    (layout("b", a=2, b=3), ["scatter by ring"]),
-    (layout(("a", "b"), PERMUTED, a=2, b=2), ["ring", "scatter n"]),
+    (layout("b", a=2, b=3), []),
+    (layout(("a", "b"), PERMUTED, a=2, b=2), ["ring"]),
     (layout(("b", "a"), PERMUTED, a=2, b=2), ["weights k", "scatter m"]),
-    (layout(("b", "a"), TRANSPOSED, a=3, b=2), ["ring"]),
+    (layout(("b", "a"), a=1, b=3), ["joined"]),
+    (layout(("b", "a"), TRANSPOSED, a=3, b=2), []),
+    (layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2), []),
     (layout(("c", "a", "b"), a=2, b=2, c=2), []),
-    (layout(("b", "a"), a=1, b=3), ["joined", "all, rows"]),
-    (layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2), ["weights n"]),
-    *((layout(over, a=2, b=2, c=2), []) for over in itertools.permutations("abc", 2)),
-    *((layout("x", x=devices), []) for devices in (3, 5, 7)),
-    *((layout(over, PERMUTED, a=2, b=2), []) for over in ("a", "b")),
+    *((layout("x", x=devices), []) for devices in (6, 7)),
 ]
 CASES = [
     pytest.param(case, name, marks=[] if name in fast else slow, id=f"{case} {name}")
@@ -57,14 +52,7 @@ def test_every_peer_group_computes_its_own_product(case, name):
     check_on(case, call.but(extras=EVERY) if call.spec.sums else call.but(m=min(call.m, 40), n=72))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), pytest.param((3, 2), marks=slow)], ids=str)
-def test_a_mesh_from_mesh_utils(shape):
-    devices = mesh_utils.create_device_mesh(shape, devices=jax.devices()[:6])
-    order = tuple(device.id for device in devices.flat)
-    check_on(layout(("b", "a"), order, a=shape[0], b=shape[1]), FORMS["pull"])
-
-
-@pytest.mark.parametrize("name", ["pull", pytest.param("ring", marks=slow), "scatter m"])
+@pytest.mark.parametrize("name", [pytest.param("pull", marks=slow), "scatter m"])
 def test_two_groups_of_one_mesh_in_one_program(name):
     """Along one axis, and along both in reverse: their flags and scratch must not be taken for each other's."""
     mesh = layout("a", TRANSPOSED, a=3, b=2).mesh()
@@ -88,53 +76,41 @@ MESH_SHAPE = (("a", 2), ("b", 3), ("c", 1))
 TUPLES = [axes for count in (1, 2, 3) for axes in itertools.permutations("abc", count)]
 
 
-@pytest.mark.parametrize("axes", TUPLES, ids="-".join)
-def test_positions_and_coordinates(axes):
-    group, sizes = PeerGroup(axes, MESH_SHAPE), dict(MESH_SHAPE)
-    assert group.size == np.prod([sizes[name] for name in axes])
-    for position in range(group.size):
-        coordinates = np.unravel_index(position, [sizes[name] for name in axes])
-        assert group.device_id(position) == dict(zip(axes, map(int, coordinates), strict=True))
+def test_positions_and_coordinates_are_counted_as_all_gather_does():
+    sizes = dict(MESH_SHAPE)
+    for axes in TUPLES:
+        group = PeerGroup(axes, MESH_SHAPE)
+        for position in range(group.size):
+            coordinates = np.unravel_index(position, [sizes[name] for name in axes])
+            assert group.device_id(position) == dict(zip(axes, map(int, coordinates), strict=True))
 
+    def body():
+        assert {peer_group_of("op", axis) for axis in (("a",), ["a"], "a")} == {PeerGroup("a", MESH_SHAPE)}
+        groups = [(axes, PeerGroup(axes, MESH_SHAPE).me()) for axes in TUPLES]
+        return [jnp.append(lax.all_gather(me, axes), me - lax.axis_index(axes))[None] for axes, me in groups]
 
-@pytest.mark.parametrize("axes", TUPLES, ids="-".join)
-def test_me_counts_as_all_gather_does(axes):
-    group = PeerGroup(axes, MESH_SHAPE)
     mesh = Mesh(np.array(jax.devices()[:6])[list(TRANSPOSED)].reshape(2, 3, 1), ("a", "b", "c"))
-
-    def body():
-        gathered = lax.all_gather(group.me(), axes)
-        return jnp.concatenate([gathered, jnp.stack([group.me() - lax.axis_index(axes)])])[None]
-
-    # Without jit, jax would compile each operation of the function separately.
-    out = oracle.on_mesh(mesh, body, (), P(("a", "b", "c")))()
-    np.testing.assert_array_equal(np.asarray(out), [[*range(group.size), 0]] * 6)
-
-
-def test_a_tuple_of_one_axis_is_that_axis():
-    groups = []
-
-    def body():
-        groups.extend(peer_group_of("op", axis) for axis in (("x",), ["x"], "x"))
-        return jnp.zeros(())
-
-    jax.eval_shape(jax.shard_map(body, mesh=layout("x", x=2).mesh(), in_specs=(), out_specs=P()))
-    assert groups == [PeerGroup("x", (("x", 2),))] * 3
+    for axes, out in zip(TUPLES, oracle.on_mesh(mesh, body, (), P(("a", "b", "c")))(), strict=True):
+        size = int(np.prod([sizes[name] for name in axes]))
+        assert PeerGroup(axes, MESH_SHAPE).size == size
+        np.testing.assert_array_equal(np.asarray(out), [[*range(size), 0]] * 6)
 
 
 # --- Injected defects: the tests above would detect them -------------------------------------------------------------
 
 
-def take_ids_of_devices(patch, order):
+def take_ids_of_devices(patch):
+    """The logical id of a device is its position in the mesh, so a kernel must not use the device's own id there."""
     device_id = PeerGroup.device_id
 
     def physical(self, position):
-        return device_id(self, sum(jnp.where(position == i, jnp.int32(d), 0) for i, d in enumerate(order)))
+        return device_id(self, sum(jnp.where(position == i, jnp.int32(d), 0) for i, d in enumerate(PERMUTED)))
 
     patch.setattr(PeerGroup, "device_id", physical)
 
 
 def take_the_position_for_a_logical_id(patch):
+    """On the whole mesh the result would be right, however its devices are permuted."""
     logical = pl.DeviceIdType.LOGICAL
     patch.setattr(
         PeerGroup, "remote_ref", lambda self, ref, position: plgpu.remote_ref(ref, position, device_id_type=logical)
@@ -153,36 +129,18 @@ def reach_into_the_first_ring(patch):
     )
 
 
-def fails(case):
-    try:
-        check_on(case, FORMS["pull"])
-    except (AssertionError, EmulationError):
-        return True
-    return False
-
-
-def test_ids_of_devices_are_no_logical_ids(monkeypatch):
-    """The logical id of a device is its position in the mesh, so a kernel must not use the device's own id there."""
-    take_ids_of_devices(monkeypatch, PERMUTED)
-    assert fails(layout("x", PERMUTED, x=4))
-
-
 @pytest.mark.filterwarnings("ignore:device_id_type is deprecated")
-def test_a_position_is_a_logical_id_on_one_axis_only(monkeypatch):
-    take_the_position_for_a_logical_id(monkeypatch)
-    # On the whole mesh the result is right, however its devices are permuted.
-    check_on(layout("x", PERMUTED, x=4), FORMS["pull"])
-    check_on(layout(("a", "b"), PERMUTED, a=2, b=2), FORMS["pull"])
-    assert fails(layout("b", a=2, b=2))
-    assert fails(layout(("b", "a"), a=2, b=2))
-
-
 @pytest.mark.parametrize(
-    ("defect", "over"), [(count_in_the_order_of_the_mesh, ("b", "a")), (reach_into_the_first_ring, "b")]
-)
-def test_injected_defects(defect, over, monkeypatch):
+    ("defect", "case"),
+    [(take_ids_of_devices, layout("x", PERMUTED, x=4)), (take_the_position_for_a_logical_id, layout("b", a=2, b=2)),
+     (count_in_the_order_of_the_mesh, layout(("b", "a"), a=2, b=3)),
+     (reach_into_the_first_ring, layout("b", a=2, b=2))],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)  # fmt: skip
+def test_injected_defects(defect, case, monkeypatch):
     defect(monkeypatch)
-    assert fails(layout(over, a=2, b=3))
+    with pytest.raises((AssertionError, EmulationError)):
+        check_on(case, FORMS["pull"].but(m=40, n=72))
 
 
 # --- The way to a GPU ------------------------------------------------------------------------------------------------
@@ -193,9 +151,9 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
-def lowered(case, mesh, *, sharded=False, name="pull"):
+def lowered(case, mesh, *, sharded=False, name="pull", **changes):
     """Lowers a form of an operation on `mesh` for CUDA, and returns the text of the program."""
-    call = FORMS[name].but(axis=case.over, m=256, n=512, k=512, config=None)
+    call = FORMS[name].but(**dict(axis=case.over, m=256, n=512, k=512, config=None) | changes)
     types = call.types(case.size)
     if sharded:
         specs = call.specs(types)
@@ -211,10 +169,9 @@ def ids_for_xla(text):
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        *((layout("x", x=3), name) for name in ("pull", "weights k", "scatter n", "all, rows")),
-        (layout("x", data=2, x=2), "weights n"), (layout("x", x=2, data=2), "scatter m"),
-        (layout("x", (4, 2, 0, 1, 3), x=5), "ring"), (layout(("b", "a"), PERMUTED, a=2, b=2), "pull"),
-        (layout(("c", "a"), (5, 2, 7, 0, 3, 6, 1, 4), a=2, b=2, c=2), "weights k"),
+        (layout("x", x=3), "all, rows"), (layout("x", data=2, x=2), "weights n"),
+        (layout("x", x=2, data=2), "scatter m"), (layout("x", (4, 2, 0, 1, 3), x=5), "ring"),
+        (layout(("b", "a"), PERMUTED, a=2, b=2), "pull"),
     ],
     ids=str,
 )  # fmt: skip
@@ -259,12 +216,3 @@ def test_a_mesh_of_other_devices_is_refused_with_the_way_out(hopper):
         NotImplementedError, match=r"devices \[0, 1, 2, 3\].* \[4, 5, 6, 7\].*CUDA_VISIBLE_DEVICES.*\"xla\""
     ):
         lowered(case, mesh)
-
-
-def test_a_kernel_without_peers_takes_any_devices(hopper):
-    _compat.apply(host_mesh.ON_HOST_MESHES)
-    mesh = Mesh(np.array(jax.devices()[4:6]), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    call = oracle.on_mesh(mesh, lambda a, b: overlap.matmul(a, b, implementation="fused"))
-    shapes = (512, 512), (512, 1024)
-    text = call.trace(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes)).lower(lowering_platforms=("cuda",))
-    assert "mosaic_gpu" in text.as_text()

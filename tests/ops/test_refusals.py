@@ -1,7 +1,8 @@
 """What operations refuse, before anything is traced: the right type, the argument's name, both numbers, and a way out.
 
 Every row of the table is a call of `explain` and a call under `jax.shard_map`. What only the kernel refuses runs by
-XLA if nobody asks for the kernel. `test_arguments.py` has the values that are invalid by themselves.
+XLA if nobody asks for the kernel. test_arguments.py has the values that are invalid by themselves, and
+single_gpu/test_refusals.py the configurations.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.kernels.operations import BY_NAME
-from overlap.kernels.target import SMEM_BYTES, Target
+from overlap.kernels.target import Target
 from tests.ops.contract import BF16, E4M3, E5M2, F16, F32, H200, SMALL, struct
 from tests.ops.explained import answer
 from tests.oracle import make_mesh
@@ -72,19 +73,12 @@ TABLE = [
     (SUMS, struct(128, 128), None, {}, V, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
     ((WEIGHTS_K,), X, None, {}, V, ["`lhs`", "k=64", "k=128", "2 shards", "`dimension`"]),
     ((WEIGHTS_N,), struct(128, 128), None, {}, V, ["`lhs`", "k=128", "k=64"]),
-    (ALL, struct(128), None, {}, V, ["`lhs`", "2 dimensions", "got 1"]),
     (ALL, struct(128, 128, dtype=F16), W, {}, V, ["float16", "bfloat16", "cast"]),
-    (ALL, struct(8, 8, dtype=jnp.int8), struct(8, 8, dtype=jnp.int8), {}, V, ["floating-point", "int8"]),
+    (("matmul", SCATTER), struct(128, 64, dtype=E4M3), W, {}, V, ["float8_e4m3fn", "bfloat16", "cast"]),
     (("matmul", SCATTER), struct(3, 8, 8), struct(2, 8, 8), {}, V, ["leading dimensions", "(3,)", "(2,)"]),
     (("matmul", *SUMS), None, [W, W], {}, V, ["list of 2"]),
     ((SCATTER,), struct(127, 64), None, {}, V, ["rows of `lhs`", "m=127", "2 devices", "multiple of 2", "pad"]),
     ((COLUMNS,), None, struct(64, 201), {}, V, ["columns of `rhs`", "n=201", "2 devices"]),
-    # Axes and choices.
-    (COLLECTIVE, None, None, {"axis_name": "y"}, V, ["`axis_name`", "'y'", "('x',)"]),
-    (COLLECTIVE, None, None, {"axis_name": ("x", "x")}, V, ["`axis_name`", "once", "('x', 'x')"]),
-    (ALL, None, None, {"implementation": "nccl"}, V, ["`implementation`", "'nccl'", "fused", "xla"]),
-    ((GATHER, SCATTER), None, None, {"transport": "nccl"}, V, ["`transport`", "'nccl'", "ring"]),
-    ((WEIGHTS_N, SCATTER), None, None, {"dimension": 2}, V, ["`dimension`", "0", "1", "got 2"]),
     # Shapes of what is given beside the operands.
     (("matmul", GATHER, *WEIGHTS[1:], SCATTER, EVERYWHERE), None, None, {"bias": struct(3)}, V,
      ["`bias`", "(256,)", "(3,)"]),
@@ -97,13 +91,10 @@ TABLE = [
     ((GATHER,), struct(2, 128, 64), None, {"lhs_scale": SCALE((3, 128, 1))}, V, ["(2, 128, 1)", "(3, 128, 1)"]),
     (("matmul", *COLLECTIVE), None, None, {"rhs_scale": struct(128)}, V, ["`rhs_scale`", "(256,)", "(128,)"]),
     # Several right operands, and several pairs.
-    ((GATHER,), None, [], {}, V, ["`rhs`", "at least one", "empty list"]),
     ((GATHER,), None, [W, struct(72, 136)], {}, V, ["`rhs[1]` of 2", "k=64", "k=72"]),
     ((GATHER,), None, (W, struct(64, 136, dtype=F16)), {}, V, ["`rhs[1]`", "bfloat16", "float16", "cast"]),
-    ((GATHER,), None, [W, 3], {}, V, ["`rhs[1]`", "array", "int"]),
     ((GATHER,), None, W, {"transpose_rhs": True}, V, ["k=64", "k=256"]),
     ((GATHER,), None, [W, W], {"rhs_scale": SCALE(256)}, V, ["`rhs_scale`", "list", "one entry per matrix", "(256,)"]),
-    ((GATHER,), None, [W, W], {"bias": SCALE(256)}, V, ["`bias`", "list with one entry per matrix"]),
     ((GATHER,), None, (W, W), {"rhs_scale": (1.0,) * 3}, V, ["`rhs_scale`", "2 entries", "tuple of 3"]),
     ((GATHER,), None, [W, struct(64, 136)], {"rhs_scale": [1.0, SCALE(256)]}, V,
      ["`rhs_scale[1]`", "(136,)", "(256,)"]),
@@ -119,18 +110,7 @@ TABLE = [
     (SUMS[::2], [X, struct(128, 64, dtype=F16)], [W, struct(64, 256, dtype=F16)], {}, V, ["dtype", "float16"]),
     (SUMS[::2], [X, 1], [W, W], {}, V, ["lhs[1]", "array", "int"]),
     ((GATHER,), [X, X], [W, W], {}, V, ["`lhs`", "one array", "list of 2", "`matmul_reduce_sc"]),
-    # Configurations that do not fit.
-    (COLLECTIVE, None, None, FUSED | {"config": overlap.Config(stages=9)}, V,
-     ["shared memory", str(SMEM_BYTES), "`stages`"]),
-    ((GATHER,), None, None, FUSED | {"config": overlap.Config(tile_m=32)}, V, ["`tile_m`", "128", "32"]),
-    (ALL, None, None, FUSED | {"config": overlap.Config(tile_n=96)}, V, ["`tile_n`", "64", "96"]),
-    ((GATHER,), None, None, FUSED | {"config": overlap.Config(tile_n=512)}, V, ["`tile_n`", "256", "512"]),
-    ((GATHER,), None, None, FUSED | {"config": overlap.Config(stages=1)}, V, ["`stages`", "at least 2", "1"]),
-    ((GATHER,), None, None, FUSED | {"config": overlap.Config(chunk_bytes=1000)}, V, ["`chunk_bytes`", "16", "1000"]),
     (SUMS, None, None, FUSED | {"config": overlap.Config(cluster=2)}, V, ["`cluster`", "`stream_k`", "2 and 1"]),
-    (SUMS, None, None, FUSED | {"config": overlap.Config(stream_k=2)}, V, ["`cluster`", "`stream_k`", "1 and 2"]),
-    (SUMS, None, None, FUSED | {"config": overlap.Config(split_k=2)}, V, ["`split_k`", "got 2"]),
-    (("matmul",), None, None, {"config": overlap.Config(split_k=2, stream_k=2)}, V, ["`split_k`", "1", "stream_k=2"]),
     # What the kernel does not serve, and XLA does.
     (COLLECTIVE, None, struct(1, 64, 256), FUSED, NI, ["`rhs`", "leading", "(1,)", "xla"]),
     ((GATHER,), None, [W, struct(2, 64, 136)], FUSED, NI, ["`rhs[1]`", "leading dimensions", "(2,)", "xla"]),
@@ -154,6 +134,15 @@ TABLE = [
      FUSED | {"transpose_rhs": True}, NI, ["`rhs`", "same dtype", "e4m3fn", "e5m2"]),
     ((GATHER,), struct(128, 72, dtype=E4M3), struct(256, 72, dtype=E4M3), FUSED | {"transpose_rhs": True}, NI,
      ["k=72", "16 bytes"]),
+    # Keywords that no kernel of the operation takes.
+    ((GATHER,), None, None, FUSED | {"addend": struct(256, 256)}, NI, ["`addend`", "xla"]),
+    ((WEIGHTS_K,), None, None, FUSED | {"bias": SCALE(256)}, NI, ["`bias`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"activation": jax.nn.relu}, NI, ["`activation`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"lhs_scale": SCALE((128, 1))}, NI, ["`lhs_scale`", "xla"]),
+    (WEIGHTS, None, None, FUSED | {"rhs_scale": 2.0}, NI, ["`rhs_scale`", "xla"]),
+    ((WEIGHTS_K,), None, None, FUSED | {"addend": SCALE((128, 256))}, NI, ["`addend`", "xla"]),
+    ((GATHER,), struct(64, 128), None, FUSED | {"transpose_lhs": True}, NI, ["`transpose_lhs`", "xla"]),
+    ((WEIGHTS_K,), X, struct(256, 64), FUSED | {"transpose_rhs": True}, NI, ["`transpose_rhs`", "xla"]),
     # Neither rows nor columns can be cut equally among the devices.
     ((EVERYWHERE,), struct(127, 64), struct(64, 200), SPREAD, NI, ["m=127", "n=200", "of 2", "16", "one_shot=True"]),
     ((EVERYWHERE,), struct(64, 24), struct(64, 200), SPREAD | {"transpose_lhs": True}, NI, ["m=24", "of 16 or n"]),
@@ -210,50 +199,29 @@ def test_some_axes_that_are_not_manual():
         answer(overlap.all_gather_lhs_matmul, X, W, ("a", "b"))
 
 
-def test_shapes_and_dtypes_of_results():
-    """Of one device of two, and of an axis of one device."""
-    shapes = dict(zip(ALL, [(128, 256), (256, 256), (128, 512), (128, 256), (64, 256), (128, 128), (128, 256)]))
-    for op, shape in shapes.items():
-        for implementation in ("fused", "xla"):
-            out = trace(op, *good(op), implementation=implementation)
-            assert (out.shape, out.dtype) == (shape, BF16), op
-        assert trace(op, X, W, make_mesh(x=1), **FUSED).shape == (128, 256)
-        assert trace(op, struct(2, 3, *good(op)[0].shape), W, **FUSED).shape == (2, 3, *shape)
-    for op in SUMS:
-        assert trace(op, X, W, **FUSED, preferred_element_type=F32).dtype == F32
-        lhs, rhs = struct(128, 64, dtype=E4M3), struct(256, 64, dtype=E5M2)
-        assert trace(op, lhs, rhs, transpose_rhs=True, **FUSED).dtype == BF16
-    for m, n, given in ((127, 200, ONCE), (128, 200, SPREAD), (127, 208, SPREAD)):
-        assert trace(EVERYWHERE, struct(m, 64), struct(64, n), **given).shape == (m, n)
-
-
 # --- Configurations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", [None, "fused", "xla"])
 @pytest.mark.parametrize("op", [*ALL, "sharded_matmul"])
-def test_a_configuration_is_checked_first_even_if_xla_runs(op, implementation):
+def test_a_configuration_is_checked_first_even_if_xla_runs(op):
     """Before the activation is called, too."""
 
     def activation(values):
         raise AssertionError("called")
 
     def explained(config, **more):
-        given = more | {"implementation": implementation, "config": config}
         if op == "sharded_matmul":
-            specs = {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}
             with jax.set_mesh(make_mesh(x=2)):
-                return answer(overlap.sharded_matmul, X, W, **specs, **given)
-        return explain(op, *good(op), **given)
+                return answer(overlap.sharded_matmul, X, W, **SHARDED, **more, config=config)
+        return explain(op, *good(op), **more, config=config)
 
-    for config in (overlap.Config(tile_n=96), {"tile_n": 128}):
-        with pytest.raises(ValueError, match=r"`(tile_n|config)` must be"):
-            explained(config)
-        if op in ("matmul", *SUMS):
+    takes_activation = {"activation": activation} if op in ("matmul", *SUMS) else {}
+    for implementation in (None, "fused", "xla"):
+        for config in (overlap.Config(tile_n=96), {"tile_n": 128}):
             with pytest.raises(ValueError, match=r"`(tile_n|config)` must be"):
-                explained(config, activation=activation)
-    if implementation == "xla":
-        assert explained(overlap.Config(tile_n=128)) == explained(None)
+                explained(config, implementation=implementation, **takes_activation)
+    by_xla = dict(implementation="xla")
+    assert explained(overlap.Config(tile_n=128), **by_xla) == explained(None, **by_xla)
 
 
 @pytest.mark.parametrize("name", ["implementation", "config"])
@@ -285,7 +253,7 @@ def on_devices(op, **keywords):
     return mapped if axis else call, jax.NamedSharding(mesh, P())
 
 
-MEMORY_OPS = ["matmul", GATHER, WEIGHTS_N, SCATTER, EVERYWHERE, "sharded_matmul"]
+MEMORY_OPS = ["matmul", GATHER, "sharded_matmul"]
 
 
 @pytest.mark.parametrize("op", MEMORY_OPS)

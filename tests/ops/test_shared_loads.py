@@ -8,13 +8,10 @@ from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
 
 GRIDS = [
-    (TileOrder(7, 5), StreamK(35, 12, 132), 1),
     (TileOrder(7, 5, "n", 3), StreamK(35, 12, 132, 4), 1),
     (TileOrder(30, 23, "m", 8), StreamK(690, 9, 132, 3), 1),
     (TileOrder(30, 23, "n", 4), StreamK(2 * 690, 9, 66, 2), 2),
-    (TileOrder(3, 9), StreamK(27, 40, 66, 1, 2), 2),
     (TileOrder(3, 4), StreamK(2 * 12, 40, 30, 1, 4), 4),
-    (TileOrder(1, 1), StreamK(1, 40, 30, 1, 4), 4),
     (TileOrder(5, 4), StreamK(20, 12, 132, may_spread=True), 1),
     (TileOrder(30, 23, "n", 4), StreamK(690, 9, 132, may_spread=True), 1),
 ]
@@ -42,23 +39,3 @@ def test_counts_are_those_of_sets(order: TileOrder, work: StreamK, cluster: int)
         len(columns) / computed,
         computed / could_compute,
     )
-
-
-def test_what_is_shared() -> None:
-    """One GPC that computes 4 × 4 tiles loads 4 rows and 4 columns; pieces of k share nothing."""
-    square = TileOrder(4, 4, "m", 4)
-    assert operand_tiles(square, StreamK(16, 8, 132), 1)[:2] == (4 / 16, 4 / 16)
-    assert operand_tiles(TileOrder(1, 1), StreamK(1, 8, 132, 4), 1)[:2] == (1.0, 1.0)
-    # Two products of one tile each share nothing either.
-    assert operand_tiles(TileOrder(1, 1), StreamK(2, 8, 132), 1)[:2] == (1.0, 1.0)
-    # Clusters are dealt to the GPCs in turn, so 8 clusters with a tile each share nothing.
-    assert operand_tiles(TileOrder(1, 8), StreamK(8, 8, 74), 2)[:2] == (1.0, 1.0)
-
-
-def test_how_many_cores_of_a_gpc_are_at_work() -> None:
-    """Of 132 CTAs, 16 fill one GPC, or are two of each GPC if they are spread."""
-    row = TileOrder(1, 16)
-    # GPCs 0 and 7 have 18 cores each.
-    assert operand_tiles(row, StreamK(16, 8, 132), 1).at_work == 16 / 18
-    assert operand_tiles(row, StreamK(16, 8, 132, may_spread=True), 1).at_work == 16 / 132
-    assert operand_tiles(TileOrder(1, 132), StreamK(132, 8, 132), 1).at_work == 1.0

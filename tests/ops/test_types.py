@@ -131,75 +131,6 @@ def values_and_gradients(kind, case, layer):
     return outs, gradients
 
 
-FAST = ("matmul with all that it takes", "several, joined", "the same along both axes", "scatter m", "all")
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(pytest.param(AxisType.Explicit, n, marks=[] if n in FAST else slow) for n in CASES),
-        pytest.param(AxisType.Auto, "pull", marks=slow), pytest.param(AxisType.Auto, "matmul", marks=slow),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_results_and_gradients(kind, name):
-    case = CASES[name]
-    with running(detect_races=False) as run:
-        actual = values_and_gradients(kind, case, case.fused)
-    assert run.counts["launches"] > 0
-    # A sum too many or too few is off by a factor.
-    assert_close(actual, values_and_gradients(kind, case, case.by_xla), 2e-2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_results_vary_along_the_same_axes(name):
-    case, seen = CASES[name], []
-
-    def types(kind, layer):
-        def typed(*operands):
-            outs = layer(*operands)
-            seen.append([jax.typeof(out).manual_axis_type.varying for out in jax.tree.leaves(outs)])
-            return outs
-
-        mapped, operands = on_mesh(kind, case, typed)
-        jax.eval_shape(mapped, *operands)
-        return seen[-1]
-
-    assert types(AxisType.Explicit, case.fused) == types(AxisType.Explicit, case.by_xla)
-    assert types(AxisType.Auto, case.fused) == seen[-1]
-
-
-@pytest.mark.parametrize("name", ["matmul", "several, joined", "scatter n"])
-def test_lowered_for_a_gpu(name, monkeypatch):
-    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
-    mapped, operands = on_mesh(AxisType.Explicit, CASES[name], CASES[name].fused)
-    text = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text and "callback" not in text
-    assert ('xla_replica_ids = "0,1,2,3"' in text) == (name != "matmul")
-
-
-def test_without_jit():
-    case = CASES["pull"]
-    call, operands = on_mesh(AxisType.Auto, case, case.fused)
-    expected, _ = on_mesh(AxisType.Auto, case, case.by_xla)
-    with running():
-        assert_close(call(*operands), expected(*operands))
-
-
-def test_one_device_on_the_axis():
-    """Nothing is gathered there; the operand itself is the same on all devices."""
-    mesh = jax.make_mesh((2, 1), ("data", "x"))
-    specs = (P("data"), P()), (P("data", "x"), P("data"))
-    with running():
-        lhs, rhs = (
-            jax.reshard(x, jax.NamedSharding(mesh, s)) for x, s in zip((normal(1, M, K), normal(2, K, N)), specs[0])
-        )
-        layer = functools.partial(gather, implementation="fused", config=SMALL, return_gathered=True)
-        out, gathered = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))(lhs, rhs)
-    np.testing.assert_array_equal(np.asarray(gathered), np.asarray(lhs))
-    assert_close(out, np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32))
-
-
 def scanned(layer):
     """Runs the layer twice in a scan; the carry varies along the same axes as the result."""
 
@@ -217,28 +148,73 @@ def mapped(layer):
     return lambda lhs, rhs: jax.vmap(layer, in_axes=(0, None))(jnp.stack([lhs, 2 * lhs]), rhs).sum(0)
 
 
+AROUND = {
+    "": lambda f: f, "scanned": scanned, "mapped": mapped, "mapped checkpoint": lambda f: mapped(jax.checkpoint(f)),
+}  # fmt: skip
+FAST = [("matmul with all that it takes", ""), ("several, joined", ""), ("the same along both axes", ""), ("all", ""),
+        ("pull", "scanned"), ("scatter n", "mapped checkpoint")]  # fmt: skip
+SLOW = [*((name, "") for name in CASES), ("matmul", "scanned"), ("matmul", "mapped"), ("pull", "mapped")]
+
+
 @pytest.mark.parametrize(
-    ("around", "name"),
-    [(scanned, "pull"), (mapped, "matmul"), (lambda f: mapped(jax.checkpoint(f)), "scatter n"),
-     pytest.param(scanned, "matmul", marks=slow), pytest.param(mapped, "pull", marks=slow)],
-)  # fmt: skip
-def test_inside_other_transformations(around, name):
-    case = CASES[name]
-    with running(detect_races=False):
+    ("name", "around"), [*FAST, *(pytest.param(*case, marks=slow) for case in SLOW if case not in FAST)]
+)
+def test_results_and_gradients(name, around):
+    case, around = CASES[name], AROUND[around]
+    with running(detect_races=False) as run:
         actual = values_and_gradients(AxisType.Explicit, case, around(case.fused))
+    assert run.counts["launches"] > 0
+    # A sum too many or too few is off by a factor.
     assert_close(actual, values_and_gradients(AxisType.Explicit, case, around(case.by_xla)), 2e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_vary_along_the_same_axes(name):
+    case, seen = CASES[name], []
+    for kind, layer in ((AxisType.Explicit, case.fused), (AxisType.Explicit, case.by_xla), (AxisType.Auto, case.fused)):
+
+        def typed(*operands, layer=layer):
+            outs = layer(*operands)
+            seen.append([jax.typeof(out).manual_axis_type.varying for out in jax.tree.leaves(outs)])
+            return outs
+
+        mapped, operands = on_mesh(kind, case, typed)
+        jax.eval_shape(mapped, *operands)
+    assert seen[0] == seen[1] == seen[2]
+
+
+@pytest.mark.parametrize("name", ["matmul", "several, joined"])
+def test_lowered_for_a_gpu(name, monkeypatch):
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
+    mapped, operands = on_mesh(AxisType.Explicit, CASES[name], CASES[name].fused)
+    text = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text and "callback" not in text
+    assert ('xla_replica_ids = "0,1,2,3"' in text) == (name != "matmul")
+
+
+def test_one_device_on_the_axis():
+    """Nothing is gathered there; the operand itself is the same on all devices."""
+    mesh = jax.make_mesh((2, 1), ("data", "x"))
+    specs = (P("data"), P()), (P("data", "x"), P("data"))
+    with running():
+        lhs, rhs = (
+            jax.reshard(x, jax.NamedSharding(mesh, s)) for x, s in zip((normal(1, M, K), normal(2, K, N)), specs[0])
+        )
+        layer = functools.partial(gather, implementation="fused", config=SMALL, return_gathered=True)
+        out, gathered = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=specs[0], out_specs=specs[1]))(lhs, rhs)
+    np.testing.assert_array_equal(np.asarray(gathered), np.asarray(lhs))
+    assert_close(out, np.asarray(lhs, np.float32) @ np.asarray(rhs, np.float32))
 
 
 # --- What is the same on all devices ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("same", "name"),
-    [(("lhs", "rhs"), "one shot"), pytest.param(("rhs",), "scatter n", marks=slow), (("lhs", "rhs"), "scatter m"),
-     (("lhs", "rhs"), "pull"),
-     (("lhs", "rhs"), "weights k"), pytest.param(("lhs",), "scatter m", marks=slow),
-     pytest.param(("lhs", "rhs"), "scatter n", marks=slow), pytest.param(("lhs", "rhs"), "weights n", marks=slow)],
-)  # fmt: skip
+BOTH = ("lhs", "rhs")
+SAME = [(BOTH, "one shot"), (BOTH, "pull"), (BOTH, "scatter m"), (BOTH, "scatter n"), (BOTH, "weights n"),
+        (BOTH, "weights k"), (("rhs",), "scatter n"), (("lhs",), "scatter m")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("same", "name"), [*SAME[:2], *(pytest.param(*case, marks=slow) for case in SAME[2:])])
 def test_operands_that_are_the_same_on_all_devices(same, name):
     """The kernel reads peers' operands, so they are typed as varying; the gradients are those of plain JAX."""
     call, results = small(name, extras=(), m=16, n=16, k=64), []
@@ -257,19 +233,12 @@ def test_operands_that_are_the_same_on_all_devices(same, name):
     assert_close(*results)
 
 
-@pytest.mark.parametrize("name", ["all, rows", "one shot"])
-def test_a_sum_for_all_is_typed_as_the_same_on_all_devices(name):
-    call = FORMS[name].but(extras=EVERY)
-    arrays = call.arrays(2)
-
-    def typed(arrays):
-        out = call(arrays)
-        assert not jax.typeof(out).manual_axis_type.varying
-        return out
-
-    with running():
-        result = call.program(oracle.make_mesh(x=2), arrays, typed, P(), check_vma=True)(arrays)
-    assert_exact(result, [call.expected(arrays, 2)[0][0]])
+def test_a_sum_for_all_is_typed_as_the_same_on_all_devices():
+    for name in ("all, rows", "one shot"):
+        call = FORMS[name].but(extras=EVERY)
+        types = call.types(2)
+        program = call.program(oracle.make_mesh(x=2), types, call, P(), check_vma=True)
+        jax.eval_shape(program, types)  # Otherwise `shard_map` refuses the specs of the result.
 
 
 @pytest.mark.parametrize("name", ["bias", "addend", "activation"])
@@ -305,38 +274,20 @@ def product(lhs, rhs, slope, **keywords):
     )
 
 
-def rows_and_scales(lhs, rhs, slope, **keywords):
-    scale = jnp.abs(lhs[:, :1].astype(F32)) + slope
-    out, gathered = gather(lhs, rhs, lhs_scale=scale, rhs_scale=0.5, return_gathered=True, **keywords)
-    return out + gathered.mean()
-
-
-CAPTURED = {
-    "matmul": (product, P(), ALL_ROWS),
-    "gathered rows": (rows_and_scales, P(None, "x"), GATHERED),
-    "gathered weights": (
-        lambda lhs, rhs, slope, **k: weights(0)((lhs * slope).astype(lhs.dtype), rhs, **k), P("x"), ALL_ROWS
-    ),
-}  # fmt: skip
 LHS, RHS = 0.25 * normal(0, 32, 64, dtype=jnp.float16), 0.25 * normal(1, 64, 32, dtype=jnp.float16)
 SLOPE = jnp.asarray(0.75, F32)
+BY_BOTH = {"implementation": "fused", "config": SMALL}, {"implementation": "xla"}
 
 
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [("jvp of grad", "matmul"), ("grad of grad", "gathered rows"), ("jvp", "gathered weights"),
-     *(pytest.param(how, name, marks=slow) for how, name in (("grad of grad", "matmul"), ("jvp", "gathered rows"),
-                                                            ("grad of grad", "gathered weights")))],
-)  # fmt: skip
-def test_scalars_in_both_modes_and_twice(how, name):
-    layer, of_rhs, out = CAPTURED[name]
+@pytest.mark.parametrize("how", ["jvp of grad", pytest.param("grad of grad", marks=slow)])
+def test_scalars_in_both_modes_and_twice(how):
     mesh, results = mesh_of({"data": 2, "x": 2}, kind=AxisType.Explicit), []
-    specs = P(("data", "x")), of_rhs, P()
+    specs = ALL_ROWS, P(), P()
     operands = tuple(
         jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip((LHS, RHS, SLOPE), specs, strict=True)
     )
-    for keywords in ({"implementation": "fused", "config": SMALL}, {"implementation": "xla"}):
-        run = jax.shard_map(functools.partial(layer, **keywords), mesh=mesh, in_specs=specs, out_specs=out)
+    for keywords in BY_BOTH:
+        run = jax.shard_map(functools.partial(product, **keywords), mesh=mesh, in_specs=specs, out_specs=ALL_ROWS)
         f = lambda x, run=run: run(*x)  # noqa: E731
         with jax.set_mesh(mesh), running(detect_races=False) as emulation:
             results.append(jax.block_until_ready(jax.jit(lambda x, f=f: TRANSFORMED[how](f, x))(operands)))
@@ -344,33 +295,11 @@ def test_scalars_in_both_modes_and_twice(how, name):
     assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    ("around", "dtype"), [(jax.jit, F32), pytest.param(lambda f: f, jnp.int32, marks=slow)], ids=["jit", "eager"]
-)
-def test_scalars_on_an_explicit_mesh(around, dtype):
-    mesh = mesh_of({"data": 2, "x": 2}, kind=AxisType.Explicit)
-    lhs, rhs = (jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in ((LHS, P("data")), (RHS, P(None, "x"))))
-
-    def results(**keywords):
-        def loss(lhs, rhs, slope):
-            factor = slope.astype(dtype)
-            out = overlap.matmul(lhs, rhs, activation=lambda y: jax.nn.gelu(y * factor + y), **keywords)
-            return squares(out), out
-
-        with jax.set_mesh(mesh):
-            return around(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(lhs, rhs, SLOPE + 1)
-
-    with running(detect_races=False) as run:
-        (_, out), gradients = results(implementation="fused", config=SMALL)
-    assert run.counts["launches"] > 0 and jax.typeof(out).sharding.spec == P("data", "x")
-    assert_close(gradients, results(implementation="xla")[1])
-
-
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=slow)])
 def test_scalars_where_some_axes_are_manual(check_vma):
     """A nested `shard_map` covers the remaining axes; its gradient keeps only operands."""
     mesh, results = mesh_of({"data": 2, "x": 2}, kind=AxisType.Explicit), []
-    for keywords in ({"implementation": "fused", "config": SMALL}, {"implementation": "xla"}):
+    for keywords in BY_BOTH:
 
         def layer(lhs, rhs, slope, keywords=keywords):
             count = slope.astype(jnp.int32)

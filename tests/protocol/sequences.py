@@ -16,7 +16,7 @@ import math
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,14 +72,10 @@ LAYOUTS = [
 TILES = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
 JOINED = dataclasses.replace(TILES, joined=True)
 ONE_SHOT = dataclasses.replace(TILES, one_shot=True)
-Kind = Literal[
-    "pull", "ring", "several", "joined", "rhs n", "rhs k", "scatter m", "scatter n", "scatter by ring", "spread",
-    "one shot", "passenger", "matmul",
-]  # fmt: skip
 # For each kind of operation, two shapes per device, as (rows, columns, contraction). If an operand is gathered, the
 # gathered dimension has the size of one shard. If the result is scattered or all-reduced, the divided dimension has the
 # size of one device's block.
-SHAPES: dict[Kind, list[tuple[int, int, int]]] = {
+SHAPES: dict[str, list[tuple[int, int, int]]] = {
     "pull": [(16, 64, 64), (72, 64, 72)],
     "ring": [(16, 64, 64), (72, 64, 72)],
     "several": [(16, 64, 64), (72, 40, 72)],
@@ -102,7 +98,7 @@ class Call:
 
     layout: Layout
     axes: Axes
-    kind: Kind
+    kind: str
     shape: tuple[int, int, int]
 
     def __str__(self) -> str:
@@ -188,12 +184,10 @@ class Trial:
     settings: dict[str, Any]
 
     def __str__(self) -> str:
-        lines = [f"sequence {self.number}, {self.settings}"]
-        lines += [f"  {place}. {call}" for place, call in enumerate(self.calls)]
-        detect = " --detect" if self.settings["detect_races"] else ""
-        return "\n".join(
-            [*lines, f"repeat it: python -m tests.protocol.sequences --count 1 --seed {self.number}{detect}"]
-        )
+        calls = [f"  {place}. {call}" for place, call in enumerate(self.calls)]
+        repeat = "repeat it: python -m tests.protocol.sequences --count 1 --seed " + str(self.number)
+        repeat += " --detect" if self.settings["detect_races"] else ""
+        return "\n".join([f"sequence {self.number}, {self.settings}", *calls, repeat])
 
 
 _TOGETHER = 25  # This many consecutive sequences draw from the same few calls, because tracing a call is slow.
@@ -240,9 +234,8 @@ def fault_of(trial: Trial) -> str | None:
         return f"{type(error).__name__}: {error}"
     for place, (launch, outputs) in enumerate(zip(launches, results, strict=True)):
         for position, (got, expected) in enumerate(zip(outputs, launch.outputs, strict=True)):
-            for n, (a, b) in enumerate(zip(got, expected, strict=True)):
-                if a.tobytes() != b.tobytes():
-                    return f"wrong numbers in result {n} at position {position} of launch {place}"
+            if [each.tobytes() for each in got] != [each.tobytes() for each in expected]:
+                return f"wrong numbers at position {position} of launch {place}"
     return None
 
 

@@ -21,7 +21,7 @@ from overlap.primitives import PeerGroup, handshake
 from tests.oracle import make_mesh
 from tests.protocol import protocol_cases
 from tests.protocol.defects import source, steps
-from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
+from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME, kind
 from tests.protocol.protocol_cases import (
     FEW,
     JOINED,
@@ -86,14 +86,15 @@ ALL = KERNELS | steps.PROGRAMS | MORE
 SCHEDULES = [
     {"completion": completion, "scheduler": scheduler, "laps": laps}
     for (completion, scheduler), laps in zip(
-        itertools.product(("late", "eager", "random"), ("pct", "random")), (2, 1, 3, 2, 1, 3), strict=True
+        itertools.product(("late", "eager", "random"), ("pct", "random")), (2, 1, 2, 2, 1, 3), strict=True
     )
 ]
 
 
 def _cases():
     for number, name in enumerate(ALL):
-        is_fast = name in KERNELS or "batch" in name or (name in MORE and number % 4 == 0)
+        # tests/ops run products of one device each time.
+        is_fast = (name in KERNELS and kind(name) != "matmul") or "batch" in name or (name in MORE and number % 5 == 0)
         fast = [number % len(SCHEDULES)] if is_fast else []
         for schedule in range(len(SCHEDULES)):
             yield pytest.param(name, schedule, marks=[] if schedule in fast else pytest.mark.slow)
@@ -112,7 +113,7 @@ def test_clean(name, schedule):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("pull", "joined", "scatter m", ONE_SHOT) else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("joined", ONE_SHOT) else pytest.mark.slow)
         for name in sorted(ONE_AT_A_TIME & protocol_cases.KERNELS.keys())
     ],
 )

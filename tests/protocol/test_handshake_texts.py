@@ -135,6 +135,13 @@ REPORTED = {
     "a fence of aliases": (r"fence\.proxy\.async\.global", "fence.proxy.alias"),
     "a fence of shared memory": (r"fence\.proxy\.async\.global", "fence.proxy.async.shared::cta"),
 }  # fmt: skip
+# Two checks of the emulator would each find some of these. What the right one says:
+WORDS = {
+    "raised within the GPU": "at a scope that does not leave it",
+    "a bit within the GPU": "stays on its device",
+    "looked at within the GPU": "an access of scope 'gpu' to .* meets a value that device",
+    "raised by plain stores": "is not ordered|plain access",
+}
 # Changes that the emulator must not report. The key of each says why the changed program is still correct.
 HARMLESS = {
     "only keys are ever in these words here: the three others are for what memory may hold by chance": (
@@ -190,11 +197,12 @@ def test_a_wait_for_a_peer_ends_at_a_greater_value():
 
 
 @pytest.mark.parametrize(
-    "which", [pytest.param(name, marks=pytest.mark.slow if n % 2 else []) for n, name in enumerate(REPORTED)]
+    "which",
+    [pytest.param(k, marks=pytest.mark.slow if n % 2 and k not in WORDS else []) for n, k in enumerate(REPORTED)],
 )
 def test_a_wrong_text_is_reported(which, monkeypatch):
     changes = change_texts(monkeypatch, *REPORTED[which])
-    with pytest.raises(EmulationError):
+    with pytest.raises(EmulationError, match=WORDS.get(which)):
         run(8)
     assert any(changes), "the handshakes have no such text any more"
 

@@ -37,26 +37,23 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: H200)
 
 
-def test_a_gather_says_which_and_why(hopper):
+def test_a_call_says_which_and_why(hopper):
     default, pull, ring = explain(), explain(transport="pull"), explain(transport="ring")
     assert (default.transport, pull.transport, ring.transport) == ("pull", "pull", "ring")
-    assert "one hop" in default.transport_reason and ring.transport_reason == pull.transport_reason == "asked for"
     assert default.config == ring.config and default.reason == ring.reason
-    for choice in (default, ring):
+    of_sum = functools.partial(explain, operation=overlap.matmul_reduce_scatter, config=SMALL)
+    sums = [of_sum(implementation="fused", transport=name) for name in (None, "ring")]
+    assert [choice.transport for choice in sums] == ["push", "ring"] and sums[1].ctas_at_once == 1
+    for choice in (default, sums[0]):
+        assert "one hop" in choice.transport_reason
+    for choice in (pull, ring, sums[1]):
+        assert choice.transport_reason == "asked for"
         assert f"transport {choice.transport}: {choice.transport_reason}" in str(choice)
     # Without the kernel or without peers there is no transport.
-    for choice in (explain(implementation="xla", transport="ring"), explain(devices=1, transport="ring")):
+    for options in ({"implementation": "xla"}, {"implementation": "fused", "devices": 1}):
+        assert of_sum(transport="ring", **options).transport == ""
+        choice = explain(transport="ring", **options)
         assert choice.transport == choice.transport_reason == "" and "transport" not in str(choice)
-
-
-def test_a_sum_says_which_and_why():
-    operands = jax.ShapeDtypeStruct((64, 64), BF16), jax.ShapeDtypeStruct((64, 64), BF16)
-    of_sum = functools.partial(explain, operation=overlap.matmul_reduce_scatter, operands=operands, config=SMALL)
-    asked, unasked = (of_sum(implementation="fused", transport=name) for name in ("ring", None))
-    assert (asked.transport, asked.transport_reason) == ("ring", "asked for") and asked.ctas_at_once == 1
-    assert unasked.transport == "push" and "one hop" in unasked.transport_reason
-    assert of_sum(implementation="xla", transport="ring").transport == ""
-    assert of_sum(devices=1, transport="ring", implementation="fused").transport == ""
     with pytest.raises(ValueError, match=r"`transport` must be None or one of \('push', 'ring'\), got 'pull'"):
         of_sum(transport="pull")
 
@@ -119,11 +116,9 @@ def gradients(name, devices=2, **options):
     operands += [draw(-2, 3, (devices * 32, devices * 64)).astype(BF16) for _ in in_specs[1:]]
 
     def loss(*given):
-        mapped = jax.shard_map(
-            lambda *given: operation(*given, "x", **options), mesh=make_mesh(x=devices), in_specs=in_specs,
-            out_specs=out_specs, check_vma=False,
-        )  # fmt: skip
-        return sum((out.astype(F32) ** 2).sum() for out in jax.tree.leaves(mapped(*given)))
+        call = lambda *given: operation(*given, "x", **options)  # noqa: E731
+        outs = jax.shard_map(call, mesh=make_mesh(x=devices), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return sum((out.astype(F32) ** 2).sum() for out in jax.tree.leaves(outs(*given)))
 
     with emulate(cores=2):
         found = jax.jit(jax.grad(loss, argnums=tuple(range(len(operands)))))(*operands)
@@ -154,8 +149,6 @@ def used(monkeypatch):
     [
         ("sum", "ring", {"sum by ring", "gather by ring"}),
         ("gather", "ring", {"sum by ring", "gather by ring"}),
-        ("sum", None, {"sum"}),
-        ("gather", None, {"sum"}),
         ("several", None, {"sum"}),
     ],
 )

@@ -137,17 +137,11 @@ def test_the_report_of_a_wait_shows_that_orders_differ(got, seen, monkeypatch):
     waits, records = [], []
     for process, operation in enumerate(("gather 8x8x8", "scatter 8x8x8")):
         record = np.zeros(stalls.RECORD_BYTES // 4, np.uint32)
-        record[[stalls.OPERATION, stalls.POSITION, stalls.PEER]] = (
-            stalls.describe(operation, group),
-            process,
-            1 - process,
-        )
-        record[[stalls.STATE, stalls.ROLE, stalls.EXPECTED, stalls.GOT]] = (
-            stalls.STILL_WAITING,
-            stalls.BEGUN,
-            0xABCDEF01,
+        fields = [*FIELDS[:3], stalls.STATE, *FIELDS[3:6]]
+        record[fields] = (
+            stalls.describe(operation, group), process, 1 - process, stalls.STILL_WAITING, stalls.BEGUN, 0xABCDEF01,
             got,
-        )
+        )  # fmt: skip
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         waits = stalls._exchanged([f"{stalls._who(record)} waits for {stalls._for_whom(record)}"])
         records.append(record)

@@ -18,7 +18,8 @@ from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
 from overlap.primitives import Chunking
 from overlap.primitives.integers import ceil_div, largest_divisor
-from tests.protocol.walks import DEVICES, check_traced, chunks_of, pieces_of, size_of
+from tests.protocol.test_walks_of_sums import schedules as of_sums
+from tests.protocol.walks import DEVICES, check_traced, chunks_of, pieces_of
 
 pytestmark = pytest.mark.one_jax
 
@@ -242,13 +243,17 @@ def test_weights(devices, along):
 
 
 def test_traced_indices_agree_with_python_ones():
-    for schedule in list(of_rows(3))[::4]:
-        check_traced(schedule.tile, *range(0, schedule.tiles, 5))
-        check_traced(schedule.chunk, *range(0, schedule.pulled_chunks, 1 + schedule.pulled_chunks // 5))
-    for along in ("n", "k"):
-        for schedule, *_ in of_weights(3, along):
-            check_traced(schedule.tile, 0, schedule.tiles - 1)
-            last = schedule.pulled_chunks - 1
-            check_traced(schedule.chunk, last // 3, last)
-            check_traced(schedule.flag_target, schedule.chunk(0)[1:], schedule.chunk(last)[1:])
-    assert size_of(Chunking.cut(64, 64, 2, 64, 8192), 0, 0) == (64, 64)
+    sums = [each for each, *_ in of_sums(3)][:3]
+    weights = [each for each, *_ in of_weights(3, "k")]
+    for schedule in [*list(of_rows(3))[::8], *weights, *sums]:
+        check_traced(schedule.tile, 0, schedule.tiles // 2, schedule.tiles - 1)
+    for schedule in (next(of_rows(3)), weights[0], next(of_weights(3, "n"))[0]):
+        check_traced(schedule.chunk, schedule.pulled_chunks // 2, schedule.pulled_chunks - 1)
+    for schedule in sums:
+        step, row, _ = schedule.chunk(schedule.sent_chunks - 1)
+        check_traced(schedule.chunk, schedule.sent_chunks - 1)
+        check_traced(schedule.box_of_row, row)
+        check_traced(schedule.tile_of_row, row)
+        for each in (schedule, dataclasses.replace(schedule, uses_ring=True)):
+            check_traced(each.sender, (0, step))
+            check_traced(each.receiver, (0, step))

@@ -13,7 +13,7 @@ import overlap
 from overlap.collectives.reduce import blocks_kernel
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.kernels.hooks import Tile
-from tests.protocol.walks import DEVICES, check_traced, chunks_of
+from tests.protocol.walks import DEVICES, chunks_of
 
 pytestmark = pytest.mark.one_jax
 WALKS = [  # along, (batch, rows, columns) of a block, (count, rows, columns) of a tile's boxes, config
@@ -129,29 +129,9 @@ def test_strips_cover_the_own_block_once_in_the_order_of_the_tiles(devices):
 
 def test_strips_have_as_many_rows_as_divide_a_tile():
     """Otherwise a tile's last strip would have rows of the next tile, which may not have been computed yet."""
-    sizes = itertools.product((64, 128, 192, 256), (64, 1024, 4096, 8192, 65536), ((64, 2), (128, 4), (256, 2)))
-    for tile_n, chunk_bytes, (tile_m, itemsize) in sizes:
+    for tile_n, chunk_bytes, (tile_m, itemsize) in itertools.product((64, 192), (64, 1024, 65536), ((64, 2), (256, 4))):
         rows = overlap.Config(tile_m=tile_m, tile_n=tile_n, chunk_bytes=chunk_bytes).strip_rows(itemsize)
         assert tile_m % rows == 0 and (rows == 1 or rows * tile_n * itemsize <= chunk_bytes)
-
-
-def test_traced_indices_agree_with_python_ones():
-    of_three = list(schedules(3))
-    for schedule, block, config in (of_three[0], of_three[2], of_three[3]):
-        check_traced(schedule.tile, *range(0, schedule.tiles, 5))
-        for index in range(0, schedule.sent_chunks, 1 + schedule.sent_chunks // 4):
-            step, row, _ = schedule.chunk(index)
-            check_traced(schedule.chunk, index)
-            check_traced(schedule.box_of_row, row)
-            check_traced(schedule.tile_of_row, row)
-            check_traced(schedule.block, (2, step))
-            for each in (schedule, dataclasses.replace(schedule, uses_ring=True)):
-                check_traced(each.sender, (0, step))
-                check_traced(each.receiver, (0, step))
-                check_traced(each.step_of_term, (step, 0))
-        strips = schedule.strips(block, 16, config)
-        check_traced(strips.strip, *range(0, strips.count, 1 + strips.count // 4))
-        check_traced(strips.rows_at, 0, block[1] - 1)
 
 
 @pytest.mark.parametrize("by_ring", [False, True])

@@ -13,7 +13,7 @@ from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives import Chunking
 
 # Other numbers of devices are "more of the same".
-DEVICES = [pytest.param(d, marks=[] if d in (1, 2, 3, 8) else pytest.mark.slow) for d in range(1, 17)]
+DEVICES = [pytest.param(d, marks=[] if d in (1, 2, 3, 6) else pytest.mark.slow) for d in range(1, 17)]
 
 
 def size_of(plan: Chunking, row: int, column: int) -> tuple[int, int]:

@@ -7,12 +7,11 @@ The first argument says what the job does instead of two products, or what goes 
     late                  process 1 uses devices before it has joined the job
     absent, stuck         process 1 does not come to the rendezvous of the processes
     hosts                 each process counts as a host of its own
-    meet, wait, workers   the processes meet (wait: then wait until the file in the second argument exists;
+    meet, wait, workers   the processes meet (wait: then wait until they are killed;
                           workers: process 1 then starts a process that imports this module)
 """
 
 import functools
-import logging
 import multiprocessing
 import os
 import re
@@ -51,22 +50,8 @@ def lower_for_own_host() -> None:
     print(f"process {jax.process_index()}: ids {ids}", flush=True)
 
 
-class Coordinator(logging.Handler):
-    """Records the address of the coordinator, which `overlap.initialize` logs."""
-
-    address = ""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if found := re.search(r"coordinator ([^,]+)", record.getMessage()):
-            self.address = found[1]
-
-
 def main() -> None:
     mode = sys.argv[1] if len(sys.argv) > 1 else ""
-    coordinator = Coordinator()
-    if mode in ("meet", "wait", "workers"):
-        logging.getLogger("overlap").setLevel(logging.INFO)
-        logging.getLogger("overlap").addHandler(coordinator)
     if mode == "late":
         jax.devices()
     if mode in ("absent", "stuck"):
@@ -80,9 +65,8 @@ def main() -> None:
         assert not jax.distributed.is_initialized()
         return print("a worker is no process of the job", flush=True)
     if mode in ("meet", "wait", "workers"):
-        who = f"process {jax.process_index()} of {jax.process_count()}"
-        print(f"{who}, {jax.device_count()} devices, {coordinator.address}", flush=True)
-        while mode == "wait" and not (len(sys.argv) > 2 and os.path.exists(sys.argv[2])):
+        print(f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} devices", flush=True)
+        while mode == "wait":
             time.sleep(0.05)
         if mode == "workers" and jax.process_index() == 1:
             worker = multiprocessing.get_context("spawn").Process(target=print)

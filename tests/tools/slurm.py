@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _FOLDERS = os.pathsep.join(("/usr/sbin", "/usr/local/sbin"))
@@ -55,14 +56,11 @@ def _program(name: str) -> str | None:
 
 
 class Slurm:
-    """Starts and ends the daemons of a Slurm cluster whose files are in `folder`.
+    """Starts and ends the daemons of a Slurm cluster whose files are in `folder`, and runs its jobs."""
 
-    Run Slurm's commands with the variables in `environment`, so that they talk to this cluster.
-    """
-
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, environment: Mapping[str, str]) -> None:
         self.folder = folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = {**environment, "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self, timeout_s: float) -> str | None:
@@ -90,7 +88,7 @@ class Slurm:
         self._daemon("slurmctld", "-D")
         self._daemon("slurmd", "-D")
         while time.monotonic() < until:
-            if self.output("sinfo", "--noheader", "--format=%T %D", check=False).strip() == "idle 1":
+            if self.output("sinfo", "--noheader", "--format=%T %D").strip() == "idle 1":
                 return None
             time.sleep(0.1)
         logs = sorted(self.folder.glob("*.out"))
@@ -105,43 +103,21 @@ class Slurm:
             daemon.kill()
             daemon.wait()
 
-    def popen(self, program: str, *arguments: str | pathlib.Path, **variables: str) -> subprocess.Popen[str]:
+    def output(self, program: str, *arguments: str | pathlib.Path) -> str:
         command = [str(_program(program)), *map(str, arguments)]
-        return subprocess.Popen(command, env=self.environment | variables, stdin=subprocess.DEVNULL, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")  # fmt: skip
+        return subprocess.run(command, env=self.environment, stdin=subprocess.DEVNULL, text=True, timeout=100,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False).stdout  # fmt: skip
 
-    def number_next_job(self, number: int) -> None:
-        """Sets the number of the next job; it must be above all earlier numbers."""
-        configuration = self.folder / "slurm.conf"
-        lines = [line for line in configuration.read_text().splitlines() if not line.startswith("FirstJobId=")]
-        configuration.write_text("\n".join([*lines, f"FirstJobId={number}", ""]))
-        self.output("scontrol", "reconfigure")
-
-    def batch(self, *arguments: str | pathlib.Path, **variables: str) -> int:
-        """Submits a batch job and returns its number."""
-        return int(self.output("sbatch", "--parsable", *arguments, **variables))
-
-    def exit_status(self, job: int) -> int | None:
-        """Returns the exit status of a batch job, or None while the job runs. (sbatch --wait polls every 10 s only.)"""
-        told = dict(
-            part.split("=", 1) for part in self.output("scontrol", "show", "job", str(job)).split() if "=" in part
-        )
-        if told["JobState"] in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
-            return None
-        return int(told["ExitCode"].split(":")[0])
-
-    def wait(self, job: int, timeout_s: float = 60) -> int:
-        until = time.monotonic() + timeout_s
-        while (status := self.exit_status(job)) is None:
-            assert time.monotonic() < until, f"job {job} does not end"
+    def batch(self, *arguments: str | pathlib.Path, timeout_s: float = 60) -> int:
+        """Submits a batch job, and returns its exit status. (sbatch --wait looks every 10 s only.)"""
+        job, until = self.output("sbatch", "--parsable", *arguments).strip(), time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            words = self.output("scontrol", "show", "job", job).split()
+            told = dict(part.split("=", 1) for part in words if "=" in part)
+            if told["JobState"] not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
+                return int(told["ExitCode"].split(":")[0])
             time.sleep(0.1)
-        return status
-
-    def output(self, program: str, *arguments: str | pathlib.Path, check: bool = True, **variables: str) -> str:
-        process = self.popen(program, *arguments, **variables)
-        text, _ = process.communicate(timeout=100)
-        assert not check or process.returncode == 0, text
-        return text
+        raise TimeoutError(f"job {job} does not end")
 
     def _daemon(self, name: str, *arguments: str) -> None:
         log = self.folder / f"{name}-{len(self._daemons)}.out"

@@ -5,19 +5,17 @@ from __future__ import annotations
 import csv
 import pathlib
 import re
-import shutil
 import subprocess
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import command, crossover, current, environment, performance, products, report
+from benchmarks import crossover, current, environment, performance, report
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem, parse
 from overlap.choice.crossover import FILE as CROSSOVER
 from overlap.choice.problem import Problem
-from overlap.cli import ending
 from overlap.tuning import timing
 
 pytestmark = pytest.mark.one_jax
@@ -53,61 +51,35 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return result
 
 
-def call_time(clock: Clock, launches: int) -> float:
-    """Measures a loop of ten calls, and returns the time per call."""
+def test_what_a_program_costs_beside_its_work_is_in_no_time(clock: Clock) -> None:
+    """A difference that noise has eaten is measured again."""
 
     def program(state: Any, fixed: Any) -> Any:
         clock.launch()
         return state
 
     operands, problem = (jnp.zeros(()), jnp.zeros(())), Problem("matmul", 1, 1, 1, "float16", "float16")
-    return timing.Loop(problem, program, 10, operands, operands[0]).call_s(launches)
-
-
-def test_what_a_program_costs_beside_its_work_is_in_no_time(clock: Clock) -> None:
+    loop = timing.Loop(problem, program, 10, operands, operands[0])  # Of ten calls.
     for launches in (1, 2, 5):
-        assert call_time(clock, launches) == pytest.approx(50.0 / 10)
-    assert timing.calls_s(lambda *_: clock.launch(), (None, None), 10) == pytest.approx((1 + 10 * 50 + 300) / 10)
-
-
-def test_a_difference_that_noise_has_eaten_is_measured_again(clock: Clock) -> None:
+        assert loop.call_s(launches) == pytest.approx(50.0 / 10)
+    launched = []
+    call = lambda *_: launched.append(clock.launch())  # noqa: E731
+    assert timing.calls_s(call, (None, None), 10) == pytest.approx((1 + 10 * 50 + 300) / 10)
+    assert len(launched) == 1 + 10  # The first one is not timed.
     # In the order of the waits: the launch ahead, the short loop, the long loop.
     clock.noise = [0, 900, 0]
-    assert call_time(clock, 2) == pytest.approx(50.0 / 10)
+    assert loop.call_s(2) == pytest.approx(50.0 / 10)
     # The time is never below the observed one: all of the longer loop, including its launch.
     clock.noise = [0, 900, 0] * timing._TRIES
-    assert call_time(clock, 2) == pytest.approx((301 + 3 * 50) / 3 / 10)
+    assert loop.call_s(2) == pytest.approx((301 + 3 * 50) / 3 / 10)
 
 
 # --- Code -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def history(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Makes a small repository with two commits."""
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    for name in ("overlap/kernels/a.py", "overlap/kernels-b.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"# {name}\n")
-    (tmp_path / ".gitignore").write_text("__pycache__/\n")
-    (tmp_path / "overlap/__pycache__").mkdir()
-    (tmp_path / "overlap/__pycache__/a.pyc").write_bytes(b"\0")
-    git(tmp_path, "init", "-q", "-b", "main")
-    commit(tmp_path, "first")
-    (tmp_path / "overlap/kernels/a.py").write_text("# changed\n")
-    commit(tmp_path, "second")
-    return tmp_path
-
-
 def git(root: pathlib.Path, *arguments: str) -> str:
     line = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false", *arguments]
     return subprocess.run(line, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def commit(root: pathlib.Path, message: str) -> None:
-    git(root, "add", "-A")
-    git(root, "commit", "-q", "-m", message)
 
 
 def facts(named: str | None, root: pathlib.Path) -> dict[str, str]:
@@ -116,47 +88,35 @@ def facts(named: str | None, root: pathlib.Path) -> dict[str, str]:
     return found
 
 
-def test_a_clean_tree_is_its_commit_and_one_that_differs_is_refused(history: pathlib.Path) -> None:
-    head = git(history, "rev-parse", "HEAD")
-    expected = {"commit": head[:12], "code": f"overlap {git(history, 'rev-parse', 'HEAD:overlap')[:12]}"}
-    assert facts(None, history) == facts(head[:7], history) == expected
-    with pytest.raises(SystemExit, match="differs from commit"):
-        facts("HEAD~1", history)
+def test_a_clean_tree_is_its_commit_and_one_that_differs_is_refused(tmp_path: pathlib.Path) -> None:
+    for name in ("overlap/kernels/a.py", "overlap/table.csv", "benchmarks/h.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n")
+    git(tmp_path, "init", "-q", "-b", "main")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    head, folder = git(tmp_path, "rev-parse", "HEAD"), git(tmp_path, "rev-parse", "HEAD:overlap")
+    expected = {"commit": head[:12], "code": f"overlap {folder[:12]}"}
     # Files that no number depends on may differ: documents, and results that are being written.
-    (history / "README.md").write_text("new\n")
-    (history / "benchmarks/results").mkdir(parents=True)
-    (history / "benchmarks/results/a.csv").write_text("1\n")
-    assert facts(None, history) == expected
-    commit(history, "a result")
-    assert facts(head, history) == expected
+    (tmp_path / "README.md").write_text("new\n")
+    (tmp_path / "benchmarks/results").mkdir()
+    (tmp_path / "benchmarks/results/a.csv").write_text("1\n")
+    assert facts(None, tmp_path) == facts(head[:7], tmp_path) == expected
     for path in ("overlap/kernels/a.py", "overlap/new.py", "benchmarks/h.py"):
-        before = (history / path).read_bytes() if (history / path).exists() else None
-        (history / path).write_text("# not committed\n")
+        before = (tmp_path / path).read_bytes() if (tmp_path / path).exists() else None
+        (tmp_path / path).write_text("# not committed\n")
         with pytest.raises(SystemExit, match=f"differs from commit [0-9a-f]{{12}} in {path}: commit that first"):
-            facts(None, history)
-        (history / path).unlink() if before is None else (history / path).write_bytes(before)
-
-
-def test_without_history_the_commit_is_named_and_can_be_verified_later(history: pathlib.Path, tmp_path_factory) -> None:
-    copy = tmp_path_factory.mktemp("copy")
-    head, folder = git(history, "rev-parse", "HEAD"), git(history, "rev-parse", "HEAD:overlap")
-    (history / ".git").rename(copy / ".git")
-    for name in (None, "HEAD", "012345"):
-        with pytest.raises(SystemExit, match=f"has no commit {name or 'HEAD'}: add --commit with all 40 digits"):
-            facts(name, history)
-    found = facts(head, history)
-    assert found == {"commit": f"{head[:12]} ({environment.UNVERIFIED})", "code": f"overlap {folder[:12]}"}
-    (history / ".git").symlink_to(copy / ".git")
-    assert not contradiction(found, history)
-    found["code"] = "overlap 0123456789ab"
-    assert "another hash" in contradiction(found, history)
-
-
-def test_the_harness_measures_nothing_of_unknown_code(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "need_gpus", lambda: None)  # As on a machine with GPUs.
-    with pytest.raises(SystemExit, match=r"nothing was measured: .* no commit zz"):
-        products.main("matmul", ["--commit", "zz", "--out", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
+            facts(None, tmp_path)
+        (tmp_path / path).unlink() if before is None else (tmp_path / path).write_bytes(before)
+    # Without the history the commit has to be named, and can be verified later.
+    (tmp_path / ".git").rename(tmp_path / "kept")
+    with pytest.raises(SystemExit, match="has no commit HEAD: add --commit with all 40 digits"):
+        facts(None, tmp_path)
+    found = facts(head, tmp_path)
+    assert found == expected | {"commit": f"{head[:12]} ({environment.UNVERIFIED})"}
+    (tmp_path / "kept").rename(tmp_path / ".git")
+    assert not contradiction(found, tmp_path)
+    assert "another hash" in contradiction(found | {"code": "overlap 0123456789ab"}, tmp_path)
 
 
 # --- The stored results -----------------------------------------------------------------------------------------------
@@ -259,18 +219,3 @@ def test_a_run_replaces_the_rows_of_its_problems_and_no_others_and_one_that_fail
     ]  # fmt: skip
     text = (tmp_path / f"{table.name}.csv").read_text()
     assert text.count("python -m day 2") == 2, "only the first row of a problem names its run"
-
-
-def test_a_full_disk_ends_with_one_line_and_leaves_the_table_as_it_was(tmp_path, monkeypatch, capsys) -> None:
-    problem = TableProblem("matmul", 1, 1024, 4096, 4096, "bf16")
-    rows = report.Table(problem, [Result("xla", loop_us=[150.0], wall_us=[180.0])], roof="xla").rows()
-    facts = {"devices": "1 of 1 x NVIDIA H200 (one process)"}
-    before = report.add(tmp_path, rows, facts).read_text()
-
-    def full(path, text):
-        raise OSError(28, "No space left on device", path.name)
-
-    monkeypatch.setattr(current, "replace", full)
-    assert ending.run(lambda: report.add(tmp_path, rows, facts) and 0) == 1
-    assert capsys.readouterr().err == "matmul-h200-1-one_process.csv: No space left on device\n"
-    assert [path.read_text() for path in tmp_path.iterdir()] == [before]

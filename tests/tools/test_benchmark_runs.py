@@ -1,26 +1,29 @@
-"""What a run of the benchmarks shows and writes: reports of made-up times, and dry runs on CPU devices."""
+"""A run of the benchmarks: what it measures, refuses by name, shows and writes; made-up times, and dry runs on CPUs."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import faulthandler
+import importlib
 import math
 import pathlib
 import re
-import subprocess
-import sys
 import types
 
 import jax
 import pytest
+from jax import lax
 
-from benchmarks import current, harness, products, report
+from benchmarks import backward, block, current, harness, layer_runs, products, report
 from benchmarks.harness import Result, Session
-from benchmarks.problems import Suite, TableProblem
+from benchmarks.problems import TableProblem, parse
+from overlap.cli import devices as devices_of_cli
+from overlap.cli import ending
+from overlap.emulation import emulate
+from overlap.tuning.programs import mesh_of
 
 pytestmark = pytest.mark.one_jax
-REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-
-
-# --- Reports ----------------------------------------------------------------------------------------------------------
 
 
 def synthetic() -> report.Table:
@@ -34,7 +37,12 @@ def synthetic() -> report.Table:
     return report.Table(problem, results, loop_overhead_us=2.5)
 
 
-def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
+def test_ratios_are_formed_per_round_and_rates_from_the_median(capsys, tmp_path) -> None:
+    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
+    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
+    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts)) and rows[0]["env_commit"] == "abc"
+    assert float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
+    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
     fused, xla, roof, failed = synthetic().rows()
     # Ratios per round are 1.5, 1.2, 1.3; the ratio of the medians would be 150 / 110.
     ratios = ("xla_over_this", 1.3), ("roof_over_this", 0.95), ("xla_over_this_wall", 1.5), ("roof_over_this_wall", 0.5)
@@ -45,24 +53,13 @@ def test_ratios_are_formed_per_round_and_rates_from_the_median() -> None:
     assert fused["tflops_per_device"] == pytest.approx(2 * 4096 * 4096 * 4096 / 110e-6 / 1e12)
     assert fused["received_gb_per_s_per_device"] == pytest.approx(3 * 1024 * 4096 * 2 / 110e-6 / 1e9)
     assert failed["loop_us"] is None and failed["xla_over_this"] is None
-
-
-def test_losses_are_shown_and_a_missing_competitor_leaves_a_gap(capsys) -> None:
+    # Losses are shown, and a missing competitor leaves a gap.
     fused, xla, *_ = synthetic().results
     xla.loop_us = [50.0, 100.0, 55.0]
     table = report.Table(synthetic().problem, [fused, xla])
     assert table.rows()[0]["xla_over_this"] == pytest.approx(0.5) and table.rows()[0]["roof_over_this"] is None
     report.show(table)
     assert re.search(r"0\.500 │ +– │", capsys.readouterr().out)
-
-
-def test_rows_of_a_table_name_their_run(tmp_path: pathlib.Path) -> None:
-    facts = {"devices": "4 of 4 x NVIDIA H200 (one process)", "commit": "abc", "date": "today"}
-    rows = current.read(report.add(tmp_path, synthetic().rows(), facts))
-    assert tuple(rows[0]) == (*report.COLUMNS, *(f"env_{name}" for name in facts))
-    assert [row["method"] for row in rows] == ["fused", "xla", "roof", "fused:stages=9"]
-    assert rows[0]["env_commit"] == "abc" and float(rows[0]["xla_over_this"]) == pytest.approx(1.3)
-    assert rows[3]["status"] == "ERROR ValueError: too large" and rows[3]["loop_us"] == ""
 
 
 # --- Whole runs -------------------------------------------------------------------------------------------------------
@@ -94,59 +91,171 @@ def test_a_dry_run_measures_the_emulated_operation_and_reports_a_variant_that_do
     assert "roof/this" in capsys.readouterr().out
 
 
-def test_a_suite_is_measured_in_all_its_layouts_and_what_is_not_served_is_no_error(dry_run, monkeypatch) -> None:
-    monkeypatch.setitem(products.SUITES, "tiny", Suite(("97x64x64",), ("nn", "tn")))
-    status, rows = dry_run("matmul", "--suite", "standard", "--dtype", "bf16", "--methods", "fused,xla")
-    assert [(row["layout"], row["method"], row["status"].split(":")[0]) for row in rows] == [
-        ("nn", "fused", "ok"), ("nn", "xla", "ok"), ("tn", "fused", "NOT SERVED"), ("tn", "xla", "ok"),
-    ]  # fmt: skip
-    assert status == 0 and rows[0]["devices"] == "1" and rows[1]["roof_over_this"] == "1"
-
-
-def test_one_problem_fails_and_another_does_not_fit_into_the_budget(dry_run, monkeypatch, capsys) -> None:
-    now, measure_overhead = [0.0], Session.measure_overhead
+def test_one_problem_fails_and_another_does_not_fit_into_the_budget(dry_run, tmp_path, monkeypatch, capsys) -> None:
+    """A step that hangs would end the process with the stacks of its threads. The problems before it are written."""
+    now, limits, measure_overhead = [0.0], [], Session.measure_overhead
 
     def a_minute_passes(self: Session) -> None:
         now[0] += 60
         if now[0] == 60:
             raise RuntimeError("out of memory")
+        assert len(current.tables(tmp_path)) == 1
         measure_overhead(self)
 
     monkeypatch.setattr(harness.Session, "measure_overhead", a_minute_passes)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, **options: limits.append((float(s), options)))
     clock = types.SimpleNamespace(monotonic=lambda: now[0], time=lambda: 7.0, strftime=lambda _: "now")
     monkeypatch.setattr(products, "time", clock)
-    # The third problem would begin after 120 seconds and end after 180.
-    shapes = "32x64x64,64x64x64,96x64x64"
-    status, rows = dry_run("matmul", "--shapes", shapes, "--methods", "xla", "--budget-s", "150")
-    assert [row["status"] for row in rows] == ["ERROR RuntimeError: out of memory", "ok"]
-    assert [row["shape"] for row in rows] == shapes.split(",")[:2] and status == 1
+    # The third problem would begin after 120 seconds and end after 180. What is not served is no error.
+    shapes = "32x64x64,97x64x64,96x64x64"
+    status, rows = dry_run(
+        "matmul", "--shapes", shapes, "--layouts", "tn", "--methods", "fused,xla", "--budget-s", "150"
+    )
+    found = [(row["shape"], row["layout"], row["method"], row["status"].split(":")[0]) for row in rows]
+    assert found == [
+        ("32x64x64", "tn", "fused", "ERROR RuntimeError"), ("32x64x64", "tn", "xla", "ERROR RuntimeError"),
+        ("97x64x64", "tn", "fused", "NOT SERVED"), ("97x64x64", "tn", "xla", "ok"),
+    ]  # fmt: skip
+    assert status == 1 and rows[3]["roof_over_this"] == "1"
     said = capsys.readouterr()
+    assert len(limits) > 4 and all(limit == (9999.0, {"exit": True, "file": 2}) for limit in limits)  # At each step.
     assert "  xla, status: ERROR RuntimeError: out of memory" in said.out
-    assert "no time left for 1 of 3 problems: 96x64x64 f16 nn" in said.err
+    assert "no time left for 1 of 3 problems: 96x64x64 f16 tn" in said.err
 
 
-def test_a_run_that_hangs_ends_with_a_trace_and_keeps_finished_problems(tmp_path: pathlib.Path) -> None:
-    """In a process of its own, which ends. It starts as `python -m benchmarks` does."""
-    program = """
-import faulthandler, sys, time
-from benchmarks import __main__, harness
-second = []  # Not empty when the second problem is compiled and comes to its first round, where it hangs.
-run_round, warm_up, later = harness.Session.run_round, harness.Session.warm_up, faulthandler.dump_traceback_later
-def noting(self):
-    second.extend([self] * (self.problem.m > 64))
-    warm_up(self)
-def hang_in_the_second_problem(self, number):
-    time.sleep(100 * len(second))
-    run_round(self, number)
-harness.Session.warm_up, harness.Session.run_round = noting, hang_in_the_second_problem
-faulthandler.dump_traceback_later = lambda seconds, **options: later(2 if second else seconds, **options)
-__main__.main(sys.argv[1:])
-"""
-    options = ["all_gather_lhs_matmul", "--dry-run", "--methods", "xla", "--timeout-s", "100", "--out", str(tmp_path)]
-    line = [sys.executable, "-c", program, *options, "--shapes", "64x256x128,128x256x128"]
-    done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
-    for words in ("hang_in_the_second", "round 1 of 2", "Timeout (0:00:02)!"):
-        assert words in done.stderr
-    (table,) = current.tables(tmp_path)
-    assert [(row["shape"], row["devices"]) for row in table.rows] == [("64x256x128", "2")]
+# --- Blocks and products of layers ------------------------------------------------------------------------------------
+
+
+def test_the_fused_block_computes_the_same_and_shares_what_it_can():
+    """`block.measure` compares the tokens after a turn of the block with its backward pass."""
+    with emulate(cores=3, keep=True) as run:
+        block.measure(mesh_of(jax.devices()[:2]), (32, 64, 128), True, ("fused", "xla"), rounds=0, turns=1)
+        run.check()
+    # Forward: one gather and one scatter. Backward: a gather for the last product, and one scatter of the sum of the
+    # products that share the first gather.
+    assert collections.Counter(launch.name.split("_")[1] for launch in run.launches) == {"all": 2, "matmul": 2}
+
+
+def test_a_wrong_block_and_a_wrong_product_are_noticed(monkeypatch):
+    right, mesh, sizes = block.mlp, mesh_of(jax.devices()[:2]), layer_runs.MODELS["tiny"]
+    monkeypatch.setattr(block, "mlp", lambda how, *a: right(how, *a) * (1.0 if how == "plain" else 1.1) + a[0])
+    with pytest.raises(AssertionError, match="chosen differs from XLA"):
+        block.measure(mesh, (32, 64, 128), False, ("chosen", "xla"), rounds=1, turns=1)
+    (product,) = (product for product in backward.products(sizes, 32) if product.name == "dW of o")
+    scaled = lambda dy, h: [1.1 * (h.T @ lax.all_gather(dy, "x", tiled=True))]  # noqa: E731
+    product = dataclasses.replace(product, ours={"fused": scaled})
+    with pytest.raises(AssertionError, match="fused differs from XLA"):
+        backward.measure(product, mesh, ("fused", "xla"), rounds=1, turns=1)
+
+
+# --- Problems ---------------------------------------------------------------------------------------------------------
+
+
+GATHER = "all_gather_lhs_matmul"
+
+
+def problems(table: str, *options: str, devices: int = 1) -> list[TableProblem]:
+    return products.problems(products.parser(table).parse_args(options), table, devices)
+
+
+def test_shapes_carry_a_dtype_and_a_layout() -> None:
+    given = ["1x2x3", "4x5x6:bf16:nt", "7x8x9:tt", "7x8x9:f8_e5m2"]
+    found = [str(problem) for problem in parse("matmul", 1, given, "f16", ["nn", "tn"])]
+    assert found[:4] == ["1x2x3 f16 nn", "1x2x3 f16 tn", "4x5x6 bf16 nt", "7x8x9 f16 tt"]
+    found = [str(problem) for problem in parse("matmul", 1, given, "f16", None)]
+    assert found[-2:] == ["7x8x9 f16 tt", "7x8x9 f8_e5m2 nt"]
+    for wrong in ("1x2", "1x2x3:f64", "1x2x3:nn:nt", "1x0x3"):
+        with pytest.raises(SystemExit, match="MxNxK"):
+            parse("matmul", 1, [wrong], "f16", None)
+    first, second = problems("matmul", "--shapes", "1x2x3:bf16,4x5x6", devices=8)
+    assert (first.m, first.n, first.k, first.dtype) == (1, 2, 3, "bf16")
+    assert (second.shape, second.dtype, second.devices) == ("4x5x6", "f16", 8)
+
+
+def test_the_standard_suite_is_thirteen_shapes_in_three_layouts_and_f8_in_one() -> None:
+    found = problems("matmul", "--suite", "standard", "--dtype", "bf16")
+    assert len(found) == len(set(found)) == 13 * 3
+    assert {problem.layout for problem in found} == {"nn", "nt", "tn"}
+    in_f8 = problems("matmul", "--suite", "standard", "--dtype", "f8_e4m3fn")
+    assert len(in_f8) == 13 and {problem.layout for problem in in_f8} == {"nt"}
+    gathered = problems(GATHER, "--shapes", "1x2x3:f8_e5m2,1x2x3:bf16", devices=2)
+    assert [problem.layout for problem in gathered] == ["nt", "nn"]
+    for table, options, said in (
+        ("matmul", ("--layouts", "nn,xy"), "nn, nt, tn, tt"),
+        ("ladder", ("--shapes", "1x2x3:nt"), "layout nn alone"),
+        (GATHER, ("--shapes", "1x2x3:tn"), "layout nn, nt alone"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            problems(table, *options, devices=2)
+
+
+# --- Command lines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with some files, which the command lines name by a relative path. Nothing may be written there."""
+    (tmp_path / "file").write_text("a,b\n1,2\n")
+    (tmp_path / "empty").touch()
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty", "file"]
+
+
+def refused(line: str, capsys) -> str:
+    """The last line that a command prints; the command must exit with status 2 (1 for a missing file)."""
+    name, *options = line.split(" ")
+    try:
+        status = ending.run(lambda: importlib.import_module(f"benchmarks.{name or '__main__'}").main(options))
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert status == (1 if "No such file" in said.err else 2) and not said.out, (status, said)
+    return said.err.splitlines()[-1]
+
+
+TABLES = [
+    (" nothing", "got 'nothing'"),
+    *((f" --dry-run --{name} {text}", f"--{name}") for name in
+      ("devices", "rounds", "timeout-s", "budget-s") for text in ("-1", "text")),
+    (" --dry-run --devices 99", "`--devices` must be at most 8 with `--dry-run`, got 99"),
+    (" --dry-run --dtype zz", "--dtype: invalid choice"),
+    (" --dry-run --shapes 0x8x8", "`--shapes`"),
+    (" --dry-run --suite zz", "--suite"),
+    (" --dry-run --layouts zz", "`--layouts`"),
+    (" --dry-run --variants xla:stages=3", "--variants: must begin with `fused`"),
+    (" --dry-run --variants fused:stages", "--variants: must be NAME=VALUE"),
+    *((f" block --dry-run --{name} {text}", f"--{name}") for name in
+      ("devices", "rounds", "tokens") for text in ("0", "text")),
+]  # fmt: skip
+TOOLS = [
+    ("configurations --tasks missing --out new", "missing: No such file"),
+    ("configurations --tasks file --out new", "`--tasks` file is no task file"),
+    ("configurations --tasks empty --out new", "`--tasks` empty is empty"),
+    ("configurations --tasks file --out missing/new", "--out: there is no folder missing"),
+    ("configurations --tasks file --out new --budget-s nan", "--budget-s"),
+    *((f"configurations --tasks file --out new --{name} 0", f"--{name}") for name in ("workers", "gpus", "samples")),
+    ("crossover missing --out new", "missing: No such file"),
+    ("crossover file --out new", "file is no result of a benchmark"),
+    ("fit_model --times missing", "missing: No such file"),
+    ("fit_model --judge --times file", "file holds no times"),
+    ("known_models tasks --out new --limit 0", "--limit"),
+    ("known_models table file --jax 0.12", "file holds no times"),
+    ("model_tasks --seed nan --problems 1 --out new", "--seed"),
+    ("model_tasks --seed 1 --problems 0 --out new", "--problems"),
+]
+
+
+@pytest.mark.parametrize("lines", [TABLES, TOOLS], ids=["tables", "tools"])
+def test_what_makes_no_sense_is_refused_by_name(here, capsys, lines):
+    for line, named in lines:
+        assert named in refused(line, capsys), line
+
+
+def test_without_a_gpu_tables_ask_for_a_dry_run(here, capsys, monkeypatch):
+    monkeypatch.setattr(devices_of_cli, "why_no_gpu", lambda: "no GPU is visible")
+    asked = (
+        "nothing was measured: no GPU is visible; run it on GPUs, or add --dry-run to try the harness on CPU devices"
+    )
+    for line in (" --rounds 3", " block", " ladder", " matmul --out results"):
+        assert refused(line, capsys) == asked

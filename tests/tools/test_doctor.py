@@ -175,12 +175,9 @@ def test_what_each_check_finds(machine, monkeypatch, check, changes, status, sai
         assert (emulator == not_tried) == (check in ("jax", "settings"))
 
 
-def test_the_nccl_that_a_jax_needs():
+def test_doctor_asks_with_a_limit():
     for version, oldest in (("0.11.2", None), ("0.12.0", (2, 30)), ("0.12.0.1", (2, 30)), ("", None)):
         assert _compat.oldest_nccl_of_one_process(version) == oldest
-
-
-def test_doctor_asks_with_a_limit():
     assert doctor.ask("import time; time.sleep(60)", timeout_s=1) == (False, "no answer within 1 s")
     assert doctor.ask("raise ValueError('so')", timeout_s=60) == (False, "ValueError: so")
     assert doctor.ask("print('a'); print('b')", timeout_s=60) == (True, "b")

@@ -85,7 +85,6 @@ FEW = "(two, 2048, True), (loop, 128, False)"
 OTHERS = "(one, 2048, False), (one, 2048, True), (two, 2048, False), (loop, 128, True)"
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
 def test_an_interrupt_ends_the_run_and_the_next_one_works(repository, cases):
     environment = os.environ | {"PYTHONPATH": str(repository), "JAX_PLATFORMS": "cpu"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
@@ -56,29 +58,36 @@ def test_which_ends_of_a_process_end_the_job(ending, status):
     assert ("jax's exit handler" in process.stdout) == (status == 0 and "fork" not in ending)
 
 
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_process_that_fails_waits_until_its_output_is_read(reads):
+def test_a_process_that_fails_waits_until_its_output_is_read():
     """MPICH's mpirun reads no more once it is told to end the job. A reader that has stopped ends the wait."""
     command = [sys.executable, "-I", "-S", "-c", _ENDS + "1 / 0", aborting.__file__]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        assert process.stderr is not None
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE) as read,
+        subprocess.Popen(command, stderr=subprocess.PIPE) as unread,
+    ):
+        assert read.stderr is not None
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(1.0)
-        if reads:
-            assert process.stderr.read().endswith(b"ZeroDivisionError: division by zero\n")
-        assert process.wait(30) == 41
+            read.wait(1.0)
+        assert read.stderr.read().endswith(b"ZeroDivisionError: division by zero\n")
+        assert read.wait(30) == unread.wait(30) == 41
 
 
-_HEARS_OF_A_FAILURE = """
-import sys, threading
-from overlap.distributed import failures
-class Store:
-    def key_value_dir_get(self, folder):
-        return [(folder + "1", "3")] if folder == failures._FOLDER else []
-failures._LOOK_EVERY_S = 0.01
-sys.stdout.write("half a line")
-failures._look(Store(), 0, threading.Event())
-"""
+def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output(monkeypatch, capfd):
+    class Store:
+        def key_value_dir_get(self, folder):
+            return [(folder + "1", "3")] if folder == failures._FOLDER else []
+
+    def ends(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(failures, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(os, "_exit", ends)
+    with open(1, "w", closefd=False) as buffered, pytest.raises(SystemExit, match="3"):
+        monkeypatch.setattr(sys, "stdout", buffered)
+        buffered.write("half a line")
+        failures._look(Store(), 0, threading.Event())
+        pytest.fail("it goes on")
+    assert capfd.readouterr() == ("half a line", "overlap: process 0 ends, since process 1 failed\n")
 
 
 def test_an_end_after_the_store_is_gone_is_quiet(monkeypatch):
@@ -100,10 +109,3 @@ def test_an_end_after_the_store_is_gone_is_quiet(monkeypatch):
         end()
         note_failure(4)
     assert told == [("overlap/failed/1", "3")]
-
-
-def test_a_process_that_ends_because_another_one_failed_loses_none_of_its_output():
-    command = [sys.executable, "-c", _HEARS_OF_A_FAILURE]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (process.returncode, process.stdout) == (3, "half a line"), process.stderr
-    assert process.stderr == "overlap: process 0 ends, since process 1 failed\n"

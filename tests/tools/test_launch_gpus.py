@@ -39,7 +39,7 @@ def test_which_gpus_a_process_gets():
             gpus.local_device_ids(_job(**changes), visible)
 
 
-def test_platform_choice(monkeypatch):
+def test_gpus_or_not_and_a_single_core(monkeypatch):
     monkeypatch.setattr(_cuda, "visible_gpus", lambda: (_cuda.Gpu("NVIDIA H200", (9, 0)),))
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: "xla_cuda13")
     for platforms, uses_gpus in (("cpu", False), ("cuda,cpu", True), ("cpu,cuda", False), ("gpu", True), (None, True)):
@@ -48,15 +48,29 @@ def test_platform_choice(monkeypatch):
         assert gpus.uses_gpus() is uses_gpus, platforms
     monkeypatch.setattr(_cuda, "jax_plugin", lambda: None)
     assert not gpus.uses_gpus()
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    advice = {"mpirun": "--bind-to none", "srun": "srun --cpus-per-task", "torchrun": "more cores for torchrun"}
+    for launcher, said in advice.items():
+        with pytest.warns(RuntimeWarning, match=said):
+            gpus.warn_about_binding(_job(local_rank=0, launcher=launcher))
 
 
-def test_nccl_too_old():
-    library = _cuda.NcclLibrary((2, 28, 9), "/somewhere/libnccl.so.2", ("/somewhere/libnccl.so.2",))
-    with pytest.raises(RuntimeError, match=r"NCCL 2\.28\.9 found at /somewhere/libnccl\.so\.2; .* >= 2\.32\.3"):
-        gpus.require_nccl(library)
-    several = _cuda.NcclLibrary((2, 28, 9), "/a/libnccl.so.2", ("/a/libnccl.so.2", "/b/libnccl.so.2"))
-    with pytest.raises(RuntimeError, match=r"2 copies are loaded: /a/libnccl\.so\.2, /b/libnccl\.so\.2"):
-        gpus.require_nccl(several)
+def test_which_nccl_is_loaded_and_which_one_is_too_old(monkeypatch, tmp_path):
+    """A library that is already loaded wins over the wheel, and the wheel wins over the search path, as in XLA."""
+    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: spec)
+    (first, mode), *others = _cuda._nccl_candidates()
+    assert [first, *(name for name, _ in others)] == ["libnccl.so.2", f"{tmp_path}/lib/libnccl.so.2", "libnccl.so.2"]
+    assert mode & os.RTLD_NOLOAD
+    for code, version in ((23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))):
+        assert _cuda._decode_version(code) == version
+    for copies, said in (
+        (("/a/libnccl.so.2",), r"NCCL 2\.28\.9 found at /a/libnccl\.so\.2; .* >= 2\.32\.3"),
+        (("/a/libnccl.so.2", "/b/libnccl.so.2"), r"2 copies are loaded: /a/libnccl\.so\.2, /b/libnccl\.so\.2"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            gpus.require_nccl(_cuda.NcclLibrary((2, 28, 9), copies[0], copies))
     gpus.require_nccl(_cuda.NcclLibrary((2, 32, 3), "/somewhere/libnccl.so.2", ()))
     gpus.require_nccl(None)
 
@@ -136,26 +150,3 @@ def test_what_jax_is_told(job):
     assert 490 < alone["initialization_timeout"] <= 500 and among_others["initialization_timeout"] == 10
     assert (alone["held"], alone["coordinator_bind_address"]) == (True, "127.0.0.1:1")
     assert among_others["coordinator_bind_address"] is None
-
-
-def test_nccl_version_code():
-    for code, version in ((23007, (2, 30, 7)), (22809, (2, 28, 9)), (2708, (2, 7, 8))):
-        assert _cuda._decode_version(code) == version
-
-
-def test_nccl_is_asked_in_the_order_of_xla(monkeypatch, tmp_path):
-    """A library that is already loaded wins over the wheel, and the wheel wins over the search path."""
-    spec = types.SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(_cuda.importlib.util, "find_spec", lambda name: spec)
-    names = [name for name, mode in _cuda._nccl_candidates()]
-    assert names == ["libnccl.so.2", str(tmp_path / "lib" / "libnccl.so.2"), "libnccl.so.2"]
-    assert _cuda._nccl_candidates()[0][1] & os.RTLD_NOLOAD
-
-
-def test_warns_about_a_single_core(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
-    advice = {"mpirun": "--bind-to none", "srun": "srun --cpus-per-task", "torchrun": "more cores for torchrun"}
-    for launcher, said in advice.items():
-        with pytest.warns(RuntimeWarning, match=said):
-            gpus.warn_about_binding(_job(local_rank=0, launcher=launcher))

@@ -5,11 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -65,26 +62,18 @@ def pool():
         yield pool
 
 
-def test_they_meet(pool):
-    agreement = _agreed(_start(pool, "a", 4))
-    assert [card.rank for card in agreement.cards] == [0, 1, 2, 3]
-    assert [card.pid for card in agreement.cards] == [1000, 1001, 1002, 1003]
-
-
-def test_jobs_that_look_at_the_same_ports_do_not_meet(pool, monkeypatch):
+def test_jobs_meet_apart_though_they_look_at_the_same_ports(pool, monkeypatch):
     """Jobs N and N + 256 of Slurm are an example: computed from the job number mod 4096, their ports are the same."""
     same = ports.candidates("the same for all")
-    monkeypatch.setattr(ports, "candidates", lambda key: same)
-    jobs = {key: _start(pool, key, 2 + number) for number, key in enumerate("abc")}
-    met = {key: _agreed(futures) for key, futures in jobs.items()}
-    assert [len(agreement.cards) for agreement in met.values()] == [2, 3, 4]
-    assert len({agreement.coordinator for agreement in met.values()}) == 3
-
-
-def test_candidates_differ_from_job_to_job():
+    assert all(1024 < port < 32768 for port in same)
     assert ports.candidates("srun c 300 0 - 2") == ports.candidates("srun c 300 0 - 2")
     assert ports.candidates("srun c 300 0 - 2")[:4] != ports.candidates("srun c 556 0 - 2")[:4]
-    assert all(1024 < port < 32768 for port in ports.candidates("a"))
+    monkeypatch.setattr(ports, "candidates", lambda key: same)
+    jobs = [_start(pool, key, 2 + number) for number, key in enumerate("abc")]
+    met = [_agreed(futures) for futures in jobs]
+    assert [[card.rank for card in agreement.cards] for agreement in met] == [[*range(size)] for size in (2, 3, 4)]
+    assert [card.pid for card in met[2].cards] == [1000, 1001, 1002, 1003]
+    assert len({agreement.coordinator for agreement in met}) == 3
 
 
 @pytest.mark.parametrize(
@@ -151,14 +140,9 @@ def test_missing_ranks_are_named_on_all_that_have_come(pool):
     assert len(errors) == 3
     assert [error for error in errors if not error.startswith(expected)] == []
     assert "0, 1, 3, 4, 5, 6, 7, 8 and others. Look" in cards.missing([2], 99, 1)
-
-
-def test_process_0_that_does_not_come_is_named(pool):
     (error,) = _said(_start(pool, "a", 2, ranks=[1], timeout_s=0.3))
-    assert error.startswith(
-        "rank 0 of 2 has not come to overlap.initialize() within 0.3 s: it does not answer rank 1 on 127"
-    )
-    assert re.search(r"port \d+: ConnectionRefusedError; port", error)
+    words = r"rank 0 of 2 has not come .* within 0.3 s: .* rank 1 on 127.*port \d+: ConnectionRefusedError; port"
+    assert re.match(words, error)
 
 
 def test_one_that_came_and_went_has_not_come(pool):
@@ -181,22 +165,12 @@ def test_the_end_of_process_0_is_named(pool):
         )
 
 
-def test_a_job_of_one_host_stays_off_the_network():
-    for host, addresses in (("127.0.0.1", {"127.0.0.1"}), ("gpu1", {"::", "0.0.0.0"})):
-        with ports.listen(host, 0) as meets, ports.hold_free(host) as held:
-            assert {meets.getsockname()[0], held.getsockname()[0]} <= addresses
-
-
-@pytest.mark.parametrize("package", ["jax", "overlap"])
-def test_different_versions_are_named_on_all(pool, package):
-    errors = _said(_start(pool, "a", 3, **{package: "0.0.7", "host": "gpu9"}))
-    assert len(errors) == 3
-    assert len(set(errors)) == 1
-    assert f"different versions of {package}: " in errors[0]
-    assert "0.0.7 on gpu9. Start all of them with the same Python environment" in errors[0]
-
-
-def test_a_rank_that_comes_twice_is_named_on_all(pool):
+def test_different_versions_and_a_rank_that_comes_twice_are_named_on_all(pool):
+    for package in ("jax", "overlap"):
+        errors = _said(_start(pool, "a", 3, **{package: "0.0.7", "host": "gpu9"}))
+        assert len(errors) == 3 and len(set(errors)) == 1
+        assert f"different versions of {package}: " in errors[0]
+        assert "0.0.7 on gpu9. Start all of them with the same Python environment" in errors[0]
     host = _start(pool, "a", 3, ranks=[0, 1])
     time.sleep(0.2)
     errors = _said(host + _start(pool, "a", 3, ranks=[1], pid=77))
@@ -205,22 +179,24 @@ def test_a_rank_that_comes_twice_is_named_on_all(pool):
     assert all("as process 77 of" in error for error in errors)
 
 
-def test_a_given_port(pool):
-    port = ports.hold_free("127.0.0.1")
-    number = port.getsockname()[1]
-    port.close()
+def test_given_ports_and_ports_in_use(pool, monkeypatch):
+    """A port is refused even if its owner shares it, as gRPC does: both jobs' coordinators would get the port."""
+    with ports.hold_free("127.0.0.1") as port:
+        number = port.getsockname()[1]
     assert _agreed(_start(pool, "a", 2, port=number)).coordinator == f"127.0.0.1:{number}"
-
-
-def test_a_given_port_in_use_is_refused(pool):
-    """The port is refused even if its owner shares it, as gRPC does: both jobs' coordinators would get the port."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        (error,) = _said(_start(pool, "a", 2, ranks=[0], port=taken.getsockname()[1]))
-    assert "cannot be used on" in error
-    assert "Address already in use. Pass another one, or leave it out" in error
+        number = taken.getsockname()[1]
+        (error,) = _said(_start(pool, "a", 2, ranks=[0], port=number))
+        assert "cannot be used on" in error and "Address already in use. Pass another one, or leave it out" in error
+        monkeypatch.setattr(ports, "candidates", lambda key: [number])
+        assert "none of the ports on which the processes of this job would meet" in _said(_start(pool, "a", 2, [0]))[0]
+    # A job of one host stays off the network.
+    for host, addresses in (("127.0.0.1", {"127.0.0.1"}), ("gpu1", {"::", "0.0.0.0"})):
+        with ports.listen(host, 0) as meets, ports.hold_free(host) as held:
+            assert {meets.getsockname()[0], held.getsockname()[0]} <= addresses
 
 
 def test_the_port_found_is_kept_for_the_coordinator_alone(monkeypatch):
@@ -241,12 +217,6 @@ def test_the_port_found_is_kept_for_the_coordinator_alone(monkeypatch):
         coordinator.bind(held.getsockname())
 
 
-def test_no_port_to_meet(pool, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(ports, "candidates", lambda key: [taken.getsockname()[1]])
-        assert "none of the ports on which the processes of this job would meet" in _said(_start(pool, "a", 2, [0]))[0]
-
-
 def test_within_a_running_loop(pool):
     """A notebook runs an event loop. The rendezvous must work inside one."""
     import asyncio
@@ -265,25 +235,3 @@ def test_processes_of_one_host_count_each_other():
     everyone = [_card(place, node="ab"[place.rank // 2], visible=str(place.rank)) for place in places]
     job = cards.job_of(dataclasses.replace(places[3], local_rank=None, local_size=None), everyone)
     assert (job.size, job.rank, job.local_rank, job.local_size, job.local_visible) == (4, 3, 1, 2, ("2", "3"))
-
-
-# --- torchrun's variables, in real processes --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["meet", pytest.param("workers", marks=pytest.mark.slow)])
-def test_torchrun(repository, mode):
-    """torch's own store occupies MASTER_PORT, the proxy reaches nobody; among workers, process 1 starts one."""
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(repository), "TORCHELASTIC_RUN_ID": "none",
-                     "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.getsockname()[1]), "WORLD_SIZE": "2",
-                     "LOCAL_WORLD_SIZE": "2", "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}  # fmt: skip
-        command = [sys.executable, repository / "tests" / "tools" / "launch_rank.py", mode]
-        processes = [
-            subprocess.Popen(command, env=os.environ | variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)
-        ]  # fmt: skip
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    for rank, (process, output) in enumerate(zip(processes, outputs)):
-        assert process.returncode == 0, output
-        assert f"process {rank} of 2, 2 devices" in output and f"process {rank} is done" in output
-        assert ("a worker is no process of the job" in output) == (rank == 1 and mode == "workers")

@@ -34,7 +34,12 @@ def test_the_sdist_holds_what_its_tests_need(repository, tmp_path):
     assert folders <= {pathlib.PurePath(name).parts[0] for name in kept}, "a folder that git does not keep"
 
 
-def test_the_wheel_holds_the_library_alone(repository):
+def test_the_wheel_holds_the_library_alone_in_its_version_and_its_tools_are_pinned(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    assert project["version"] == overlap.__version__
+    pinned = {line.partition("==")[0] for line in (repository / "constraints" / "common.txt").read_text().splitlines()}
+    tools = {extra.partition(">")[0] for extra in project["optional-dependencies"]["dev"]}
+    assert {tool for tool in tools if not tool.startswith("overlap")} <= pinned
     here = {
         path.relative_to(repository).as_posix()
         for path in (repository / "overlap").rglob("*")
@@ -43,13 +48,3 @@ def test_the_wheel_holds_the_library_alone(repository):
     tables = {"overlap/choice/crossover.csv", "overlap/choice/rates_h200.json", "overlap/choice/tables/h200.json"}
     assert {"overlap/py.typed", "overlap/__main__.py", "overlap/cli/__init__.py"} | tables < here
     assert {file.distribution_path for file in WheelBuilder(str(repository)).recurse_included_files()} == here
-
-
-def test_the_packages_have_the_version_that_the_library_says(repository):
-    assert tomllib.loads((repository / "pyproject.toml").read_text())["project"]["version"] == overlap.__version__
-
-
-def test_what_builds_and_checks_the_packages_is_pinned(repository):
-    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
-    pinned = {line.partition("==")[0] for line in (repository / "constraints" / "common.txt").read_text().splitlines()}
-    assert {extra.partition(">")[0] for extra in extras if not extra.startswith("overlap")} <= pinned

@@ -42,7 +42,7 @@ NAMES = [_settings.WAIT_TIMEOUT_VARIABLE, _settings.EMULATED_GPU_VARIABLE, _sett
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, name):
+def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, name, repository):
     """In every call, also where the variable changes nothing: a product waits for nobody, and this jax is checked."""
     monkeypatch.setenv(name, "soon")
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
@@ -54,9 +54,6 @@ def test_a_wrong_value_is_said_before_anything_is_traced(fresh, monkeypatch, nam
                 answer(op, x, x, *axis, mesh=mesh, implementation=implementation)
     with pytest.raises(RuntimeError, match=said):
         primitives.prepare()
-
-
-def test_only_one_and_zero_choose_packages(repository, monkeypatch):
-    monkeypatch.setenv("OVERLAP_CPU_ONLY", "yes")
+    monkeypatch.setenv("OVERLAP_CPU_ONLY", "yes")  # Chooses packages.
     script = subprocess.run([repository / "setup" / "venv.sh", "none", "none"], capture_output=True, text=True)
     assert script.returncode == 1 and "`OVERLAP_CPU_ONLY` must be 1 or 0, got 'yes'" in script.stderr

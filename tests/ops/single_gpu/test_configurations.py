@@ -32,39 +32,25 @@ NARROW_OUT = dict(out=BF16)
 CASES = {
     # Tiles, stages, the order of tiles.
     "the default": (1, (130, 264, 136), Config(), {}),
-    "64 x 256": (2, RAGGED, NARROW.replace(tile_n=256), NARROW_OUT),
-    "256 x 128": (2, (300, 136, 136), WIDE.replace(tile_m=256), {}),
-    "128 x 192": (3, (256, 264, 200), WIDE.replace(tile_n=192, stages=5), NARROW_OUT),
     "one element": (2, (1, 8, 8), WIDE.replace(stages=4), {}),
     "columns first": (4, (264, 392, 72), WIDE.replace(order_minor="n", order_width=3), {}),
-    "idle cores": (9, (256, 256, 64), WIDE, {}),
     # Layouts, dtypes, leading dimensions, the epilogue.
     "epilogue": (2, RAGGED, WIDE.replace(stages=3), FULL | NARROW_OUT),
-    "epilogue, [n, k]": (2, RAGGED, NARROW, FULL | NT),
     "epilogue, [k, m]": (2, RAGGED, WIDE, FULL | TN | dict(dtype=F16, out=F16)),
     "epilogue, [k, m] and [n, k]": (2, RAGGED, WIDE.replace(tile_m=256, tile_n=64), FULL | TT),
     "float8": (2, (130, 136, 400), WIDE, dict(dtype=E4M3, rhs_dtype=E5M2, out=F16) | NT | FULL),
-    "float8, f32": (2, (130, 136, 400), NARROW, dict(dtype=E5M2) | NT),
     "batch": (3, (80, 136, 136), NARROW, dict(batch=(3,))),
     "batch of all": (2, (130, 136, 136), WIDE, dict(batch=(2, 2), rhs_batch=(2, 2), addend_batch=(2, 2)) | FULL),
-    "batch of rhs": (2, (130, 136, 136), WIDE, dict(rhs_batch=(2,)) | FULL),
     "batch of lhs and the addend": (2, (72, 136, 136), WIDE, dict(batch=(3,), addend_batch=(3,)) | FULL),
     "batch, one addend for all": (2, (72, 136, 136), WIDE, dict(batch=(2,)) | FULL),
-    "batch, [k, m]": (2, (72, 136, 136), WIDE, dict(batch=(2,)) | TN),
     # Few rows: no more rows are loaded or multiplied than there are.
     "few rows": (2, (16, 264, 200), NARROW, {}),
     "rows for one warpgroup": (3, (33, 264, 200), WIDE.replace(tile_n=64), NT),
-    "few rows, [k, m]": (5, (72, 136, 200), WIDE.replace(tile_m=256), TN),
-    "few rows, [k, m] and [n, k]": (3, (136, 136, 200), WIDE.replace(tile_m=256), TT),
-    "few rows, float8": (3, (16, 136, 272), NARROW, dict(dtype=E4M3) | NT),
     # Tiles cut along k.
     "split k": (5, (72, 136, 264), NARROW.replace(split_k=5), dict(batch=(2,), rhs_batch=(2,)) | FULL | NARROW_OUT),
-    "cut, one tile": (4, (64, 128, 640), WIDE.replace(stream_k=4), {}),
     "cut, more pieces than k steps": (9, (128, 128, 328), WIDE.replace(stream_k=9), {}),
     "cut, after full waves": (2, (384, 384, 200), WIDE.replace(stream_k=2, stages=3), {}),
-    "cut, columns first": (4, (384, 256, 328), WIDE.replace(stream_k=2, order_minor="n", order_width=1), {}),
     "cut, half of the columns": (6, (64, 512, 320), NARROW.replace(tile_n=256, stream_k=3), NARROW_OUT),
-    "cut, 256 x 128": (3, (256, 128, 320), WIDE.replace(tile_m=256, stream_k=4), {}),
     "cut, epilogue": (5, (136, 264, 328), WIDE.replace(stream_k=3, stages=3), FULL | TT),
     "cut, float8": (9, (130, 136, 656), WIDE.replace(stream_k=4), dict(dtype=E5M2, out=F16) | NT),
     "cut, few rows": (7, (24, 264, 520), WIDE.replace(stream_k=3), {}),
@@ -72,45 +58,22 @@ CASES = {
     # Warpgroups that take turns.
     "turns": (2, RAGGED, TURNS, FULL),
     "turns, 128 x 128": (1, RAGGED, TURNS.replace(tile_m=128), TT | NARROW_OUT),
-    "turns, 64 x 64": (3, RAGGED, TURNS.replace(tile_n=64, stages=5), TN),
-    "turns, one tile": (2, (64, 128, 200), TURNS, {}),
-    "turns, one k step": (2, (200, 264, 40), TURNS.replace(stages=4), {}),
     "turns, few rows": (2, (16, 520, 200), TURNS.replace(tile_m=128), NARROW_OUT),
     "turns, cut": (5, RAGGED, TURNS.replace(stream_k=3), FULL),
-    "turns, cut after three tiles": (4, (13 * 64, 128, 328), TURNS.replace(stream_k=3), {}),
-    "turns, split k": (2, (72, 136, 360), TURNS.replace(split_k=3), {}),
-    "turns, float8": (2, (200, 264, 400), TURNS, dict(dtype=E4M3) | NT),
     # Transposed tiles.
     "swapped": (2, RAGGED, SWAPPED, FULL),
-    "swapped, [n, k]": (1, RAGGED, SWAPPED.replace(tile_m=160, tile_n=256), NT),
     "swapped, 8 rows": (2, (20, 264, 200), SWAPPED.replace(tile_m=8), {}),
     "swapped, 256 rows": (1, (300, 264, 136), SWAPPED.replace(tile_m=256), dict(dtype=F16, out=F16)),
-    "swapped, few rows": (2, (16, 520, 200), SWAPPED, {}),
     "swapped, turns": (2, RAGGED, IN_TURN.replace(tile_m=136, stages=3), FULL | NT),
-    "swapped, turns, 40 x 64": (2, RAGGED, IN_TURN.replace(tile_m=40, tile_n=64, stages=5), {}),
     "swapped, cut": (5, (200, 264, 520), SWAPPED.replace(tile_m=136, stream_k=2), FULL | NT),
-    "swapped, cut, 160 x 256": (3, (200, 264, 520), SWAPPED.replace(tile_m=160, tile_n=256, stream_k=3), {}),
-    "swapped, cut, few rows": (7, (20, 264, 520), SWAPPED.replace(stream_k=3), NT),
-    "swapped, cut, turns": (4, (200, 264, 520), IN_TURN.replace(stream_k=3), FULL | NT),
-    "swapped, float8": (2, (200, 264, 400), SWAPPED, dict(dtype=E4M3) | NT),
     # CTAs of a cluster that compute one tile together.
-    "along k": (2, RAGGED, TWO, FULL),
     "along k, four": (4, RAGGED, FOUR, FULL | NARROW_OUT),
-    "along k, one tile": (4, (64, 128, 448), FOUR, NARROW_OUT),
-    "along k, a k step each": (4, (64, 128, 200), FOUR, {}),
-    "along k, idle clusters": (8, (64, 128, 320), TWO, {}),
     "along k, some have a tile more": (22, RAGGED, FOUR, NARROW_OUT),
     "along k, few rows": (4, (40, 264, 200), TWO.replace(tile_m=128), {}),
-    "along k, 64 x 256": (2, RAGGED, TWO.replace(tile_n=256), NARROW_OUT),
-    "along k, 128 x 192": (4, RAGGED, FOUR.replace(tile_m=128, tile_n=192), NARROW_OUT),
     "along k, 256 x 64": (4, (300, 72, 328), FOUR.replace(tile_m=256, tile_n=64), NARROW_OUT),
-    "along k, [k, m]": (4, (136, 264, 328), TWO, TN | dict(batch=(2,))),
     "along k, [k, m] and [n, k]": (4, (136, 264, 328), FOUR, TT | dict(batch=(2,))),
-    "along k, float8": (4, (200, 264, 656), FOUR, dict(dtype=E4M3) | NT | NARROW_OUT),
-    "along k, swapped": (2, RAGGED, TWO.replace(tile_m=104, tile_n=256, swap_operands=True), NARROW_OUT),
     "along k, swapped, four": (4, RAGGED, SWAPPED_FOUR, NT | FULL),
     "along k, swapped, 8 rows": (4, (20, 264, 264), SWAPPED_FOUR.replace(tile_m=8), {}),
-    "along k, swapped, few rows": (4, (16, 264, 264), SWAPPED_FOUR, {}),
 }  # fmt: skip
 ONE, PAIR = WIDE.replace(tile_n=64), WIDE.replace(cluster=2)
 ON_BLACKWELL = {
@@ -120,29 +83,10 @@ ON_BLACKWELL = {
     "pairs, few rows": (2, (8, 136, 72), PAIR.replace(stages=3), TT),
     "cut": (7, (136, 264, 328), ONE.replace(stream_k=3), FULL),
     "cut pairs": (8, (272, 264, 328), PAIR.replace(stream_k=3), NARROW_OUT),
-    "split": (3, (136, 136, 256), ONE.replace(split_k=2), FULL | dict(dtype=F16)),
-    "batch": (3, (136, 136, 72), PAIR, dict(batch=(2,), addend_batch=(2,)) | FULL),
-    "float8": (2, (144, 272, 272), ONE.replace(tile_n=128), dict(dtype=E4M3)),
     "float8, [k, m] and [n, k]": (2, (144, 272, 272), ONE.replace(tile_n=128), dict(dtype=E4M3) | TT),
     "pairs, float8": (2, (144, 272, 272), PAIR.replace(tile_n=256), dict(dtype=E4M3) | TN),
     "pairs, float8, [n, k]": (4, (144, 272, 272), PAIR.replace(tile_n=256), dict(dtype=E5M2, out=BF16) | NT),
 }
-
-
-# Each of these has a case beside it that differs in one thing only.
-SLOW = {
-    "256 x 128", "128 x 192", "idle cores", "float8, f32", "batch of rhs", "batch, [k, m]",
-    "epilogue, [n, k]", "few rows, [k, m]", "few rows, [k, m] and [n, k]", "few rows, float8",
-    "cut, columns first", "cut, one tile", "turns, one tile", "turns, one k step",
-    "turns, 64 x 64", "turns, split k", "turns, float8", "turns, cut after three tiles",
-    "swapped, float8", "swapped, few rows", "swapped, turns, 40 x 64", "swapped, cut, turns", "swapped, cut, few rows",
-    "along k", "along k, a k step each", "along k, 64 x 256", "along k, [k, m]", "along k, float8",
-    "along k, idle clusters", "along k, swapped, few rows",
-}  # fmt: skip
-assert CASES.keys() >= SLOW
-
-
-SLOW_ON_BLACKWELL = {"split", "batch", "float8"}
 
 
 def product_of(case, **more):
@@ -151,7 +95,7 @@ def product_of(case, **more):
     return Product(cores, shape, config, **out | options, **more)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else []) for x in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_every_bit(name):
     product = product_of(CASES[name])
     run = product.check(SCHEDULES[list(CASES).index(name) % len(SCHEDULES)])
@@ -163,9 +107,7 @@ def test_every_bit(name):
         product.check_rounding()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW_ON_BLACKWELL else []) for x in ON_BLACKWELL]
-)
+@pytest.mark.parametrize("name", ON_BLACKWELL)
 def test_every_bit_on_blackwell(name):
     product = product_of(ON_BLACKWELL[name], blackwell=True)
     run = product.check(SCHEDULES[list(ON_BLACKWELL).index(name) % len(SCHEDULES)])

@@ -1,41 +1,33 @@
 """Both ladders of lessons: each rung is exact on integers, has no race under the schedules tried, and refuses nonsense.
 
-The mistakes that the lessons warn of are made here, and the emulator must report them.
+Some of the mistakes that the lessons warn of are made here, and the emulator must report them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks import current, environment, methods, report
+from benchmarks import environment, methods, report
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
 from overlap.choice.problem import Problem
 from overlap.emulation import ProtocolError, RaceError, emulate
 from overlap.kernels import blackwell_ladder, ladder
-from overlap.kernels.blackwell_ladder import dedicated_epilogue, persistent, tiled_epilogue, warp_specialized
+from overlap.kernels.blackwell_ladder import dedicated_epilogue, persistent, tiled_epilogue
 from overlap.kernels.ladder import cluster_multicast, pipelined, templated_epilogue
-from overlap.primitives.integers import remainder
 from tests.ops.product_cases import in_f32, integers, normal
 
 LADDERS = {"hopper": ladder.RUNGS, "blackwell": blackwell_ladder.RUNGS}
 RUNGS = {(which, rung.name): rung for which, rungs in LADDERS.items() for rung in rungs}
-# On these rungs of the ladder for Blackwell, two CTAs multiply together.
-COLLECTIVE = ("collective_mma", "persistent", "dedicated_epilogue", "grid_tiling")
 every_rung = pytest.mark.parametrize(("which", "name"), RUNGS)
 F16, BF16 = jnp.float16, jnp.bfloat16
-# The rungs whose every case runs in `make test`.
-OFTEN = {"pipelined", "persistent", "grid_tiling", "cluster_multicast", "collective_mma", "basic"}
 
 
 @functools.cache
@@ -73,74 +65,38 @@ def test_exact_and_without_races(which, name):
     assert_exact(which, name, (512, 512, 192 if knobs else 320), *schedules, **knobs)
 
 
-@pytest.mark.parametrize(
-    ("which", "name"),
-    [pytest.param(*rung, marks=[] if rung[1] in OFTEN else pytest.mark.slow) for rung in RUNGS],
-)
-def test_one_tile_of_one_k_step(which, name):
-    knobs = {"tile_n": 128, "stages": 2} if which == "blackwell" else {}
-    assert_exact(which, name, (256, 128 if knobs else 256, 64), cores=2, dtype=BF16, **knobs)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 @every_rung
 def test_drawn_problems(which, name, seed):
+    """Also of one tile and one k step."""
     rng = np.random.default_rng(seed)
     m, n, k, clusters = (int(rng.integers(low, high)) for low, high in ((1, 4), (1, 5), (1, 10), (1, 5)))
-    shape = (m * 256, n * 256, k * 64)
+    shape = (m * 256, n * 256, k * 64) if seed else (256, 256, 64)
     schedule = {"completion": "random", "seed": seed}
     assert_exact(which, name, shape, schedule, cores=2 * clusters, dtype=(F16, BF16)[seed % 2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [rung.name for rung in blackwell_ladder.RUNGS if rung.name not in COLLECTIVE])
-def test_the_interpreter_of_jax_agrees(name):
-    # jax's interpreter supports neither products of two CTAs nor inlined PTX, so `converge_warp` is left out.
-    if jax.__version_info__ < (0, 12) and name != "basic":
-        pytest.skip("the interpreter of jax 0.11 wants a barrier's last phase to have been waited for")
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")):
-        lhs, rhs, expected = operands(256, 256, 320)
-        ours = RUNGS["blackwell", name].matmul(lhs, rhs, tile_n=128, stages=2)
-        np.testing.assert_array_equal(np.asarray(ours), expected)
-
-
 KNOBS = [
-    ("hopper", "basic", {"tile_m": 64, "tile_n": 64}),
     ("hopper", "pipelined", {"stages": 2, "in_flight": 0}),
     ("hopper", "pipelined", {"stages": 3, "in_flight": 1, "delay_release": 2}),
-    ("hopper", "warp_specialized", {"tile_n": 128, "stages": 2}),
-    ("hopper", "tiled_epilogue", {"tile_n": 128, "stages": 6}),
     ("hopper", "persistent", {"epilogue_tile_n": 128, "stages": 2}),
-    ("hopper", "cluster_multicast", {"tile_n": 128, "stages": 5}),
     ("hopper", "grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
-    ("hopper", "templated_epilogue", {"tile_n": 128}),
     ("blackwell", "basic", {"tile_n": 64, "tile_k": 128, "stages": 2}),
-    ("blackwell", "warp_specialized", {"tile_n": 256, "stages": 3}),
-    ("blackwell", "tiled_epilogue", {"tile_n": 128, "stages": 6}),
     ("blackwell", "tiled_epilogue", {"epilogue_tile_n": 128}),
     ("blackwell", "collective_mma", {"tile_k": 128, "stages": 3}),
-    ("blackwell", "persistent", {"epilogue_tile_n": 128, "stages": 2}),
-    ("blackwell", "dedicated_epilogue", {"tile_n": 128, "stages": 5}),
     ("blackwell", "grid_tiling", {"tile_n": 128, "minor": "n", "width": 3}),
 ]
 
 
-FAST_OR_SLOW = [pytest.param(*case, marks=[] if case[1] in OFTEN else pytest.mark.slow) for case in KNOBS]
-
-
-@pytest.mark.parametrize(("which", "name", "knobs"), FAST_OR_SLOW, ids=str)
+@pytest.mark.parametrize(("which", "name", "knobs"), KNOBS, ids=str)
 def test_knobs(which, name, knobs):
     assert_exact(which, name, (512, 512, 256), dtype=BF16, **knobs)
 
 
-@pytest.mark.parametrize(
-    "activation",
-    [lambda acc: jnp.maximum(acc, 0) ** 2, pytest.param(jax.nn.silu, marks=pytest.mark.slow)],
-    ids=["relu squared", "silu"],
-)
-def test_an_activation_sees_the_accumulator_before_it_is_rounded(activation):
+def test_an_activation_sees_the_accumulator_before_it_is_rounded():
     lhs, rhs = normal(0, 256, 128, dtype=F16), normal(1, 128, 256, dtype=F16)
+    activation = lambda acc: jnp.maximum(acc, 0) ** 2  # noqa: E731
     product = jnp.asarray(in_f32(lhs) @ in_f32(rhs))
     with emulate(cores=2):
         ours = in_f32(jax.jit(functools.partial(templated_epilogue.matmul, activation=activation))(lhs, rhs))
@@ -185,10 +141,9 @@ def is_race(earlier, later):
     return pytest.raises(RaceError, match=f"(?s)race.*{later}.*is not ordered with the earlier.*{earlier}")
 
 
-@pytest.mark.parametrize("completion", ["late", "random", "eager"])
-def test_a_release_that_is_not_delayed_is_a_race(completion):
+def test_a_release_that_is_not_delayed_is_a_race():
     lhs, rhs, _ = operands(128, 128, 512)
-    with is_race("wgmma", "TMA load, write"), emulate(completion=completion):
+    with is_race("wgmma", "TMA load, write"), emulate(completion="random"):
         jax.jit(functools.partial(pipelined.matmul, in_flight=1, delay_release=0))(lhs, rhs).block_until_ready()
 
 
@@ -197,27 +152,6 @@ def test_without_the_last_wait_a_peer_may_be_gone(monkeypatch):
     lhs, rhs, _ = operands(256, 256, 128)
     with pytest.raises(ProtocolError, match="left the cluster too early"), emulate(cores=2):
         jax.jit(lambda a, b: cluster_multicast.matmul(a, b))(lhs, rhs).block_until_ready()
-
-
-def multiplying(*, awaits_products, signals_stages):
-    """Returns a wrong `multiply_tiles`: the barriers of stages, or of the accumulator, do not follow the products."""
-
-    def multiply_tiles(acc_tmem, done, pipeline, t, *, first=0, collective_axis=None):
-        @pl.loop(0, t.k_steps)
-        def _k_step(k):
-            stage = remainder(first + k, pipeline.stages)
-            consumed = pipeline.consumed.at[stage]
-            plgpu.barrier_wait(pipeline.full.at[stage])
-            plgpu.tcgen05_mma(
-                acc_tmem, pipeline.lhs_smem.at[stage], pipeline.rhs_smem.at[stage],
-                *([consumed] if signals_stages else []), accumulate=k > 0,
-            )  # fmt: skip
-            if not signals_stages:
-                plgpu.barrier_arrive(consumed)
-
-        (plgpu.tcgen05_commit_arrive if awaits_products else plgpu.barrier_arrive)(done)
-
-    return multiply_tiles
 
 
 def stored_after_it_is_released(acc_tmem, out_gmem, epilogue_smem, read):
@@ -230,23 +164,11 @@ def released_before_loads_are_awaited(acc_tmem, out_gmem, epilogue_smem, read):
     plgpu.barrier_arrive(read)
 
 
-def stored_through_one_buffer(acc_tmem, out_gmem, epilogue_smem):
-    for i in range(acc_tmem.shape[1] // epilogue_smem.shape[-1]):
-        columns, buffer_smem = pl.ds(i * epilogue_smem.shape[-1], epilogue_smem.shape[-1]), epilogue_smem.at[0]
-        buffer_smem[...] = plgpu.async_load_tmem(acc_tmem.at[:, columns]).astype(out_gmem.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer_smem, out_gmem.at[:, columns])
-
-
 LOADED = "tensor memory load of own.acc_tmem"
 MISTAKES = {  # The rung; the module and the name that are patched, and how; the two accesses of the race.
-    "a stage given back before its product": (
-        "warp_specialized", warp_specialized, "multiply_tiles",
-        multiplying(awaits_products=True, signals_stages=False), "tcgen05 mma, (left|right) operand", "TMA load",
-    ),
     "an accumulator read before its products": (
-        "warp_specialized", warp_specialized, "multiply_tiles",
-        multiplying(awaits_products=False, signals_stages=True), "tcgen05 mma, accumulator", LOADED,
+        "warp_specialized", plgpu, "tcgen05_commit_arrive", lambda done, **_: plgpu.barrier_arrive(done),
+        "tcgen05 mma, accumulator", LOADED,
     ),
     "an accumulator overwritten before it is read": (
         "persistent", persistent, "store_and_tell", stored_after_it_is_released, LOADED, "tcgen05 mma, accumulator",
@@ -254,10 +176,6 @@ MISTAKES = {  # The rung; the module and the name that are patched, and how; the
     "loads that nobody waited for": (
         "dedicated_epilogue", dedicated_epilogue, "store_and_tell", released_before_loads_are_awaited, LOADED,
         "tcgen05 mma, accumulator",
-    ),
-    "a buffer written while it is stored": (
-        "tiled_epilogue", tiled_epilogue, "store_epilogue_tiles", stored_through_one_buffer, "TMA store",
-        "store of own.out_smem",
     ),
 }  # fmt: skip
 
@@ -299,30 +217,6 @@ def test_the_table_has_a_row_for_every_rung(which, monkeypatch):
     problem = Problem("matmul", 256, 256, 128, "float16", "float16")
     made = methods.make(problem, ["ladder", "fused", "xla"], [], which)
     assert [method.name for method in made] == [*(rung.name for rung in LADDERS[which]), "fused", "xla"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", LADDERS)
-def test_a_dry_run_of_the_table(which, tmp_path, repository):
-    line = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "ladder",
-        "--architecture",
-        which,
-        "--dry-run",
-        "--methods",
-        "ladder,xla",
-    ]
-    done = subprocess.run(
-        [*line, "--out", str(tmp_path)], cwd=repository, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    (table,) = current.tables(tmp_path)
-    assert [row["method"] for row in table.rows] == [*(rung.name for rung in LADDERS[which]), "xla"]
-    assert all(row["status"] == "ok" and float(row["roof_over_this"]) > 0 for row in table.rows)
-    assert all(row["percent_of_peak"] == "" for row in table.rows)  # The CPU has no data-sheet figures.
 
 
 @pytest.mark.one_jax

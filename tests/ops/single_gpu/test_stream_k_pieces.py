@@ -9,35 +9,27 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from overlap.kernels.partial_sums import share
 from overlap.kernels.placement import gpcs
 from overlap.kernels.stream_k import Piece, StreamK
 from tests.ops.product_cases import pieces_of
 
 REALISTIC = [
     StreamK(561, 65, 132, 4),  # 33 tiles remain for 132 CTAs.
-    StreamK(140, 128, 132, 16),
     StreamK(133, 224, 132, 132),  # One tile, shared by all.
     StreamK(198, 65, 132, 2),  # 66 tiles remain: two CTAs for each.
     StreamK(3, 6, 12, 4),  # Parts of unequal length.
-    StreamK(61, 1 << 16, 132, 8),  # k = 1 << 22.
-    StreamK(5 * 132 + 40, 1 << 16, 132, 1 << 20),
+    StreamK(5 * 132 + 40, 1 << 16, 132, 1 << 20),  # k = 1 << 22.
     StreamK(77, 65, 66, 4),  # Clusters of two.
 ]
 # Whole tiles of the last wave, which CTAs of all GPCs compute; full waves, and how many tiles are left.
 SPREAD = [
     StreamK(full_waves * 132 + left, 1 << 12, 132, may_spread=True)
-    for full_waves, left in ((0, 1), (0, 7), (0, 19), (0, 80), (1, 8), (3, 45), (40, 79))
+    for full_waves, left in ((0, 1), (0, 19), (1, 8), (40, 79))
 ]
 TOGETHER = [  # The CTAs of a cluster divide each tile.
     StreamK(48, 143, 66, ctas_per_tile=2),  # Renumbered clusters, some of them idle.
-    StreamK(150, 1 << 16, 66, ctas_per_tile=2),  # Full waves, then a partial one.
-    StreamK(6, 143, 30, ctas_per_tile=4),
-    StreamK(77, 1 << 16, 30, ctas_per_tile=4),
-    StreamK(20, 9, 57, ctas_per_tile=2),
+    StreamK(77, 1 << 16, 30, ctas_per_tile=4),  # Full waves, then a partial one.
     StreamK(60, 4, 26, max_pieces=8, ctas_per_tile=4),  # No tile is cut in another way.
 ]
 
@@ -104,20 +96,13 @@ def check_walk_of_clusters(work):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("num_ctas", [1, 3, 5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 8, 9))])
+@pytest.mark.parametrize("num_ctas", [1, 3, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_k_step_of_every_tile_is_carried_once(num_ctas):
     for tiles, k_steps, max_pieces in itertools.product(range(1, 2 * num_ctas + 1), range(1, 8), (1, 2, 3, 9)):
         check_walk(StreamK(tiles, k_steps, num_ctas, max_pieces))
     for tiles, ranks in itertools.product(range(1, 2 * min(num_ctas, 5) + 2), (2, 4)):
         for k_steps in range(ranks, 11):
             check_walk_of_clusters(StreamK(tiles, k_steps, min(num_ctas, 5), ctas_per_tile=ranks))
-
-
-@pytest.mark.one_jax
-@given(st.builds(StreamK, st.integers(1, 600), st.integers(1, 300), st.integers(1, 150), st.integers(1, 40)))
-@settings(max_examples=15, deadline=None)
-def test_every_k_step_is_carried_once_at_sizes_of_real_devices(work):
-    check_walk(work)
 
 
 @pytest.mark.parametrize("work", [*REALISTIC, *SPREAD, *TOGETHER], ids=str)
@@ -145,34 +130,24 @@ def test_traced_indices_agree_with_python_ones(work):
 
 
 @pytest.mark.one_jax
-@pytest.mark.parametrize("work", SPREAD, ids=str)
-def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs(work):
+def test_few_tiles_of_the_last_wave_are_spread_over_the_gpcs():
     gpc_of = gpcs(1, 132)
-    computed = [
-        (work.piece(cta, work.full_waves).tile, gpc_of[cta]) for cta in range(132) if work.pieces(cta) > work.full_waves
-    ]
-    in_order = [gpc for _, gpc in sorted(computed)]
-    counts = np.bincount(in_order, minlength=8)
-    assert counts.sum() == work.left and counts.max() - counts.min() <= 1
-    assert in_order == sorted(in_order)  # Adjacent tiles are in one GPC.
-
-
-@pytest.mark.one_jax
-@pytest.mark.parametrize(
-    "work",
-    [
+    for work in SPREAD:
+        last = {cta: work.piece(cta, work.full_waves) for cta in range(132) if work.pieces(cta) > work.full_waves}
+        in_order = [gpc for _, gpc in sorted((piece.tile, gpc_of[cta]) for cta, piece in last.items())]
+        counts = np.bincount(in_order, minlength=8)
+        assert counts.sum() == work.left and counts.max() - counts.min() <= 1
+        assert in_order == sorted(in_order)  # Adjacent tiles are in one GPC.
+    for work in (
         StreamK(81, 64, 132, may_spread=True),  # Most GPCs are full anyway.
-        StreamK(132, 64, 132, may_spread=True),
         StreamK(19, 64, 114, may_spread=True),  # Nobody measured where the CTAs of this GPU run.
         StreamK(19, 64, 132, 4, may_spread=True),  # The tiles are cut.
         StreamK(19, 64, 66, ctas_per_tile=2, may_spread=True),
-    ],
-    ids=str,
-)
-def test_other_tiles_are_not_spread(work):
-    alike = dataclasses.replace(work, may_spread=False)
-    for cta in range(work.num_ctas):
-        assert pieces_of(work, cta) == pieces_of(alike, cta) and work.total_k_steps(cta) == alike.total_k_steps(cta)
+    ):
+        alike = dataclasses.replace(work, may_spread=False)
+        assert [pieces_of(work, cta) for cta in range(work.num_ctas)] == [
+            pieces_of(alike, cta) for cta in range(work.num_ctas)
+        ]
 
 
 @pytest.mark.one_jax
@@ -184,12 +159,3 @@ def test_nothing_is_cut_without_need():
     assert StreamK(561, 65, 132, 8).workers == 132  # No more parts than CTAs,
     assert StreamK(137, 65, 132, 8).workers == 40  # or than asked for,
     assert StreamK(133, 3, 132, 8).workers == 3  # or than k steps.
-
-
-@pytest.mark.one_jax
-def test_shares_are_adjacent_and_even():
-    for boxes, pieces in itertools.product((1, 2, 4, 8), (2, 3, 4, 5, 8, 16)):
-        shares = [share(piece, boxes, pieces) for piece in range(pieces)]
-        assert [begin for begin, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == boxes
-        sizes = [end - begin for begin, end in shares]
-        assert (max(sizes), min(sizes)) == (-(-boxes // pieces), boxes // pieces)

@@ -76,11 +76,12 @@ def chosen(names: list[str]) -> list[str]:
     """Returns a few of the kernels that run a function: the first and the last of each kind."""
     of_kinds: dict[str, list[str]] = {}
     for name in names:
-        of_kinds.setdefault(_kind(name), []).append(name)
+        of_kinds.setdefault(kind(name), []).append(name)
     return [name for kind in of_kinds.values() for name in dict.fromkeys((kind[0], kind[-1]))]
 
 
-def _kind(name: str) -> str:
+def kind(name: str) -> str:
+    """Returns "matmul" (a product of one device), "gather", "sum" or "blackwell"."""
     if name.startswith("blackwell"):
         return "blackwell"
     if name in protocol_cases.KERNELS or "," in name or name == "passenger":
