@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
-from overlap.kernels.target import emulating
+from overlap.kernels.target import current_target, emulating
+from overlap.single_gpu.grouped_product import GroupedPlan, contraction
 from tests.oracle import make_mesh, on_mesh
 
 BF16 = jnp.bfloat16
@@ -119,6 +120,33 @@ def of_product(
     function = jax.jit(lambda a, b: overlap.matmul(a, b, implementation="fused", **given))
     operands = lhs, rhs.T if transpose_rhs else rhs
     return Kernel(lambda: function(*operands), _equals(exact, out))
+
+
+def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool = False) -> Kernel:
+    """Returns the kernel of groups of rows: the product of the rows, with a bias, or the contraction over them."""
+    m, k, n, groups = sum(sizes) + 20, 136, 136, len(sizes)
+    lhs, rhs, bias = (
+        integers(1, m, k),
+        integers(2, m if contracts else groups, *((n,) if contracts else (k, n))),
+        integers(3, groups, n),
+    )
+    ends = np.cumsum(sizes)
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    if contracts:
+        exact = np.stack([_f32(lhs[of]).T @ _f32(rhs[of]) for of in rows])
+    else:
+        exact = np.zeros((m, n), np.float32)
+        for group, of in enumerate(rows):
+            exact[of] = _f32(lhs[of]) @ _f32(rhs[group]) + _f32(bias[group])
+
+    @jax.jit
+    def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        if contracts:
+            return contraction(lhs, rhs, sizes, GroupedPlan(False, jnp.float32, config, current_target()))
+        how: dict[str, Any] = {"preferred_element_type": jnp.float32, "config": config, "implementation": "fused"}
+        return overlap.grouped_matmul(lhs, rhs, sizes, bias=bias, **how)
+
+    return Kernel(lambda: call(lhs, rhs, np.int32(sizes)), _equals(exact, jnp.float32))
 
 
 def change_texts(patch: pytest.MonkeyPatch, found: str, replacement: str) -> list[int]:
