@@ -124,7 +124,7 @@ def of_product(
 
 def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool = False) -> Kernel:
     """Returns the kernel of groups of rows: the product of the rows, with a bias, or the contraction over them."""
-    m, k, n, groups = sum(sizes) + 20, 136, 136, len(sizes)
+    m, k, n, groups = sum(sizes) + 17, 136, 136, len(sizes)
     lhs, rhs, bias = (
         integers(1, m, k),
         integers(2, m if contracts else groups, *((n,) if contracts else (k, n))),
@@ -132,7 +132,9 @@ def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool
     )
     ends = np.cumsum(sizes)
     rows = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    lhs[ends[-1] :] = np.nan  # Rows of no group.
     if contracts:
+        rhs[ends[-1] :] = np.nan
         exact = np.stack([_f32(lhs[of]).T @ _f32(rhs[of]) for of in rows])
     else:
         exact = np.zeros((m, n), np.float32)

@@ -55,6 +55,10 @@ REASONS = {
         [r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'",
          "_why_", "MOST_DEVICES", "oldest - begin", "number - begin"],
     "any order of tiles will do": [r"placement\.", r"tile_order\.", r"grid\.cta", "_begin: (other side|always)"],
+    "tables with room for more, and copies that end at the end of an array":
+        [r"groups\.(most_tile_rows|tiles):", "_clear: (one|always)", "contraction: one", "_clear_rows: always"],
+    "which of two warpgroups clears which operand": ["_clear_rest: other side"],
+    "only programs for a GPU: test_slices.py": ["_kept_apart"],
     "the same sum in a loop, or unrolled": ["UNROLLED"],
     "the emulator runs a warp as one thread": ["converge_warp"],
     "what jax needs to compile for a GPU: tests/assembly":

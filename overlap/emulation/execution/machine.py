@@ -189,7 +189,11 @@ class Machine:
         self.remote_uses: dict[int, dict[int, Access]] = {device: {} for device in mesh.devices}  # by component
         self.buffers = {device: self._bind(device, values) for device, values in zip(mesh.devices, launch.inputs)}
         self.values = {
-            device: [b.data if isinstance(b, Buffer) and b.is_operand and is_real else None for b in row]
+            device: [
+                # Integers may say how much work there is. A kernel need not end if they have other values.
+                b.data if isinstance(b, Buffer) and b.is_operand and (is_real or b.data.dtype.kind in "iu") else None
+                for b in row
+            ]
             for device, row in self.buffers.items()
         }
         for row in zip(*self.buffers.values()):

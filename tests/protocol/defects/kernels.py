@@ -61,7 +61,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "cluster k, blocks": (_alone((256, 64, 4 * 64), _ALONG_K.replace(tile_m=256, tile_n=64)), 2),
     "swapped": (_alone((150, 136, 200), _TILE.replace(tile_m=72, swap_operands=True), extras=("bias",), out=BF16), 2),
     "groups": (lambda: of_groups((70, 0, 3, 64), _TILE), 2),
-    "groups in turn": (lambda: of_groups((70, 0, 3, 64), _TILE.replace(schedule="pingpong")), 2),
+    "groups in turn": (lambda: of_groups((200, 0, 3, 64), _TILE.replace(schedule="pingpong", order_width=2)), 2),
     "groups contracted": (lambda: of_groups((70, 0, 130), _TILE, contracts=True), 2),
     "groups contracted in turn": (
         lambda: of_groups((70, 0, 130), _TILE.replace(schedule="pingpong"), contracts=True), 2),
