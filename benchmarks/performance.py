@@ -31,7 +31,9 @@ HEADLINE = (
     ("matmul_all_reduce-h200-2-one_process", "8192x8192x14336"),
     ("matmul-h200-1-one_process", "8192x8192x8192"),
 )
-_OF_METHODS = ("block", "layer", "backward", "ladder")
+_OF_METHODS = ("block", "layer", "backward", "ladder", "experts")
+# The rivals in the table of experts.
+_RIVALS = ("xla", "jax", "batched", "roof")
 Problem = tuple[Table, Row, Row | None]  # A problem's table, the row of fused, and the row of XLA.
 
 
@@ -78,6 +80,19 @@ def _losses(given: Sequence[Table]) -> str:
     return f"{len(rows)} of {len(found)}:\n\n" + _lines(("operation", *_HEADINGS), rows)
 
 
+def _of_experts(given: Sequence[Table]) -> str:
+    """One row for each problem: the time of the kernels, and the ratios of the others."""
+    rows = []
+    for table in given:
+        for problem in table.problems():
+            if fused := method(problem, "fused"):
+                us = float(fused["loop_us"])
+                others = [method(problem, name) for name in _RIVALS]
+                ratios = [f"{float(other['loop_us']) / us:.2f}" if other else "–" for other in others]
+                rows.append([_gpus(table), *_cells(table, fused)[1:3], *ratios])
+    return _lines(("GPUs", "problem", "fused, µs", *(f"{name} / fused" for name in _RIVALS)), sorted(rows))
+
+
 def _means(given: Sequence[Table]) -> str:
     found: dict[tuple[str, str], list[float]] = {}
     for _, row, _ in _problems(table for table in given if table.operation == "matmul"):
@@ -113,7 +128,7 @@ def text(page: str, given: Sequence[Table]) -> str:
     def make(match: re.Match[str]) -> str:
         name = match[2]
         own = [table for table in given if table.operation == name]
-        make_of = _of_methods if name in _OF_METHODS else _of_operation
+        make_of = _of_experts if name == "experts" else _of_methods if name in _OF_METHODS else _of_operation
         made = _OF_ALL[name](given) if name in _OF_ALL else make_of(own) if own else "Not measured.\n"
         return f"{match[1]}\n{made}\n{match[3]}"
 

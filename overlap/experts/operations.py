@@ -23,7 +23,7 @@ from overlap.experts.routing import Routing, device_count
 from overlap.experts.rows import added, copied
 from overlap.frame import arguments
 from overlap.frame.arguments import shown
-from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf, PerRhs
+from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import Config
 from overlap.single_gpu.grouped_matmul import grouped_matmul
 
@@ -35,7 +35,7 @@ def all_gather_lhs_grouped_matmul(
     axis_name: AxisName | None,
     *,
     activation: Callable[..., jax.Array] | None = None,
-    bias: PerRhs | None = None,
+    bias: AnyArray | Sequence[AnyArray] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
     config: Config | None = None,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.kernels.hooks import Tile
-from overlap.kernels.stream_k import Piece
+from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives.integers import quotient
 from overlap.primitives.types import GmemRef, Index
 
@@ -86,29 +86,17 @@ def _sums_until(values: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedWork:
-    """The pieces of each CTA: whole tiles, dealt out in turn (as `StreamK`, but the number of tiles is data).
+class GroupedWork(StreamK):
+    """The pieces of each CTA: whole tiles, dealt out in turn. `tiles` is the most that there may be.
 
     Attributes:
       counts_gmem: [tiles, rows in groups].
-      k_steps: k steps of each tile.
-      num_ctas: CTAs of the grid.
     """
 
-    counts_gmem: GmemRef
-    k_steps: int
-    num_ctas: int
-    cuts = False
-    ctas_per_tile = 1
-    pieces_per_tile = 1
+    counts_gmem: GmemRef = None
 
     def pieces(self, cta: Index) -> Index:
-        """Returns how many pieces a CTA computes."""
         return quotient(self.counts_gmem[0] + (self.num_ctas - 1) - cta, self.num_ctas)
-
-    def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
-        """Returns piece number `ordinal` of a CTA."""
-        return Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
 
 
 def tile_at(table_gmem: GmemRef, index: Index) -> Tile:
@@ -141,35 +129,23 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
 
 
 @dataclasses.dataclass(frozen=True)
-class ContractedWork:
-    """The pieces of each CTA for products whose contractions are the rows of a group: whole tiles, dealt out in turn.
+class ContractedWork(StreamK):
+    """The pieces of each CTA for contractions over the rows of a group: whole tiles, dealt out in turn.
 
     Attributes:
       groups_gmem: of each group its first row, rows and k steps.
       before_gmem: of each tile how many k steps its CTA has computed before.
       tiles_of_group: tiles of each group's result.
-      num_ctas: CTAs of the grid.
     """
 
-    groups_gmem: GmemRef
-    before_gmem: GmemRef
-    tiles_of_group: int
-    num_ctas: int
-    cuts = False
-    ctas_per_tile = 1
-    pieces_per_tile = 1
-
-    @property
-    def tiles(self) -> int:
-        """How many tiles there are."""
-        return self.groups_gmem.shape[1] * self.tiles_of_group
+    groups_gmem: GmemRef = None
+    before_gmem: GmemRef = None
+    tiles_of_group: int = 1
 
     def pieces(self, cta: Index) -> Index:
-        """Returns how many pieces a CTA computes."""
         return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
 
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
-        """Returns piece number `ordinal` of a CTA."""
         tile = cta + ordinal * self.num_ctas
         k_steps = self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
         return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)

@@ -96,7 +96,11 @@ class ProductKernel:
 
     @in_32_bits
     def launch[Inputs, Outputs](
-        self, inputs: Inputs, out_types: Outputs, body_of: Callable[[Refs[Inputs, Outputs]], Body]
+        self,
+        inputs: Inputs,
+        out_types: Outputs,
+        body_of: Callable[[Refs[Inputs, Outputs]], Body],
+        work_of: Callable[[Inputs], StreamK] | None = None,
     ) -> Outputs:
         """Runs the kernel on a tree of arrays and returns a tree of results. The caller has checked the operands.
 
@@ -104,6 +108,8 @@ class ProductKernel:
           inputs: the operands, a pytree.
           out_types: the results' types, a pytree of `jax.ShapeDtypeStruct`s.
           body_of: a function from the kernel's references to its body.
+          work_of: a function from the references of the operands to the work, if data says how much there is. `work` is
+            then the most. None: it is `work`.
 
         Raises:
           ValueError: the configuration does not fit the types or the device.
@@ -133,7 +139,7 @@ class ProductKernel:
             def run(buffers: Tree, *smem: SmemRef) -> None:
                 of_call = body_of(Refs(*trees, own, smem[: len(self.smem)]))
                 next_tile = counter[0].at[0] if counter else None
-                own_work = getattr(of_call, "work", work)
+                own_work = work if work_of is None else work_of(trees[0])
                 loop = Loop(own_work, of_call.tile_at, config, of_call.hooks(), self.types.layouts, partial, next_tile)
                 if recording is None:
                     self.mainloop.run(loop, buffers)

@@ -117,7 +117,11 @@ def rows(
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
     inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(ZEROS, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
-    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan))
+
+    def work_of(inputs: _Rows) -> GroupedWork:
+        return GroupedWork(most.tiles, k_steps, most.num_ctas, counts_gmem=inputs.counts)
+
+    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan), work_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +131,6 @@ class _RowsBody:
     kernel: ProductKernel
     plan: GroupedPlan
     refs: Refs[_Rows, GmemRef]
-
-    @property
-    def work(self) -> GroupedWork:
-        most = self.kernel.work
-        return GroupedWork(self.refs.inputs.counts, most.k_steps, most.num_ctas)
 
     def tile_at(self, index: Index) -> Tile:
         return groups.tile_at(self.refs.inputs.table, index)
@@ -205,7 +204,12 @@ def contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, plan: GroupedP
     kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)
     inputs = _Contraction(lhs, rhs, *groups.contractions(sizes, m, order.tiles, depth, most.num_ctas))
     out_type: GmemRef = jax.ShapeDtypeStruct((sizes.shape[0], k, n), out_dtype)
-    return kernel.launch(inputs, out_type, functools.partial(_ContractionBody, order, depth, most.num_ctas))
+
+    def work_of(inputs: _Contraction) -> ContractedWork:
+        refs = {"groups_gmem": inputs.groups, "before_gmem": inputs.before}
+        return ContractedWork(most.tiles, 1, most.num_ctas, **refs, tiles_of_group=order.tiles)
+
+    return kernel.launch(inputs, out_type, functools.partial(_ContractionBody, order, depth), work_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +218,7 @@ class _ContractionBody:
 
     order: TileOrder
     depth: int
-    num_ctas: int
     refs: Refs[_Contraction, GmemRef]
-
-    @property
-    def work(self) -> ContractedWork:
-        inputs = self.refs.inputs
-        return ContractedWork(inputs.groups, inputs.before, self.order.tiles, self.num_ctas)
 
     def tile_at(self, index: Index) -> Tile:
         group = quotient(index, self.order.tiles)

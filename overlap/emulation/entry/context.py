@@ -54,8 +54,8 @@ def emulate(
         step_limit: the number of scheduler steps in one launch after which an error is raised. None: no limit.
         record: whether to keep a list of events in `run.events`.
         laps: how many times in a row each launch runs, on the same memory and semaphores. Its inputs that are no
-            integers are NaN, except the last time. If the kernel skips the framework's barrier, each device begins the next lap on its own, at
-            once after its last lap or later.
+            integers are NaN, except the last time. If the kernel skips the framework's barrier, each device begins the
+            next lap on its own, at once after its last lap or later.
         keep: whether to keep all launches in `run.launches`, with their operands and results.
 
     Yields:
