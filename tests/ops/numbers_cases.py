@@ -54,6 +54,7 @@ GATHERS = [  # devices, cores, call; by either transport
     # One CTA shares a tile with others; fewer rows than a tile.
     (2, 10, gather(128, 128, 320, config=WIDE.replace(stream_k=8))),
     (2, 2, gather(20, 136, 136, keywords=GATHERED, config=Config(tile_m=128, tile_n=64, stages=2))),
+    (3, 2, gather(1, 72, 72, extras=("lhs_scale",), config=CUT)),  # The scale of one row is no scalar.
 ]  # fmt: skip
 TRANSPOSED = [  # Tiles that are multiplied transposed: not by the ring.
     (2, 2, gather(200, 0, 136, widths=(64, 136), extras=SCALES, keywords=GATHERED, config=SWAPPED.replace(tile_m=40))),

@@ -128,6 +128,7 @@ TABLE = [
     ((GATHER, SCATTER, EVERYWHERE), struct(0, 8, 8), struct(8, 16), FUSED, NI, ["at least 1", "(0,)"]),
     (ALL, struct(8, 16, dtype=F32), None, FUSED, NI, ["float32", "xla"]),
     ((GATHER, *WEIGHTS), None, None, FUSED | {"preferred_element_type": F32}, NI, ["float32", "xla"]),
+    ((GATHER,), None, None, FUSED | {"preferred_element_type": F32, "transport": "ring"}, NI, ["writes", "float32"]),
     ((GATHER, SCATTER, EVERYWHERE), struct(128, 64, dtype=E4M3), struct(64, 256, dtype=E4M3), ONCE, NI,
      ["8-bit", "transpose_rhs=True", "xla"]),
     ((GATHER,), struct(128, 64, dtype=E4M3), [struct(256, 64, dtype=E4M3), struct(256, 64, dtype=E5M2)],

@@ -13,6 +13,7 @@ from tests.ops.contract import SMALL, struct
     [
         ((400, 256), slice(72, 200), False),  # 256 elements are 512 bytes. Addresses must be multiples of 256.
         ((400, 264), slice(72, 200), True),
+        ((400, 192), slice(72, 200), True),
         ((3, 128, 264), 1, True),  # The kernel gets it without the dimension.
         ((3, 128, 256), 1, False),
     ],

@@ -64,6 +64,10 @@ def test_how_many_ctas_must_run_at_once(hopper):
     assert (whole.ctas_at_once, cut.ctas_at_once, ring.ctas_at_once) == (1, 3, ring.target.num_cores)
     assert "at the same time" not in str(whole) and f"needs {ring.ctas_at_once} CTAs at the same time" in str(ring)
     assert explain(implementation="xla").ctas_at_once == 0
+    types = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2
+    pair = overlap.Config(tile_n=128, cluster=2, cluster_along="k")
+    (clustered,) = overlap.explain(overlap.matmul, *types, config=pair, implementation="fused")
+    assert clustered.ctas_at_once == 2
     assert explain(devices=1, transport="ring", config=overlap.Config()).ctas_at_once == 1
 
 

@@ -150,6 +150,9 @@ def test_the_report_of_a_wait_shows_that_orders_differ(got, seen, monkeypatch):
     elsewhere = stalls._elsewhere(waits[1], waits)
     assert "gather 8x8x8 along 'x' of 2 devices: position 0 (GPU ?, process 0) waits for position 1" in elsewhere
     assert "scatter" not in elsewhere and elsewhere.endswith("the same operations in the same order")
+    record[[stalls.ROLE, stalls.EXPECTED, stalls.GOT]] = stalls.DONE, 0b1111, 0b0101
+    stalls._described[record[stalls.OPERATION]] = ("scatter 8x8x8", 4)
+    assert "for positions 1, 3" in stalls.line(record)
     # A device that waits in the same operation is no sign of different orders.
     assert "order" not in stalls._elsewhere(waits[1], [waits[1], waits[1].replace("position 1 (", "position 5 (")])
 

@@ -128,6 +128,7 @@ LEFT_TO_XLA = {
     "a branch": (lambda y: lax.cond(SCALAR > 1, lambda x: x, lambda x: 2 * x, y), "cond"),
     "what is not used": (lambda y: (y - y.max(), 2 * y)[1], "reduce_max"),
     "integers of values": (lambda y: y.astype(jnp.int32), "converts no float32 to int32"),
+    "booleans of values": (lambda y: y * y.astype(bool), "converts no float32 to bool"),
     "a negative power": (lambda y: (1 + jnp.abs(y)) ** -2, "integer_pow"),
     "a choice by a number": (lambda y: lax.select_n((y > 0).astype(jnp.int32), y, 2 * y), "select_n"),
     "64 bits": (lambda y: y.astype(jnp.complex64).real, "complex64"),
