@@ -37,7 +37,8 @@ pytestmark = pytest.mark.skipif(assembly.unavailable_reason() is not None, reaso
 
 
 def all_but_slow(kernels: Any, fast: Any) -> Any:
-    marked = [pytest.param(kernel, marks=[] if kernel in fast else pytest.mark.slow) for kernel in kernels]
+    slow = [pytest.mark.slow, pytest.mark.one_jax]
+    marked = [pytest.param(kernel, marks=[] if kernel in fast else slow) for kernel in kernels]
     return pytest.mark.parametrize("kernel", marked, ids=str)
 
 
