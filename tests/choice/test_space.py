@@ -11,12 +11,32 @@ from hypothesis import strategies as st
 from overlap.choice import model, space
 from overlap.choice.problem import Problem, bucket
 from overlap.kernels.config import Config
+from overlap.kernels.hopper import limits
 from overlap.kernels.target import Target
 from tests.choice.tuning_cases import H200, SHAPES, problem
 
 H100, B200 = Target("gpu", "NVIDIA H100 80GB HBM3", 132), Target("gpu", "NVIDIA B200", 148)
 TWO = Config(tile_m=64, tile_n=128, stages=2, cluster=2, cluster_along="k")
 DEEP = ["64x384x9152", "8x512x16384", "128x1024x8192"]  # Few tiles and many k steps.
+
+
+def test_kernels_that_crowd_registers_are_no_candidates():
+    """Each clause at its edge (`hopper/limits.py`)."""
+    gather, total = (problem(SHAPES[1], devices=8, op=op) for op in ("all_gather_lhs_matmul", "matmul_reduce_scatter"))
+    small, swapped = Config(tile_m=64, tile_n=64, stages=2, schedule="pingpong"), Config(tile_m=64, swap_operands=True)
+    for of, config, crowded in (
+        (gather, small, True),
+        (gather, small.replace(tile_n=128), False),
+        (gather, swapped.replace(stream_k=2), True),
+        (gather, swapped, False),
+        (total, Config(tile_m=256), True),
+        (total, Config(tile_m=128), False),
+        (total, Config(tile_m=128, schedule="pingpong"), True),
+        (total, Config(tile_m=64, tile_n=256, schedule="pingpong"), True),
+        (total, Config(tile_m=64, tile_n=128, schedule="pingpong"), False),
+    ):
+        types = of.types(config, of.transport(config))
+        assert limits.crowds_registers(types, 200, config, H200) == crowded, (of.op, config)
 
 
 def test_candidates_are_valid_few_and_different():

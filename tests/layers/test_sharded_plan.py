@@ -44,6 +44,13 @@ def moves_nothing(given, cut):
     return all(wanted[: len(axes)] == axes for axes, wanted in zip(given, cut, strict=True))
 
 
+def test_weights_of_several_axes_are_gathered_by_a_kernel_only_where_each_axis_has_rows_of_its_own():
+    """Else devices with the same rows would add the shards in different orders."""
+    lhs, rhs = (("x",), ()), (("x", "y"), ())
+    assert plan_of(lhs, rhs, (("x",), ()), SIZES).operation == "matmul"
+    assert plan_of((("x", "y"), ()), rhs, (("x", "y"), ()), SIZES).operation == "all_gather_rhs_matmul"
+
+
 def test_every_place_of_two_axes():
     """Each plan gives every device its part of the product, with the requested sharding."""
     served = 0

@@ -156,3 +156,16 @@ def test_srun_sbatch(slurm, tmp_path, command, status, said):
 def test_srun_sbatch_outside_of_slurm():
     job, _ = _run(["bash", REPOSITORY / "launch" / "srun.sbatch", "true"], env=ENVIRONMENT)
     assert job.returncode == 2 and "this is not a job of Slurm. Submit it: sbatch launch/srun.sbatch" in job.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "given"),
+    [("mpirun (Open MPI) 5.0.8", "--bind-to none --oversubscribe"), ("HYDRA build details", "-bind-to none"), ("", "")],
+)
+def test_what_launchers_get(tmp_path, version, given):
+    """On CPUs Open MPI would refuse more processes than there are cores."""
+    fake = tmp_path / "mpirun"
+    fake.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" || echo "$@"\n')
+    fake.chmod(0o755)
+    job, _ = _run([*LAUNCHERS["mpirun"], "true"], env=ENVIRONMENT | {"MPIRUN": str(fake)})
+    assert job.returncode == 0 and given in job.stdout.replace("--allow-run-as-root ", ""), (job.stdout, job.stderr)

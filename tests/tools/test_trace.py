@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import re
 from collections import defaultdict
 
@@ -16,6 +17,7 @@ import pytest
 import overlap
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem
+from overlap.cli import trace_files
 from overlap.emulation import emulate
 from overlap.kernels.target import Target, emulating
 from overlap.primitives import marks
@@ -56,6 +58,14 @@ def recorded(case, capacity=256):
     # The previous launch is the call without marks.
     launch = max(event.launch for event in run.events)
     return made, [event for event in run.events if event.launch == launch]
+
+
+def test_each_device_of_each_kernel_has_a_process_of_its_own(tmp_path):
+    made = recorded("gather")[0][0]
+    trace_files.write_trace([made, made], tmp_path / "two.json")
+    events = json.loads((tmp_path / "two.json").read_text())["traceEvents"]
+    named = [e["pid"] for e in events if e["name"] == "process_name"]
+    assert len(named) == len(set(named)) == 2 * made.devices
 
 
 def by_lane(spans):
