@@ -61,7 +61,7 @@ def recorded(case, capacity=256):
 
 
 def test_each_device_of_each_kernel_has_a_process_of_its_own(tmp_path):
-    made = recorded("gather")[0][0]
+    made = recorded("gather")[0].timelines[0]
     trace_files.write_trace([made, made], tmp_path / "two.json")
     events = json.loads((tmp_path / "two.json").read_text())["traceEvents"]
     named = [e["pid"] for e in events if e["name"] == "process_name"]
