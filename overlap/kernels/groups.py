@@ -74,8 +74,15 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tu
 
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """Returns first row and end of each group. Groups that would reach beyond row m end there."""
-    ends = jnp.minimum(_sums_until(sizes.astype(jnp.int32)), m)
+    ends = jnp.minimum(_sums_until(sizes), m)
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
+
+
+def within(sizes: jax.Array, m: int) -> jax.Array:
+    """Returns sizes as int32 from 0 to m, so that their sums do not overflow."""
+    if sizes.dtype.itemsize >= 4:
+        sizes = jnp.minimum(sizes, jnp.asarray(m, sizes.dtype))
+    return jnp.maximum(sizes.astype(jnp.int32), 0)
 
 
 def _sums_until(values: jax.Array) -> jax.Array:

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation
 from overlap.choice.problem import Problem
 from overlap.choice.space import candidates, expected_us
 from overlap.frame.operands import Leaf
@@ -90,3 +93,11 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
     if not contracts:
         needed = smem_bytes(given, types.out_dtype) + ZEROS[0] * ZEROS[1] * dtypes[2].itemsize + limits.BARRIER_BYTES
         limits.check_fits(needed, types, given, target)
+
+
+def explanation(product: Product, result: tuple[int, ...], dtype: DTypeLike) -> Explanation:
+    """Returns what `explain` says of a product of the backward pass."""
+    shapes = f"to {'x'.join(map(str, result))} {jnp.dtype(dtype).name}"
+    why = "the kernels of the forward pass serve this product"
+    return Explanation("grouped_matmul", "fused", None, why, Cause.PREDICTED, product.target, plan="backward pass",
+                       shapes=shapes)  # fmt: skip

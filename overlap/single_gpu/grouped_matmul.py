@@ -20,6 +20,7 @@ from overlap.frame import arguments, sharded
 from overlap.frame.explain import record
 from overlap.frame.operands import Leaf, accumulator, rhs_names
 from overlap.frame.signatures import AnyArray, Given, Scale
+from overlap.kernels import groups
 from overlap.kernels.config import FLOAT8, Config
 from overlap.single_gpu import grouped_choice, grouped_operation
 from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
@@ -50,17 +51,19 @@ def grouped_matmul(
         may be mixed). Or a list or tuple of such arrays, if `activation` takes an array for each; `bias` and
         `rhs_scale` are then lists, too.
       group_sizes: integers [groups]: how many rows each group has. Rows behind all groups may hold anything; their
-        results are zero. If the sizes add up to more than m, the last groups have fewer rows.
+        results are zero. If the sizes add up to more than m, the last groups have fewer rows. A negative size counts
+        as 0.
       bias: [groups, n], added to each row of the group.
-      activation: as in `matmul`.
+      activation: as in `matmul`, but a function that no kernel can compute is applied by XLA to the products.
       lhs_scale: a factor of the product, in float32: a scalar, or [m, 1], one value per row.
       rhs_scale: a factor of the product, in float32: a scalar, or [groups, n], one value per column of each group.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.
         Accumulation is in float32.
       transpose_rhs: whether `rhs` is stored transposed. The kernel reads it as it lies, without a copy.
       config: tile sizes of the kernel; by default the model chooses, as for equal groups.
-      implementation: "fused" (this library's kernel; emulated on a CPU), "xla" (`jax.lax.ragged_dot`), or None to
-        choose: the kernel wherever it can serve the call on a GPU.
+      implementation: "fused" (this library's kernel; emulated on a CPU), "xla" (`jax.lax.ragged_dot`, which lets a NaN
+        among the weights of one group into the results of all), or None to choose: the kernel wherever it can serve the
+        call on a GPU.
 
     Returns:
       [m, n]. Deterministic.
@@ -117,8 +120,7 @@ def grouped_matmul(
         return _run(operands, product)
     # XLA applies a function that no kernel can compute, to bare products and their scales and biases.
     products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
-    values = grouped_operation.scaled(products, operands)
-    (out,) = after(values)
+    (out,) = after(grouped_operation.filled(grouped_operation.scaled(products, operands), operands.sizes))
     return grouped_operation.cleared(out, operands.sizes).astype(out_dtype)
 
 
@@ -137,12 +139,13 @@ def _checked(
         raise ValueError(f"`rhs` must hold at least one array, got an empty {type(rhs).__name__}: name the weights")
     names = rhs_names(container, len(given))
     rhs_list = [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
-    sizes = jnp.asarray(group_sizes)
-    if sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+    kind = getattr(group_sizes, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.integer) or group_sizes.ndim != 1:
         raise ValueError(
             "`group_sizes` must be integers of shape (groups,), got "
-            f"{arguments.shown(group_sizes)}: pass how many rows each group has"
+            f"{arguments.shown(group_sizes)}: pass how many rows each group has, e.g. as a jnp.array"
         )
+    sizes = jnp.asarray(group_sizes)
     if lhs.ndim != 2:
         raise ValueError(f"`lhs` must have 2 dimensions, got {lhs.ndim} (shape {lhs.shape}): reshape it")
     layout = "n, k" if transpose_rhs else "k, n"
@@ -171,7 +174,7 @@ def _checked(
             )
     if not sizes.shape[0]:
         raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
-    operands = Grouped(lhs, tuple(rhs_list), sizes.astype(jnp.int32))
+    operands = Grouped(lhs, tuple(rhs_list), groups.within(sizes, lhs.shape[0]))
     return container, operands, arguments.result_dtype(preferred, lhs.dtype)
 
 
@@ -179,8 +182,8 @@ def _with_vectors(
     operands: Grouped, container: type | None, transpose_rhs: bool, bias: Given, lhs_scale: Given, rhs_scale: Given
 ) -> Grouped:
     wide = accumulator(operands.lhs.dtype)
-    groups, *last = operands.rhs_list[0].shape
-    shape, m = (groups, last[0 if transpose_rhs else 1]), operands.lhs.shape[0]
+    count, *last = operands.rhs_list[0].shape
+    shape, m = (count, last[0 if transpose_rhs else 1]), operands.lhs.shape[0]
     biases = _per_rhs("bias", bias, operands, container, [shape], wide)
     columns = _per_rhs("rhs_scale", rhs_scale, operands, container, [shape, ()], wide)
     row_scale: Leaf = None
@@ -230,12 +233,8 @@ def _per_rhs(
 def _decide(operands: Grouped, product: Product, implementation: Implementation | None) -> Explanation:
     """Chooses between the kernel and XLA."""
     lhs, target = operands.lhs, product.target
-    groups, (m, k), n = (
-        operands.sizes.shape[0],
-        lhs.shape,
-        operands.rhs_list[0].shape[1 if product.transpose_rhs else 2],
-    )
-    shapes = f"{groups} groups, {m}x{n}x{k} {lhs.dtype.name}"
+    (m, k), n = lhs.shape, operands.rhs_list[0].shape[1 if product.transpose_rhs else 2]
+    shapes = f"{operands.sizes.shape[0]} groups, {m}x{n}x{k} {lhs.dtype.name}"
 
     def by_xla(reason: str, cause: Cause) -> Explanation:
         return Explanation(NAME, "xla", None, reason, cause, target, shapes=shapes)
@@ -254,5 +253,6 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
             raise
         choice = dispatch.leave_to_xla(NAME, None, target, str(cannot))
         return dataclasses.replace(choice, shapes=shapes)
-    source, reason = ("heuristic" if product.config is None else "given"), "XLA multiplies all rows with all matrices"
+    source = "heuristic" if product.config is None else "given"
+    reason = "asked for" if implementation == "fused" else "XLA multiplies all rows with all matrices"
     return Explanation(NAME, "fused", config, reason, Cause.ASKED_FOR, target, source, shapes=shapes)

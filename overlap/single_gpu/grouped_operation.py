@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 from overlap import emulation
 from overlap.choice.dispatch import Implementation
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
+from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.operands import F32, Leaf, Structure, accumulator
 from overlap.kernels import epilogue, groups, launch
@@ -206,7 +207,8 @@ def with_epilogue(products: Sequence[jax.Array], operands: Grouped, product: Pro
     """Returns the result of a product of rows from the bare products with each right operand, by XLA."""
     values = scaled(products, operands)
     if product.activation is not None:
-        values = on_all(functools.partial(product.activation, scalars=operands.scalars), len(values) > 1)(values)
+        activation = on_all(functools.partial(product.activation, scalars=operands.scalars), len(values) > 1)
+        values = activation(filled(values, operands.sizes))
     (out,) = values
     if operands.has_epilogue or product.activation is not None:
         out = cleared(out, operands.sizes)
@@ -216,11 +218,21 @@ def with_epilogue(products: Sequence[jax.Array], operands: Grouped, product: Pro
 def scaled(products: Sequence[jax.Array], operands: Grouped) -> Sequence[jax.Array]:
     """Returns the bare products times their scales, plus their biases."""
     values, nothing = [], [None] * len(products)
+    in_groups = _in_groups(operands.sizes, products[0].shape[0])
+    rows = None if operands.row_scale is None else jnp.where(in_groups, operands.row_scale[:, None], 1)
     for z, scale, bias in zip(products, operands.column_scales or nothing, operands.biases or nothing, strict=True):
-        z = z if operands.row_scale is None else z * operands.row_scale[:, None]
+        z = z if rows is None else z * rows
         z = z if scale is None else z * _of_rows(scale, operands.sizes, z.shape[0])
         values.append(z if bias is None else z + _of_rows(bias, operands.sizes, z.shape[0]))
     return values
+
+
+def filled(values: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
+    """Gives rows of no group the values of a row that counts, before an activation.
+
+    At zero, an activation may have no finite derivative, which times a cotangent of zero is no number.
+    """
+    return [jnp.where(_in_groups(sizes, z.shape[0]), z, lax.stop_gradient(z[:1])) for z in values]
 
 
 def cleared(rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -248,8 +260,14 @@ def _of_rows(of_groups: jax.Array, sizes: jax.Array, m: int) -> jax.Array:
         residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array]:
         rows = ad.instantiate_zeros(cotangents[0])
-        own = residuals[0][None, :] == jnp.arange(of_groups.shape[0])[:, None]
-        return [lax.dot(own.astype(rows.dtype), rows, precision=lax.Precision.HIGHEST)]
+        own = (residuals[0][None, :] == jnp.arange(of_groups.shape[0])[:, None]).astype(rows.dtype)
+        # What is no number in one group must not reach the others, as zero times it would.
+        is_number = jnp.isfinite(rows)
+        total, others = (
+            lax.dot(own, part, precision=lax.Precision.HIGHEST)
+            for part in (jnp.where(is_number, rows, 0), jnp.where(is_number, 0, 1).astype(rows.dtype))
+        )
+        return [jnp.where(others > 0, jnp.nan, total)]
 
     (out,) = linear_map(forward, transpose, [group], [of_groups])
     return out
@@ -312,6 +330,8 @@ def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
         found = _bare(*pair, sizes, product.like("contraction", out_dtype))
     else:  # out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
         found = _bare(other, g, sizes, product.like("rows", out_dtype, of_lhs))
+    if product.implementation == "fused":
+        record(grouped_choice.explanation(product, found.shape, other.dtype))
     found = found.astype(wanted)
     return [found, None, None] if of_lhs else [None, found, None]
 

@@ -77,6 +77,51 @@ def test_every_bit(dtype, transpose_rhs, implementation):
     assert run._cache_size() == 1
 
 
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@pytest.mark.parametrize(
+    ("m", "k", "sizes"), [(40, 8, (40,)), (65, 64, (0, 65)), (70, 64, (13, 0, 20)), (9, 200, (9,))]
+)
+def test_few_features_and_rows_of_no_group(m, k, sizes, implementation):
+    """With k ≤ 64 one warpgroup has all rows of the weights' gradient. Without an epilogue nothing else clears rows."""
+    lhs, rhs = jnp.ones((m, k), BF16), jnp.ones((len(sizes), k, 64), BF16)
+    call = functools.partial(overlap.grouped_matmul, group_sizes=jnp.asarray(sizes), implementation=implementation)
+    out, pull = jax.vjp(call, lhs, rhs)
+    d_lhs, d_rhs = pull(jnp.ones_like(out))
+    counted = (np.arange(m) < sum(sizes))[:, None]
+    np.testing.assert_array_equal(out, np.where(counted, k, 0) + np.zeros((m, 64)))
+    np.testing.assert_array_equal(d_lhs, np.where(counted, 64, 0) + np.zeros((m, k)))
+    np.testing.assert_array_equal(d_rhs, np.asarray(sizes)[:, None, None] + np.zeros((len(sizes), k, 64)))
+
+
+@pytest.mark.parametrize("sizes", [(2**31 - 1, 1), (2**30,) * 3, (5, 2**31 - 1, 5), (-5, 10)], ids=str)
+def test_sizes_that_no_group_can_have(sizes):
+    """They end at the last row, and negative ones count as zero."""
+    lhs, rhs = jnp.ones((30, 64), BF16), jnp.ones((len(sizes), 64, 64), BF16)
+    for implementation in ("fused", "xla"):
+        out = overlap.grouped_matmul(lhs, rhs, jnp.asarray(sizes), implementation=implementation)
+        assert (np.asarray(out)[:, 0] != 0).sum() == (10 if sizes[0] < 0 else 30)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_what_is_no_number_stays_in_its_group(implementation):
+    """Also in gradients: of a bias, of scales, of a scalar that an activation without a derivative at zero captures."""
+    lhs, rhs = jnp.ones((6, 64), BF16).at[0, 0].set(jnp.nan), jnp.ones((2, 64, 64), BF16)
+
+    def loss(bias, lhs, rows, scalar):
+        out = overlap.grouped_matmul(
+            lhs, rhs, jnp.array([2, 3]), bias=bias, lhs_scale=rows, implementation=implementation,
+            activation=lambda y: jnp.sqrt(y * scalar),
+        )  # fmt: skip
+        return jnp.where(jnp.arange(6)[:, None] > 0, out.astype(F32), 0).sum()
+
+    given = jnp.zeros((2, 64)), lhs, jnp.ones((6, 1)).at[5].set(jnp.nan)
+    d_bias, d_lhs, d_rows = jax.grad(loss, (0, 1, 2))(*given, 1.0)
+    assert jnp.isnan(d_bias).any(1).tolist() == [True, False]
+    assert not jnp.isnan(d_lhs[1:]).any() and not jnp.isnan(d_rows[1:]).any()
+    clean = lhs.at[0, 0].set(1)
+    assert jnp.isfinite(jax.grad(loss, 3)(given[0], clean, jnp.ones((6, 1)), 1.0))
+
+
 def gated(gate, up):
     return jax.nn.silu(gate) * up
 

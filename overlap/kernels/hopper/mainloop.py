@@ -165,8 +165,10 @@ def _clear_rest(loop: Loop, buffers: Buffers, stage: Index, first: Index, warpgr
 
     Warpgroups that share a tile clear one operand each.
     """
-    lhs_smem, rhs_smem = buffers.lhs[2].at[stage], buffers.rhs[2].at[stage]
-    if loop.config.in_turn:
+    boxes_smem = buffers.lhs[2]
+    loaded = buffers.plan.rows // boxes_smem.shape[-1]
+    lhs_smem, rhs_smem = boxes_smem.at[stage, pl.ds(0, loaded)], buffers.rhs[2].at[stage]
+    if loop.config.in_turn or buffers.plan.wg_tiles == 1:
         _clear_rows(lhs_smem, first)
         _clear_rows(rhs_smem, first)
         plgpu.commit_smem()
