@@ -78,7 +78,7 @@ def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
 
 
-def within(sizes: jax.Array, m: int) -> jax.Array:
+def clipped(sizes: jax.Array, m: int) -> jax.Array:
     """Returns sizes as int32 from 0 to m, so that their sums do not overflow."""
     if sizes.dtype.itemsize >= 4:
         sizes = jnp.minimum(sizes, jnp.asarray(m, sizes.dtype))

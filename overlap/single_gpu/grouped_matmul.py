@@ -112,7 +112,7 @@ def grouped_matmul(
     target = dispatch.target()
     product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, implementation == "fused", applied)
     if after is not None:
-        product = product.like("rows", accumulator(operands.lhs.dtype), transpose_rhs)
+        product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
     choice = _decide(operands, product, implementation)
     record(choice)
     product = dataclasses.replace(product, implementation=choice.implementation)
@@ -174,7 +174,7 @@ def _checked(
             )
     if not sizes.shape[0]:
         raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
-    operands = Grouped(lhs, tuple(rhs_list), groups.within(sizes, lhs.shape[0]))
+    operands = Grouped(lhs, tuple(rhs_list), groups.clipped(sizes, lhs.shape[0]))
     return container, operands, arguments.result_dtype(preferred, lhs.dtype)
 
 

@@ -122,8 +122,18 @@ def run(operands: Grouped, product: Product) -> jax.Array:
     return _grouped_p.bind(*leaves, static=_Static(product, structure))
 
 
-def _bare(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, product: Product) -> jax.Array:
-    return run(Grouped(lhs, (rhs,), sizes), product)
+def _bare(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, product: Product, *, backward: bool = False) -> jax.Array:
+    """Returns a product of a derivative: by XLA if no kernel can serve its sizes, as in other operations."""
+    served = product
+    if product.implementation == "fused":
+        try:
+            grouped_choice.check(lhs, (rhs,), sizes, product, None)
+        except NotImplementedError:
+            served = dataclasses.replace(product, implementation="xla")
+    out = run(Grouped(lhs, (rhs,), sizes), served)
+    if backward and served.implementation == "fused":
+        record(grouped_choice.explanation(product, out.shape, lhs.dtype))
+    return out
 
 
 @_grouped_p.def_abstract_eval
@@ -324,15 +334,13 @@ def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
     g, other = cotangent.astype(narrow), other.astype(narrow)
     out_dtype = F32 if wanted in FLOAT8 else wanted
     if product.kind == "rows" and of_lhs:
-        found = _bare(g, other, sizes, product.like("rows", out_dtype, not product.transpose_rhs))
+        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs)
     elif product.kind == "rows":
         pair = (g, other) if product.transpose_rhs else (other, g)
-        found = _bare(*pair, sizes, product.like("contraction", out_dtype))
+        of_pair = product.like("contraction", out_dtype)
     else:  # out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
-        found = _bare(other, g, sizes, product.like("rows", out_dtype, of_lhs))
-    if product.implementation == "fused":
-        record(grouped_choice.explanation(product, found.shape, other.dtype))
-    found = found.astype(wanted)
+        pair, of_pair = (other, g), product.like("rows", out_dtype, of_lhs)
+    found = _bare(*pair, sizes, of_pair, backward=True).astype(wanted)
     return [found, None, None] if of_lhs else [None, found, None]
 
 

@@ -93,6 +93,19 @@ def test_few_features_and_rows_of_no_group(m, k, sizes, implementation):
     np.testing.assert_array_equal(d_rhs, np.asarray(sizes)[:, None, None] + np.zeros((len(sizes), k, 64)))
 
 
+def test_gradients_that_no_kernel_can_serve_are_xlas():
+    """Rows of 12 elements are a multiple of 16 bytes in f32, as which they are stored, but not in bf16."""
+    lhs, rhs = jnp.ones((40, 64), BF16), jnp.ones((2, 12, 64), BF16)
+
+    def loss(lhs, rhs):
+        keywords = {"transpose_rhs": True, "preferred_element_type": F32, "implementation": "fused"}
+        return overlap.grouped_matmul(lhs, rhs, jnp.array([10, 25]), **keywords).sum()
+
+    d_lhs, d_rhs = jax.grad(loss, (0, 1))(lhs, rhs)
+    np.testing.assert_array_equal(d_lhs, np.where(np.arange(40) < 35, 12, 0)[:, None] + np.zeros((40, 64)))
+    np.testing.assert_array_equal(d_rhs, np.array([10, 25])[:, None, None] + np.zeros((2, 12, 64)))
+
+
 @pytest.mark.parametrize("sizes", [(2**31 - 1, 1), (2**30,) * 3, (5, 2**31 - 1, 5), (-5, 10)], ids=str)
 def test_sizes_that_no_group_can_have(sizes):
     """They end at the last row, and negative ones count as zero."""
