@@ -29,8 +29,6 @@ from overlap.single_gpu.grouped_product import ZEROS
 if TYPE_CHECKING:
     from overlap.single_gpu.grouped_operation import Product
 
-_HOPPER_ONLY = "the kernels of grouped products run on Hopper GPUs"
-
 
 def config_of(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product) -> Config:
     """Returns the configuration with the least predicted time of those that fit.
@@ -71,10 +69,7 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
       ValueError: the configuration contradicts itself, the product or the device.
       NotImplementedError: the kernel cannot serve the product.
     """
-    target = product.target
-    if not target.is_hopper:
-        raise NotImplementedError(f'{_HOPPER_ONLY}, got {target.kind}: use implementation="xla"')
-    contracts = product.kind == "contraction"
+    target, contracts = product.target, product.kind == "contraction"
     layouts = OperandLayouts(transpose_lhs=contracts, transpose_rhs=product.transpose_rhs)
     if contracts and lhs.dtype in FLOAT8:
         raise NotImplementedError('8-bit operands cannot be contracted along rows: use implementation="xla"')
