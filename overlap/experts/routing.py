@@ -4,8 +4,7 @@ Each device of the axis owns num_experts / D consecutive experts. All devices ga
 of its own experts. So no counts are exchanged, and all shapes are static. A *route* is one choice of one token: the
 token's slot j, of k. The routes of all devices are counted by device, token and slot, in this order.
 
-Cost per device: one stable sort of D · T · k small integers, a scatter to unique places, and comparisons with the
-bounds of the own experts, which XLA fuses.
+Cost per device: D · T · E / D comparisons with the own experts, a small matrix product that counts them, and a gather.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
 _MOST = jnp.iinfo(jnp.int32).max
+# Tokens of a block within which routes are counted by a product.
+_BLOCK = 128
 
 
 @jax.tree_util.register_dataclass
@@ -93,27 +94,39 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     tokens, k = experts.shape
     routes, rows = tokens * k, tokens * min(k, owned)
     rows = rows if capacity is None else min(rows, owned * capacity)
-    own = experts.reshape(-1) - first
-    # Routes that this device does not compute come last.
+    own = experts - first
+    # Routes that this device does not compute have a group of their own, the last one.
     group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
-    order = jnp.argsort(group, stable=True).astype(jnp.int32)
-    counted = jnp.arange(routes, dtype=jnp.int32)
-    rank = jnp.zeros_like(order).at[order].set(counted, unique_indices=True)
-    chosen = (group == jnp.arange(owned, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
-    kept = chosen if capacity is None else jnp.minimum(chosen, capacity)
-    ends = jnp.minimum(jnp.cumsum(kept), rows).astype(jnp.int32)
+    before, chosen = _counted(group, owned)
+    ends = jnp.minimum(jnp.cumsum(chosen if capacity is None else jnp.minimum(chosen, capacity)), rows)
     sizes = jnp.diff(ends, prepend=0)
-    if capacity is None:
-        row, of_row = jnp.where(rank < ends[-1], rank, rows), order[:rows]
-    else:
-        # How many routes to earlier experts are dropped: a row lies that far in front of its place among sorted routes.
-        shift = jnp.cumsum(chosen) - chosen - (ends - sizes)
-        behind = jnp.append(ends - sizes, 0)[group] + rank - jnp.append(jnp.cumsum(chosen) - chosen, 0)[group]
-        row = jnp.where((group < owned) & (behind < jnp.append(ends, 0)[group]), behind, rows)
-        places = jnp.arange(rows, dtype=jnp.int32)
-        of_group = jnp.minimum((places[:, None] >= ends).sum(1, dtype=jnp.int32), owned - 1)
-        of_row = order[jnp.minimum(places + shift[of_group], max(routes - 1, 0))]
-    return Routing(of_row // k, of_row % k, row.reshape(tokens, k), sizes, chosen.sum(dtype=jnp.int32) - ends[-1])
+    of_group = lambda values: jnp.append(values, 0).at[group].get(mode="promise_in_bounds")  # noqa: E731
+    row = jnp.where(before < of_group(sizes), before + of_group(ends - sizes), rows)
+    # Not computed by XLA where nobody asks for it: the kernels go by positions.
+    route = jnp.zeros(rows, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
+    return Routing(route // k, route % k, row, sizes, chosen.sum(dtype=jnp.int32) - ends[-1])
+
+
+def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
+    """Returns for each route, [tokens, k], how many routes before it have its group; and the routes of each group.
+
+    A sort would be many kernels of XLA. Here a product with a triangular matrix counts within blocks of tokens, which
+    is exact: the addends are small integers, and sums are in float32.
+    """
+    (tokens, k), size = group.shape, max(1, min(_BLOCK, group.shape[0]))
+    is_of = (group[..., None] == jnp.arange(groups)).sum(1, dtype=jnp.int32)
+    blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
+    within = jnp.einsum(
+        "ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.bfloat16), blocks.astype(jnp.bfloat16),
+        preferred_element_type=jnp.float32,
+    ).astype(jnp.int32)  # fmt: skip
+    of_block = blocks.sum(1)
+    earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
+    before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
+    of_route = jnp.take_along_axis(before.reshape(-1, groups)[:tokens], group, axis=1, mode="clip")
+    # A token should not choose an expert twice; if it does, its earlier slots come first.
+    twice = ((group[:, :, None] == group[:, None, :]) & jnp.tri(k, k=-1, dtype=bool)).sum(2, dtype=jnp.int32)
+    return of_route + twice, of_block.sum(0)
 
 
 def device_count(op: str, axis_name: Given) -> int:

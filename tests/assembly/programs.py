@@ -279,6 +279,30 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     return function, (lhs, sizes, struct(mesh, (groups, n), "float32"), *[rhs] * (2 if gated else 1))
 
 
+def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
+    """The kernel that copies tokens to rows of experts, or with "adds" the one that adds rows; sizes are T, h, k."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    from overlap.experts import row_kernels
+    from overlap.kernels.target import current_target
+    from overlap.primitives import PeerGroup
+
+    (tokens, features, slots), devices = case.shape, mesh.shape["x"]
+    everything, kernel = devices * tokens, row_kernels.added if case.config.get("adds") else row_kernels.copied
+    given = struct(mesh, (devices * tokens * (slots if case.config.get("adds") else 1), features), case.dtype, P("x"))
+    gates, positions = (struct(mesh, (everything, slots), dtype) for dtype in ("float32", "int32"))
+
+    def call(given: jax.Array, gates: jax.Array, positions: jax.Array) -> jax.Array:
+        plan = row_kernels.plan_of(
+            tokens, slots, tokens * slots, features, given.dtype, current_target(), PeerGroup.of("x")
+        )
+        return kernel(given, gates if case.config.get("gates") else None, positions, plan)
+
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), check_vma=False)
+    return mapped, (given, gates, positions)
+
+
 def of_operation(op: str) -> str:
     """Returns the name of the function above for an operation of the library."""
     if op in ("matmul", "all_gather_lhs_matmul"):
