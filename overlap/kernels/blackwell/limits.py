@@ -64,11 +64,6 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "", *, blo
 def check_types(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
     limits.check_dtypes(types)
-    if types.grouped:
-        raise NotImplementedError(
-            "products of groups of rows have kernels on Hopper alone yet: use "
-            'implementation="xla", which runs by default'
-        )
     if types.sides > 1:
         raise NotImplementedError(
             f"the fused kernel of Blackwell takes no `activation` of {types.sides} arrays yet: apply it to the "
