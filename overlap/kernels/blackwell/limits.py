@@ -71,7 +71,7 @@ def check_types(types: OperandTypes) -> None:
         )
 
 
-def check_config(types: OperandTypes, config: Config, target: Target) -> None:
+def check_config(types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
     """Checks a configuration: its sizes, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
     if config.cluster > 1 and config.cluster_along != "m":
         raise ValueError(
@@ -108,7 +108,7 @@ def check_config(types: OperandTypes, config: Config, target: Target) -> None:
     if types.block_scaled:
         _check_block_scales(config)
     needed = smem_bytes(config, types.out_dtype, types.transport, block_scaled=types.block_scaled)
-    limits.check_fits(needed, types, config, target)
+    limits.check_fits(needed + beside_bytes, types, config, target)
 
 
 def _check_block_scales(config: Config) -> None:
