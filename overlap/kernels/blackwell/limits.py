@@ -67,8 +67,8 @@ def check_types(types: OperandTypes) -> None:
     # A box of such an operand has 128 columns, but columns of several right operands alternate in units of 64.
     if types.sides > 1 and jnp.dtype(types.dtype) in FLOAT8 and not types.layouts.transpose_rhs:
         raise NotImplementedError(
-            f"the fused kernel takes 8-bit operands with an `activation` of {types.sides} arrays only with k along their "
-            'rows, got transpose_rhs=False: keep rhs as [n, k] (transpose_rhs=True), or use implementation="xla"'
+            f"the fused kernel takes 8-bit operands with an `activation` of {types.sides} arrays only if k runs along "
+            'their rows, got transpose_rhs=False: keep rhs as [n, k] (transpose_rhs=True), or use implementation="xla"'
         )
 
 

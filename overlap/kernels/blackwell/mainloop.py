@@ -15,9 +15,10 @@ There are two accumulators, so that a tile is multiplied while the tile before i
     accumulated  per accumulator: the sums of a tile are complete     (the tensor cores → epilogue)
     drained      per accumulator: the epilogue has read all of it     (epilogue → multiplier)
 
-If rows of a tile's last k step do not count (`Hooks.last_k_at`), the multiplier hands the k step to the epilogue, which
-is the only warpgroup, once it has landed (barrier `landed`). The epilogue sets these rows to zero, and hands the k step
-back (`cleared`). It has then stored the tile before. So with few k steps per tile, products wait for stores.
+If rows of a tile's last k step do not count (`Hooks.last_k_at`; not in pairs), they must be set to zero before the
+product. Only a warpgroup can store vectors, so the epilogue does it: the multiplier tells it when the k step has landed
+(barrier `landed`), and waits until the rows are zero (`cleared`). The epilogue stores the tile before first. So if
+tiles have few k steps, products wait for stores.
 
 Two CTAs may form a *pair* (`Config.cluster`). The tile of the second CTA lies below the tile of the first, and one
 product of 256 rows computes both. Each CTA loads its own rows of the left operand and half of the columns of the right

@@ -1,4 +1,4 @@
-"""Loads the parts of a tile that peers have computed (`Hooks.exchange`), and sums them, in the epilogue on Blackwell."""
+"""Loads the parts of a tile that peers have computed (`Hooks.exchange`), and sums them: for Blackwell's epilogue."""
 
 from __future__ import annotations
 
