@@ -42,6 +42,7 @@ def check(
     config: Config,
     target: Target,
     part: Dimension = "",
+    beside_bytes: int = 0,
 ) -> None:
     """Checks that a mainloop can run a product with a configuration.
 
@@ -52,6 +53,7 @@ def check(
       config: sizes of the kernel.
       target: the device.
       part: "m" or "n" if this size is only one device's part of the dimension of the operands.
+      beside_bytes: shared memory that the kernel needs beside that of the mainloop and the transport.
 
     Raises:
       ValueError: the configuration contradicts itself or exceeds the device.
@@ -68,7 +70,7 @@ def check(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
             f"{config.cluster} and {config.stream_k}: leave them out of `config`"
         )
-    mainloop.check_config(types, config, target)
+    mainloop.check_config(types, config, target, beside_bytes)
     (_, k), layouts = sizes["k"], types.layouts
     for name, size in sizes.values():
         if size < 1:

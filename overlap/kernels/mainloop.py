@@ -117,8 +117,11 @@ class Mainloop(Protocol):
         """Raises NotImplementedError if the mainloop does not take these dtypes and layouts."""
         ...
 
-    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
-        """Raises ValueError if the configuration contradicts itself, or needs more than the device has."""
+    def check_config(self, types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
+        """Raises ValueError if the configuration contradicts itself, or needs more than the device has.
+
+        `beside_bytes`: shared memory that the kernel needs beside that of the mainloop and the transport.
+        """
         ...
 
     def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:

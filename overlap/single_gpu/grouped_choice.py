@@ -20,7 +20,6 @@ from overlap.frame.operands import Leaf
 from overlap.kernels import limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
 from overlap.primitives.integers import ceil_div
@@ -84,10 +83,8 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
     dtypes = lhs.dtype, rhs_list[0].dtype, jnp.dtype(product.out_dtype)
     types = OperandTypes(rows, *dtypes, layouts, sides=len(rhs_list), grouped="k" if contracts else "m")
     named = {"m": ("k" if contracts else "m", rows), "n": ("n", n), "k": ("m" if contracts else "k", depth)}
-    limits.check(mainloop_of(target), types, named, given, target)
-    if not contracts:
-        needed = smem_bytes(given, types.out_dtype) + ZEROS[0] * ZEROS[1] * dtypes[2].itemsize + limits.BARRIER_BYTES
-        limits.check_fits(needed, types, given, target)
+    zeros_bytes = 0 if contracts else ZEROS[0] * ZEROS[1] * dtypes[2].itemsize + limits.BARRIER_BYTES
+    limits.check(mainloop_of(target), types, named, given, target, beside_bytes=zeros_bytes)
 
 
 def explanation(product: Product, result: tuple[int, ...], dtype: DTypeLike) -> Explanation:

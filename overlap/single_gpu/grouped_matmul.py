@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from overlap import _settings
 from overlap.choice import dispatch
 from overlap.choice.choose import is_collecting
-from overlap.choice.crossover import Cause
+from overlap.choice.crossover import NOTHING_MEASURED, Cause
 from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.rates import rates_of
 from overlap.frame import activation as activations
 from overlap.frame import arguments, sharded
 from overlap.frame.explain import record
@@ -63,7 +64,7 @@ def grouped_matmul(
       config: tile sizes of the kernel; by default the model chooses, as for equal groups.
       implementation: "fused" (this library's kernel; emulated on a CPU), "xla" (`jax.lax.ragged_dot`, which lets a NaN
         among the weights of one group into the results of all), or None to choose: the kernel wherever it can serve the
-        call on a GPU.
+        call on a Hopper GPU.
 
     Returns:
       [m, n]. Deterministic.
@@ -253,6 +254,8 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
             raise
         choice = dispatch.leave_to_xla(NAME, None, target, str(cannot))
         return dataclasses.replace(choice, shapes=shapes)
+    if not (implementation or product.config or is_collecting() or rates_of(target).measured):
+        return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
     source = "heuristic" if product.config is None else "given"
     reason = "asked for" if implementation == "fused" else "XLA multiplies all rows with all matrices"
     return Explanation(NAME, "fused", config, reason, Cause.ASKED_FOR, target, source, shapes=shapes)

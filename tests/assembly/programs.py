@@ -253,6 +253,7 @@ def ladder(case: Case, mesh: jax.sharding.Mesh) -> Program:
 def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     """A product of 16 groups of rows; with "contracts" the contraction over the rows of each group."""
     import jax
+    from jax.sharding import PartitionSpec as P
 
     import overlap
     from overlap.kernels.target import current_target
@@ -260,23 +261,25 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
     fields, (m, n, k), groups = dict(case.config), case.shape, 16
     contracts, gated, right = (fields.pop(name, False) for name in ("contracts", "gated", "transpose_rhs"))
-    lhs, sizes = struct(mesh, (m, k), case.dtype), struct(mesh, (groups,), "int32")
+    lhs, sizes, config = struct(mesh, (m, k), case.dtype), struct(mesh, (groups,), "int32"), overlap.Config(**fields)
+    # The mesh says which GPU the kernel is for.
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+    def contract(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        plan = grouped_product.GroupedPlan(False, lhs.dtype, config, current_target())
+        return grouped_product.contraction(lhs, rhs, sizes, plan)
+
     if contracts:
-        plan = grouped_product.GroupedPlan(False, lhs.dtype, overlap.Config(**fields), current_target())
-        return (lambda a, b, c: grouped_product.contraction(a, b, c, plan)), (
-            lhs,
-            struct(mesh, (m, n), case.dtype),
-            sizes,
-        )
+        return on_mesh(contract), (lhs, struct(mesh, (m, n), case.dtype), sizes)
     rhs = struct(mesh, (groups, *((n, k) if right else (k, n))), case.dtype)
-    keywords: dict[str, Any] = {"transpose_rhs": right, "config": overlap.Config(**fields), "implementation": "fused"}
+    keywords: dict[str, Any] = {"transpose_rhs": right, "config": config, "implementation": "fused"}
 
     def function(lhs: jax.Array, sizes: jax.Array, bias: jax.Array, *rhs: jax.Array) -> jax.Array:
         given, biases = (list(rhs), [bias] * 2) if gated else (rhs[0], bias)
         activation = swiglu if gated else jax.nn.gelu
         return overlap.grouped_matmul(lhs, given, sizes, bias=biases, activation=activation, **keywords)
 
-    return function, (lhs, sizes, struct(mesh, (groups, n), "float32"), *[rhs] * (2 if gated else 1))
+    return on_mesh(function), (lhs, sizes, struct(mesh, (groups, n), "float32"), *[rhs] * (2 if gated else 1))
 
 
 def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:

@@ -166,9 +166,22 @@ for number, (dtype, config) in enumerate((
 )):  # fmt: skip
     row(f"groups {dtype} {config}", Case("grouped_matmul", 1, (65536, 1536, 2048), dtype, config=config),
         slow=number > 2)  # fmt: skip
+for number, (dtype, config) in enumerate((
+    ("bf16", dict(tile_n=256, stages=4, gated=True)),
+    ("bf16", dict(tile_n=128, stages=6, contracts=True)),
+    ("float8_e4m3fn", dict(tile_n=256, stages=4, transpose_rhs=True)),
+    ("f16", dict(tile_n=256, stages=4, contracts=True)),
+    ("bf16", dict(tile_n=64, stages=8)),
+)):  # fmt: skip
+    row(f"groups on Blackwell {dtype} {config}", slow=number > 1, words=("tcgen05.mma.cta_group::1",),
+        case=Case("grouped_matmul", 1, (65536, 1536, 2048), dtype, "b200", {"tile_m": 128, **config}),
+        not_words=("wgmma",))  # fmt: skip
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
 row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))
+row("gated by a pair on Blackwell", slow=True, words=("tcgen05.mma.cta_group::2",), case=Case(
+    GATHER, 2, (4096, 14336, 8192), "bf16", "b200",
+    {"gated": True, "epilogue": "all", "tile_m": 128, "tile_n": 256, "stages": 4, "cluster": 2}))  # fmt: skip
 row("gradient of two", Case("gradient", 2, (4096, 14336, 8192), "bf16", processes=2),
     name="overlap_matmul_reduce_scatter_m")  # fmt: skip
 row("gradient of two on Blackwell", Case("gradient", 2, (4096, 14336, 8192), "bf16", "b200"), slow=True,

@@ -18,6 +18,7 @@ from overlap import layers
 from overlap.choice.problem import Problem
 from overlap.choice.space import heuristic
 from overlap.emulation import emulate
+from overlap.kernels.target import emulating
 from tests import oracle
 from tests.ops.contract import E4M3, F32, Call, assert_close, running
 from tests.ops.derivative_cases import TRANSFORMED, given, loss, of_both, squares
@@ -52,6 +53,18 @@ PRODUCTS = [
 def test_matmul(implementation, call):
     arrays = given(call, 1, 1.0)
     assert_close(*of_both(call, arrays, lambda f, x: f(x), devices=1, implementation=implementation), 6e-3)
+
+
+@pytest.mark.parametrize(("layout", "dtype", "cluster"), [("nn", jnp.bfloat16, 2), ("nt", E4M3, 2), ("nt", E4M3, 1)])
+def test_on_blackwell(layout, dtype, cluster):
+    config = Config(tile_n=256, stages=2, cluster=cluster)
+    call = combined(MATMUL, 300, 272, 144, config, layout=layout, dtype=dtype, out=F32)
+    with emulating("blackwell"):
+        assert_close(*of_both(call, given(call, 1, 1.0), lambda f, x: f(x), devices=1), 6e-3)
+        if dtype == E4M3:
+            call = call.but(layout="nn")
+            with pytest.raises(NotImplementedError, match="8-bit operands with an `activation` of 2 arrays only"):
+                of_both(call, given(call, 1, 1.0), lambda f, x: f(x), devices=1)
 
 
 GATHERS = [  # Whether XLA runs, call
@@ -125,9 +138,10 @@ def test_a_layer_is_two_kernels_without_an_activation_by_xla():
 def test_the_chosen_configuration_has_both_columns_in_each_warpgroup(op):
     for m, n in ((8192, 28672), (16, 28672), (512, 512)):
         problem = Problem(op, m, n, 4096, "bfloat16", "bfloat16", devices=1 if op == "matmul" else 4, sides=2)
-        chosen = heuristic(problem, H200)
-        assert chosen is not None and chosen.stream_k == chosen.split_k == chosen.ctas_per_tile == 1
-        assert problem.accepts(chosen, H200) and heuristic(problem, B200) is None
+        for gpu in (H200, B200):
+            chosen = heuristic(problem, gpu)
+            assert chosen is not None and chosen.stream_k == chosen.split_k == chosen.ctas_per_tile == 1
+            assert problem.accepts(chosen, gpu)
 
 
 X, W, V = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 64), (64, 128), (64, 136)))

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from overlap import Config, emulation
+from overlap import Config
 from overlap.choice import dispatch
+from overlap.emulation import emulate
 from overlap.frame.operands import F32
 from overlap.kernels import epilogue
+from overlap.kernels.target import emulating
 from overlap.single_gpu import grouped_product
 from overlap.single_gpu.grouped_product import GroupedPlan
 
 SIZES = [(100, 0, 37, 130, 1), (0, 0, 300), (300, 0), (1,) * 9, (0,), (64, 128)]
-CONFIGS = [
-    Config(tile_m=128, tile_n=128, stages=2),
-    Config(tile_m=128, tile_n=128, stages=3, schedule="pingpong"),
-    Config(tile_m=40, tile_n=128, stages=3, swap_operands=True),
+CONFIGS: list[tuple[Any, Config]] = [
+    ("hopper", Config(tile_m=128, tile_n=128, stages=2)),
+    ("hopper", Config(tile_m=128, tile_n=128, stages=3, schedule="pingpong")),
+    ("blackwell", Config(tile_m=128, tile_n=128, stages=3)),
+    ("hopper", Config(tile_m=40, tile_n=128, stages=3, swap_operands=True)),
+    ("blackwell", Config(tile_m=128, tile_n=64, stages=2)),
 ]
 
 
@@ -41,18 +48,26 @@ def spans(sizes: tuple[int, ...], m: int) -> list[slice]:
     return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-@pytest.mark.parametrize(("sizes", "config", "transpose_rhs"), some(CONFIGS, [False, True]), ids=str)
-def test_rows(sizes: tuple[int, ...], config: Config, transpose_rhs: bool) -> None:
-    emulation.enable()
+@contextlib.contextmanager
+def emulated(gpu: Any) -> Iterator[None]:
+    """Few cores, so that each computes several tiles."""
+    with emulating(gpu), emulate(cores=3) as run:
+        yield
+        run.check()
+
+
+@pytest.mark.parametrize(("sizes", "on", "transpose_rhs"), some(CONFIGS, [False, True]), ids=str)
+def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: bool) -> None:
+    gpu, config = on
     m, k, n = sum(sizes) + 20, 136, 192
     lhs, rhs = operands(sum(sizes), (m, k), (len(sizes), *((n, k) if transpose_rhs else (k, n))))
 
-    plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
-
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
         return grouped_product.rows(lhs, [rhs], sizes, epilogue.Vectors(), plan)
 
-    out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)), np.float32)
+    with emulated(gpu):
+        out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)), np.float32)
     for group, span in enumerate(spans(sizes, m)):
         right = np.asarray(rhs[group], np.float32)
         expected = np.asarray(lhs, np.float32)[span] @ (right.T if transpose_rhs else right)
@@ -67,17 +82,18 @@ class Gated:
         return jnp.maximum(values[0], 0) * values[1]
 
 
-def test_epilogue_of_each_group() -> None:
-    emulation.enable()
+@pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
+def test_epilogue_of_each_group(gpu: Any) -> None:
     sizes, m, k, n = (100, 0, 37), 150, 72, 192
     lhs, gate, up = operands(0, (m, k), (3, k, n), (3, k, n))
     chance = np.random.default_rng(1)
     scale, *of_columns = (chance.integers(1, 4, s).astype(np.float32) for s in ((m,), (3, n), (3, n), (3, n), (3, n)))
     config = Config(tile_m=128, tile_n=256, stages=2)
-    plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
     vectors = grouped_product.vectors(jnp.asarray(scale), of_columns[:2], of_columns[2:], config)
-    run = jax.jit(lambda *x: grouped_product.rows(x[0], x[1:3], x[3], vectors, plan))
-    out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
+    with emulated(gpu):
+        plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
+        run = jax.jit(lambda *x: grouped_product.rows(x[0], x[1:3], x[3], vectors, plan))
+        out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
     for group, span in enumerate(spans(sizes, m)):
         left = np.asarray(lhs, np.float32)[span]
         a, b = (
@@ -87,9 +103,9 @@ def test_epilogue_of_each_group() -> None:
         np.testing.assert_array_equal(out[span], np.maximum(a, 0) * b)
 
 
-@pytest.mark.parametrize(("sizes", "config"), some(CONFIGS[:2]), ids=str)
-def test_contractions(sizes: tuple[int, ...], config: Config) -> None:
-    emulation.enable()
+@pytest.mark.parametrize(("sizes", "on"), some([on for on in CONFIGS if not on[1].swap_operands]), ids=str)
+def test_contractions(sizes: tuple[int, ...], on: tuple[Any, Config]) -> None:
+    gpu, config = on
     m, k, n = sum(sizes) + 20, 136, 192
     lhs, rhs = operands(sum(sizes), (m, k), (m, n))
     lhs = lhs.at[sum(sizes) :].set(jnp.nan)  # Rows of no group do not count, whatever they hold.
@@ -97,7 +113,8 @@ def test_contractions(sizes: tuple[int, ...], config: Config) -> None:
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         return grouped_product.contraction(lhs, rhs, sizes, GroupedPlan(False, F32, config, dispatch.target()))
 
-    out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)))
+    with emulated(gpu):
+        out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)))
     left, right = np.asarray(lhs, np.float32), np.asarray(rhs, np.float32)
     for group, span in enumerate(spans(sizes, m)):
         np.testing.assert_array_equal(out[group], left[span].T @ right[span])

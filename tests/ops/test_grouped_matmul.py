@@ -13,13 +13,15 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import Config
 from overlap.choice import dispatch
-from overlap.kernels.target import Target
+from overlap.kernels.target import Target, emulating
 from tests import oracle
 from tests.ops.contract import BF16, E4M3, F32, assert_close
 
 SIZES, M, K, N = (70, 0, 37, 1), 120, 80, 136
 GROUPS = len(SIZES)
 HOPPER = Config(tile_m=64, tile_n=128, stages=2)
+GPUS = [("fused", "hopper"), ("fused", "blackwell"), ("xla", "hopper")]
+EVERYWHERE = pytest.mark.parametrize(("implementation", "gpu"), GPUS)
 
 
 def drawn(seed, dtype=BF16, transpose_rhs=False, sides=1):
@@ -52,9 +54,9 @@ def rows_of(vector):
     return given
 
 
-@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@EVERYWHERE
 @pytest.mark.parametrize(("dtype", "transpose_rhs"), [(BF16, False), (BF16, True), (E4M3, True)])
-def test_every_bit(dtype, transpose_rhs, implementation):
+def test_every_bit(dtype, transpose_rhs, implementation, gpu):
     """Rows behind all groups hold NaN, and sizes change without a new program."""
     given = drawn(0, dtype, transpose_rhs)
     given["lhs"] = given["lhs"].at[sum(SIZES) :].set(jnp.nan)
@@ -67,26 +69,28 @@ def test_every_bit(dtype, transpose_rhs, implementation):
             activation=jax.nn.relu, implementation=implementation,
         )  # fmt: skip
 
-    out = run(given)
+    with emulating(gpu):
+        out = run(given)
+        run({**given, "sizes": jnp.asarray((0, 100, 0, 3))})
     exact = (
         np.asarray(plain(given["lhs"], given["rhs"], SIZES, transpose_rhs)) * given["rows"] * rows_of(given["columns"])
     )
     exact = np.maximum(np.nan_to_num(exact) + rows_of(given["bias"]), 0)
     np.testing.assert_array_equal(out, exact.astype(np.float32))
-    run({**given, "sizes": jnp.asarray((0, 100, 0, 3))})
     assert run._cache_size() == 1
 
 
-@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@EVERYWHERE
 @pytest.mark.parametrize(
     ("m", "k", "sizes"), [(40, 8, (40,)), (65, 64, (0, 65)), (70, 64, (13, 0, 20)), (9, 200, (9,))]
 )
-def test_few_features_and_rows_of_no_group(m, k, sizes, implementation):
+def test_few_features_and_rows_of_no_group(m, k, sizes, implementation, gpu):
     """With k ≤ 64 one warpgroup has all rows of the weights' gradient. Without an epilogue nothing else clears rows."""
     lhs, rhs = jnp.ones((m, k), BF16), jnp.ones((len(sizes), k, 64), BF16)
     call = functools.partial(overlap.grouped_matmul, group_sizes=jnp.asarray(sizes), implementation=implementation)
-    out, pull = jax.vjp(call, lhs, rhs)
-    d_lhs, d_rhs = pull(jnp.ones_like(out))
+    with emulating(gpu):
+        out, pull = jax.vjp(call, lhs, rhs)
+        d_lhs, d_rhs = pull(jnp.ones_like(out))
     counted = (np.arange(m) < sum(sizes))[:, None]
     np.testing.assert_array_equal(out, np.where(counted, k, 0) + np.zeros((m, 64)))
     np.testing.assert_array_equal(d_lhs, np.where(counted, 64, 0) + np.zeros((m, k)))
@@ -228,6 +232,9 @@ def test_a_function_that_no_kernel_computes():
         (ValueError, {"rhs_scale": jnp.ones((GROUPS, 1))}, r"`rhs_scale` must have shape \(4, 136\)"),
         (ValueError, {"config": Config(stream_k=2), "implementation": "fused"}, "got 1, 2 and 1"),
         (ValueError, {"config": HOPPER.replace(stages=40), "implementation": "fused"}, "bytes of shared memory"),
+        # Beside the mainloop's shared memory lies a box of zeros.
+        (ValueError, {"config": Config(stages=6, tile_n=128), "implementation": "fused", "preferred_element_type": F32},
+         "needs 232552 bytes of shared memory"),
         (NotImplementedError, {"rhs": jnp.ones((GROUPS, K, 130), BF16), "implementation": "fused"}, "multiples of 16"),
         (NotImplementedError, {"lhs": jnp.ones((M, K)), "rhs": jnp.ones((GROUPS, K, N)), "implementation": "fused"},
          "float32 operands"),
@@ -242,7 +249,7 @@ def test_refusals(error, changed, words):
 
 @pytest.mark.one_jax
 def test_the_choice(monkeypatch):
-    """On Hopper the kernel, elsewhere XLA, with the reason."""
+    """On Hopper the kernel, elsewhere XLA, with the reason; on Blackwell the kernel if the caller asks for it."""
     types = jax.ShapeDtypeStruct((4096, 2048), BF16), jax.ShapeDtypeStruct((16, 2048, 1536), BF16)
     sizes = jax.ShapeDtypeStruct((16,), jnp.int32)
     answers = {}
@@ -252,4 +259,7 @@ def test_the_choice(monkeypatch):
     assert answers["NVIDIA H200"].implementation == "fused"
     assert answers["NVIDIA H200"].config.tile_m * answers["NVIDIA H200"].config.tile_n >= 128 * 128
     assert {answers[kind].implementation for kind in ("NVIDIA B200", "NVIDIA A100")} == {"xla"}
-    assert "Hopper" in answers["NVIDIA B200"].reason
+    assert "not measured" in answers["NVIDIA B200"].reason and "Hopper" in answers["NVIDIA A100"].reason
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA B200", 148))
+    (asked,) = overlap.explain(functools.partial(overlap.grouped_matmul, implementation="fused"), *types, sizes)
+    assert asked.implementation == "fused" and asked.config.tile_m == 128 and asked.config.cluster == 1

@@ -56,7 +56,7 @@ REASONS = {
          "_why_", "MOST_DEVICES", "oldest - begin", "number - begin"],
     "any order of tiles will do": [r"placement\.", r"tile_order\.", r"grid\.cta", "_begin: (other side|always)"],
     "tables with room for more, and copies that end at the end of an array":
-        [r"groups\.(most_tile_rows|tiles):", "_clear: (one|always)", "contraction: one", "_clear_rows: always"],
+        [r"groups\.(most_tile_rows|tiles):", "_clear: (one|always)", "contraction: one", "clear_rows: always"],
     "which of two warpgroups clears which operand": ["_clear_rest: other side"],
     "only programs for a GPU: test_slices.py": ["_kept_apart"],
     "the same sum in a loop, or unrolled": ["UNROLLED"],

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from overlap.kernels import limits
 from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
-from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.kernels.config import FLOAT8, SWIZZLE_BYTES, Config
 from overlap.kernels.limits import BARRIER_BYTES, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
 from overlap.kernels.operations import EXCHANGING
 from overlap.primitives.integers import ceil_div
@@ -64,19 +64,15 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "", *, blo
 def check_types(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
     limits.check_dtypes(types)
-    if types.grouped:
+    # A box of such an operand has 128 columns, but columns of several right operands alternate in units of 64.
+    if types.sides > 1 and jnp.dtype(types.dtype) in FLOAT8 and not types.layouts.transpose_rhs:
         raise NotImplementedError(
-            "products of groups of rows have kernels on Hopper alone yet: use "
-            'implementation="xla", which runs by default'
-        )
-    if types.sides > 1:
-        raise NotImplementedError(
-            f"the fused kernel of Blackwell takes no `activation` of {types.sides} arrays yet: apply it to the "
-            'results, or use implementation="xla", which runs by default'
+            f"the fused kernel takes 8-bit operands with an `activation` of {types.sides} arrays only if k runs along "
+            'their rows, got transpose_rhs=False: keep rhs as [n, k] (transpose_rhs=True), or use implementation="xla"'
         )
 
 
-def check_config(types: OperandTypes, config: Config, target: Target) -> None:
+def check_config(types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
     """Checks a configuration: its sizes, the dtypes, the tensor memory and the shared memory. Raises ValueError."""
     if config.cluster > 1 and config.cluster_along != "m":
         raise ValueError(
@@ -110,10 +106,12 @@ def check_config(types: OperandTypes, config: Config, target: Target) -> None:
             "`cluster` must be 1 by the transport 'ring' on Blackwell (only the first CTA of a pair knows when the "
             f"operands are there), got {config.cluster}: leave it out of `config`"
         )
+    if types.sides > 1:
+        limits.check_sides(types, config, rhs_columns(config))
     if types.block_scaled:
         _check_block_scales(config)
     needed = smem_bytes(config, types.out_dtype, types.transport, block_scaled=types.block_scaled)
-    limits.check_fits(needed, types, config, target)
+    limits.check_fits(needed + beside_bytes, types, config, target)
 
 
 def _check_block_scales(config: Config) -> None:

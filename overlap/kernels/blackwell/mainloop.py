@@ -15,6 +15,11 @@ There are two accumulators, so that a tile is multiplied while the tile before i
     accumulated  per accumulator: the sums of a tile are complete     (the tensor cores → epilogue)
     drained      per accumulator: the epilogue has read all of it     (epilogue → multiplier)
 
+If rows of a tile's last k step do not count (`Hooks.last_k_at`; not in pairs), they must be set to zero before the
+product. Only a warpgroup can store vectors, so the epilogue does it: the multiplier tells it when the k step has landed
+(barrier `landed`), and waits until the rows are zero (`cleared`). The epilogue stores the tile before first. So if
+tiles have few k steps, products wait for stores.
+
 Two CTAs may form a *pair* (`Config.cluster`). The tile of the second CTA lies below the tile of the first, and one
 product of 256 rows computes both. Each CTA loads its own rows of the left operand and half of the columns of the right
 operand. The barrier of the first CTA counts the loads of both CTAs, and its multiplier issues the products for both;
@@ -48,13 +53,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap import _compat
 from overlap.kernels.blackwell import limits, scales
 from overlap.kernels.blackwell.limits import ACCUMULATORS, TERM_BUFFERS, TILE_M, rhs_columns
-from overlap.kernels.config import Config
+from overlap.kernels.blackwell.terms import Terms
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import GRID_AXIS, RANK_AXIS, THREAD_AXIS, rank
 from overlap.kernels.hooks import Tile
 from overlap.kernels.limits import EPILOGUE_COLUMNS, rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
-from overlap.kernels.tma import drawn, exchange, produce, staging
+from overlap.kernels.tma import clear, drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
@@ -82,6 +88,7 @@ class Buffers(staging.Buffers):
       term_loaded: barriers, one for each of these buffers: the box has landed.
       term_added: barriers, one for each of these buffers: all threads have read the box.
       scales: the block scales of each stage; None: the operands have none.
+      landed: the barrier at which the multiplier arrives when the epilogue may clear rows of a tile's last k step.
     """
 
     accumulators: TmemRef = None
@@ -91,6 +98,7 @@ class Buffers(staging.Buffers):
     term_loaded: BarrierRef = None
     term_added: BarrierRef = None
     scales: scales.ScaleBuffers | None = None
+    landed: BarrierRef = None
 
     @property
     def terms(self) -> tuple[SmemRef, ...]:
@@ -122,6 +130,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """Does the multiplier's work on one piece: issues the products of all of its k steps."""
     config = loop.config
     pair = RANK_AXIS if config.cluster > 1 else None
+    last_k = None if loop.hooks.last_k_at is None else loop.hooks.last_k_at(tile)
 
     def issue() -> None:
         marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
@@ -129,6 +138,10 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         marks.now(Work.MULTIPLY, tile.step, piece.tile)
 
         def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
+            plgpu.barrier_wait(buffers.full_at(piece, stage))
+            if last_k is not None:
+                cut = jnp.logical_and(k == piece.k_steps - 1, last_k < tile_k(buffers.lhs[0].dtype))
+                pl.when(cut)(lambda: _await_cleared(buffers))
             _issue_k_step(loop, buffers, piece, k, stage, pair)
             return following(stage, config.stages)
 
@@ -147,9 +160,8 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
 
 
 def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Axis) -> None:
-    """Waits for the operand tiles of a k step and issues their product, which releases the stage when it has run."""
+    """Issues the product of the operand tiles of a k step, which releases the stage when it has run."""
     config, layouts = loop.config, loop.layouts
-    plgpu.barrier_wait(buffers.full_at(piece, stage))
     lhs_mma, rhs_mma = buffers.lhs[1].at[stage], buffers.rhs[1].at[stage]
     plgpu.tcgen05_mma(
         buffers.accumulator(piece, pl.ds(0, config.tile_n)),
@@ -162,6 +174,24 @@ def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: I
     )
 
 
+def _await_cleared(buffers: Buffers) -> None:
+    """Has the epilogue clear the rows of the last k step that do not count, and waits until it has."""
+    plgpu.barrier_arrive(buffers.landed)
+    plgpu.barrier_wait(buffers.cleared)
+
+
+def _clear_rest(loop: Loop, buffers: Buffers, piece: Piece, last_k: Index) -> None:
+    """Clears both operands' rows of a piece's last k step from `last_k` on, if there are any, for the multiplier."""
+
+    @pl.when(last_k < tile_k(buffers.lhs[0].dtype))
+    def _clear() -> None:
+        plgpu.barrier_wait(buffers.landed)
+        for boxes_smem in clear.operand_boxes(buffers, remainder(piece.before + piece.k_steps - 1, buffers.stages)):
+            clear.clear_rows(boxes_smem, last_k)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(buffers.cleared)
+
+
 def _wait_until_drained(pieces: Index, buffers: Buffers) -> None:
     """Keeps the first CTA of a pair alive until both CTAs have arrived at its barriers for the last time."""
     _await_drained(buffers, pieces - 1 + ACCUMULATORS)
@@ -169,49 +199,6 @@ def _wait_until_drained(pieces: Index, buffers: Buffers) -> None:
 
 def _load_as_values(block_gmem: GmemRef) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.TCGEN05, optimized=False)
-
-
-class _Terms:
-    """Loads and sums the terms of one tile: box after box, and for each box the parts of one peer after the other."""
-
-    def __init__(self, loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
-        assert loop.hooks.exchange is not None
-        self.loop, self.buffers, self.exchange = loop, buffers, loop.hooks.exchange
-        self.tile, self.piece = tile, piece
-        self.loads = exchange.box_count(buffers) * self.exchange.terms
-
-    def begin(self) -> None:
-        """Waits until all terms of the tile have arrived, and starts the first loads."""
-        marks.now(Work.AWAIT_ROWS, self.tile.step, self.piece.tile)
-        self.exchange.await_terms(self.tile)
-        marks.now(Work.STORE, self.tile.step, self.piece.tile)
-        for load_index in range(min(TERM_BUFFERS, self.loads)):
-            self._load(load_index)
-
-    def _load(self, load_index: Index) -> None:
-        term_buffer = remainder(load_index, TERM_BUFFERS)
-        exchange.load_term(
-            self.loop, self.buffers, self.tile, load_index, term_buffer, self.buffers.term_loaded.at[term_buffer]
-        )
-
-    def _await_all_threads(self, term_buffer: Index) -> None:
-        """Waits until all threads have read a box, so that the next box may be loaded into its buffer."""
-        plgpu.barrier_arrive(self.buffers.term_added.at[term_buffer])
-        plgpu.barrier_wait(self.buffers.term_added.at[term_buffer])
-
-    def __call__(self, index: int) -> list[jax.Array]:
-        """Returns the sum of the terms of box `index`: values for each block of rows."""
-
-        def term(number: Index) -> list[jax.Array]:
-            load_index = index * self.exchange.terms + number
-            term_buffer = remainder(load_index, TERM_BUFFERS)
-            plgpu.barrier_wait(self.buffers.term_loaded.at[term_buffer])
-            values = exchange.term_values(self.exchange, self.buffers, term_buffer, 0)
-            self._await_all_threads(term_buffer)
-            pl.when(load_index + TERM_BUFFERS < self.loads)(lambda: self._load(load_index + TERM_BUFFERS))
-            return values
-
-        return exchange.summed(self.exchange.terms, term)
 
 
 def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
@@ -230,7 +217,7 @@ def _await_what_came_with_the_rows(loop: Loop, tile: Tile) -> None:
 def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """Does the epilogue's work on one piece: waits for its sums, and stores, sends or exchanges them."""
     others = loop.hooks.exchange
-    terms = None if others is None else _Terms(loop, buffers, tile, piece)
+    terms = None if others is None else Terms(loop, buffers, tile, piece)
 
     def block(row: int, rows: int, columns: slice) -> jax.Array:
         assert (row, rows) == (0, TILE_M)
@@ -243,6 +230,8 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
     if others is not None and terms is not None and others.direct_sends is None:
         pl.when(others.has_terms(tile))(terms.begin)
+    if loop.hooks.last_k_at is not None:
+        _clear_rest(loop, buffers, piece, loop.hooks.last_k_at(tile))
     marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
     marks.now(Work.STORE, tile.step, piece.tile)
@@ -305,8 +294,8 @@ class Blackwell:
     def check_types(self, types: OperandTypes) -> None:
         limits.check_types(types)
 
-    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
-        limits.check_config(types, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
+        limits.check_config(types, config, target, beside_bytes)
 
     def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
         return False  # Sums lie in tensor memory.
@@ -321,12 +310,18 @@ class Blackwell:
             "term_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TERM_BUFFERS),
             "term_added": plgpu.Barrier(num_arrivals=1, num_barriers=TERM_BUFFERS),
         }
+        # The tensor cores read what the epilogue has cleared.
+        of_rest = {
+            "landed": plgpu.Barrier(num_arrivals=1),
+            "cleared": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
+        }
+        fields = staging.buffer_types(config, types, _plan(config, types))
+        fields |= (of_terms if types.exchanges else {}) | (of_rest if types.grouped == "k" else {})
         return Buffers(
-            **staging.buffer_types(config, types, _plan(config, types)),
+            **fields,
             accumulators=plgpu.TMEM((TILE_M, columns), jnp.float32, collective=config.cluster > 1),
             accumulated=plgpu.Barrier(num_arrivals=1, num_barriers=ACCUMULATORS, orders_tensor_core=True),
             drained=_drained(config),
-            **(of_terms if types.exchanges else {}),
             scales=scales.buffer_types(config) if types.block_scaled else None,
         )
 

@@ -86,7 +86,7 @@ def check_types(types: OperandTypes) -> None:
         )
 
 
-def check_config(types: OperandTypes, config: Config, target: Target) -> None:
+def check_config(types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
     """Checks a configuration: its sizes, the dtypes, the registers and the shared memory. Raises ValueError."""
     if config.cluster > 1:
         _check_cluster(types, config, target)
@@ -119,7 +119,8 @@ def check_config(types: OperandTypes, config: Config, target: Target) -> None:
         )
     if types.sides > 1:
         limits.check_sides(types, config, wg_n)
-    limits.check_fits(smem_bytes(config, types.out_dtype, types.transport), types, config, target)
+    needed = smem_bytes(config, types.out_dtype, types.transport) + beside_bytes
+    limits.check_fits(needed, types, config, target)
 
 
 def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:

@@ -65,13 +65,13 @@ from overlap.kernels.hopper.limits import COMPUTE_WARPGROUPS, WGMMA_M, warpgroup
 from overlap.kernels.limits import rows_loaded
 from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
-from overlap.kernels.tma import drawn, exchange, produce, staging
+from overlap.kernels.tma import clear, drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.staging import Buffers
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
-from overlap.primitives.types import AccumulatorRef, GmemRef, Index, SmemRef
+from overlap.primitives.types import AccumulatorRef, GmemRef, Index
 
 if TYPE_CHECKING:
     from overlap.kernels.target import Target
@@ -81,8 +81,6 @@ if TYPE_CHECKING:
 # are sent to the peers as well (`Exchange.own_stored`).
 REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
-# So many rows of a box, of 128 bytes each, fill one store of 16 bytes by each thread of a warpgroup.
-_CLEARED_ROWS = 16
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 
@@ -161,37 +159,21 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
 
 
 def _clear_rest(loop: Loop, buffers: Buffers, stage: Index, first: Index, warpgroup: Index) -> None:
-    """Sets the rows of both operands' k step, [k, m] and [k, n], from `first` on to zero.
+    """Clears both operands' rows of the last k step that do not count.
 
     Warpgroups that share a tile clear one operand each.
     """
-    boxes_smem = buffers.lhs[2]
-    loaded = buffers.plan.rows // boxes_smem.shape[-1]
-    lhs_smem, rhs_smem = boxes_smem.at[stage, pl.ds(0, loaded)], buffers.rhs[2].at[stage]
+    lhs_smem, rhs_smem = clear.operand_boxes(buffers, stage)
     if loop.config.in_turn or buffers.plan.wg_tiles == 1:
-        _clear_rows(lhs_smem, first)
-        _clear_rows(rhs_smem, first)
+        clear.clear_rows(lhs_smem, first)
+        clear.clear_rows(rhs_smem, first)
         plgpu.commit_smem()
         return
-    pl.when(warpgroup == 0)(lambda: _clear_rows(lhs_smem, first))
-    pl.when(warpgroup == 1)(lambda: _clear_rows(rhs_smem, first))
+    pl.when(warpgroup == 0)(lambda: clear.clear_rows(lhs_smem, first))
+    pl.when(warpgroup == 1)(lambda: clear.clear_rows(rhs_smem, first))
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.cleared)
     plgpu.barrier_wait(buffers.cleared)
-
-
-def _clear_rows(boxes_smem: SmemRef, first: Index) -> None:
-    boxes, rows, width = boxes_smem.shape
-    for begin in range(0, rows, _CLEARED_ROWS):
-
-        @pl.when(first < begin + _CLEARED_ROWS)
-        def _block(begin: int = begin) -> None:
-            for box in range(boxes):
-                block_smem = boxes_smem.at[box, pl.ds(begin, _CLEARED_ROWS)]
-                layout = plgpu.Layout.WG_STRIDED((_CLEARED_ROWS, width), vec_size=8)
-                values = plgpu.load(block_smem, layout=layout, optimized=False)
-                row = begin + lax.broadcasted_iota(jnp.int32, values.shape, 0)
-                block_smem[...] = jnp.where(row < first, values, jnp.zeros_like(values))
 
 
 def _tells_later(loop: Loop) -> bool:
@@ -295,8 +277,8 @@ class Hopper:
     def check_types(self, types: OperandTypes) -> None:
         limits.check_types(types)
 
-    def check_config(self, types: OperandTypes, config: Config, target: Target) -> None:
-        limits.check_config(types, config, target)
+    def check_config(self, types: OperandTypes, config: Config, target: Target, beside_bytes: int = 0) -> None:
+        limits.check_config(types, config, target, beside_bytes)
 
     def crowds_registers(self, types: OperandTypes, tiles: int, config: Config, target: Target) -> bool:
         return limits.crowds_registers(types, tiles, config, target)

@@ -64,7 +64,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     if not buffers.plan.pairs:
         return lhs, rhs
     me = rank(config)
-    paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // config.cluster)
+    paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // buffers.sides // config.cluster)
     return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(rhs, start=own_start, paired_by=paired_by)
 
 

@@ -82,8 +82,8 @@ class Buffers:
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
-      cleared: the barrier at which both warpgroups of a shared tile arrive when they have cleared the rows of a k step
-        that do not count.
+      cleared: the barrier at which the warpgroups of a tile arrive when they have cleared the rows of a k step that do
+        not count. On Hopper they wait there for each other, on Blackwell the multiplier waits for the epilogue.
       cluster_sums: the sums that the CTAs of a cluster read from each other; None: they share no tiles.
       in_stages: the memory of `lhs`, `rhs` and `cluster_sums.sums` if CTAs share tiles (`divided`); else None.
     """

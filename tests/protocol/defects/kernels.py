@@ -42,6 +42,8 @@ def _alone(shape: tuple[int, int, int], config: overlap.Config, **keywords: obje
 _BLACKWELL: dict[str, tuple[Callable[[], Kernel], int]] = {
     "blackwell": (_alone((640, 128, 192), _B200, out=BF16), 1),
     "blackwell, pair": (_alone((1280, 128, 192), _PAIR, out=BF16), 2),
+    "blackwell, groups": (lambda: of_groups((70, 0, 3, 64), _B200), 2),
+    "blackwell, groups contracted": (lambda: of_groups((70, 0, 64), _B200, contracts=True), 2),
     # Enough columns for both halves of a CTA pair's right operand, and for the epilogue's own loads of received terms.
     "blackwell, pull, pairs": (
         lambda: of_rows(dataclasses.replace(_B200_ROWS, m=264, widths=(136,), scales=("rows",)), _PAIR), 2),
