@@ -77,27 +77,33 @@ class Collective(Operation):
                 problem.check(config, target, transport)
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
-        self._require_peers(target)
+        require_peers(self.group, target)
         sharded.require_no_partitioner_axes()
         for name, x in (*(("lhs", x) for x in call.operands.lefts), *rights):
             sharded.require_whole({name: x})
 
-    def _require_peers(self, target: Target) -> None:
-        """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
-        if self.group.size == 1 or target.platform != "gpu":
-            return
-        windows.require_shared_memory()
-        # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
-        if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
-            host_mesh = HostMesh.of(mesh, frozenset(name for name, _ in self.group.axes))
-            assert host_mesh is not None
-            host_mesh.require_known_ids()
-
     def untried(self) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""
-        if self.group.size > 1 and several_hosts(explained_mesh()):
-            return (
-                "the GPUs are on several hosts, where the fused kernels have not run yet: "
-                'implementation="fused" runs them, along axes that lie within a host'
-            )
-        return None
+        return untried(self.group)
+
+
+def require_peers(group: PeerGroup, target: Target) -> None:
+    """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
+    if group.size == 1 or target.platform != "gpu":
+        return
+    windows.require_shared_memory()
+    # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
+    if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
+        host_mesh = HostMesh.of(mesh, frozenset(name for name, _ in group.axes))
+        assert host_mesh is not None
+        host_mesh.require_known_ids()
+
+
+def untried(group: PeerGroup) -> str | None:
+    """Returns the reason not to choose a kernel with peers unless the caller asks for it; None: there is none."""
+    if group.size > 1 and several_hosts(explained_mesh()):
+        return (
+            "the GPUs are on several hosts, where the fused kernels have not run yet: "
+            'implementation="fused" runs them, along axes that lie within a host'
+        )
+    return None

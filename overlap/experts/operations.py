@@ -12,20 +12,28 @@ transposes. XLA communicates, and the products are `grouped_matmul`'s.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-from jax import lax
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Implementation
+from overlap import emulation
+from overlap.choice import dispatch
+from overlap.choice.choose import is_collecting
+from overlap.choice.crossover import NOTHING_MEASURED, Cause
+from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.rates import rates_of
+from overlap.collectives.collective import require_peers, untried
 from overlap.experts.routing import Routing, device_count
-from overlap.experts.rows import added, copied
-from overlap.frame import arguments
+from overlap.experts.row_kernels import RowsPlan
+from overlap.experts.rows import Movement, added, copied
+from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
+from overlap.frame.explain import record
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import Config
-from overlap.single_gpu.grouped_matmul import grouped_matmul
+from overlap.single_gpu.grouped_matmul import multiplied
 
 
 def all_gather_lhs_grouped_matmul(
@@ -82,11 +90,10 @@ def all_gather_lhs_grouped_matmul(
     op = "all_gather_lhs_grouped_matmul"
     tokens, weights = _checked(routing, "x", x, w, transpose_rhs)
     _require_tokens("x", tokens, routing, device_count(op, axis_name))
-    if axis_name is not None:
-        tokens = lax.all_gather(tokens, axis_name, axis=0, tiled=True)
-    return grouped_matmul(
-        copied(tokens, routing), weights, routing.group_sizes, bias=bias, activation=activation,
-        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+    movement = _movement(op, tokens, routing, axis_name, implementation)
+    return multiplied(
+        copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
+        activation=activation,        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
         implementation=implementation,
     )  # fmt: skip
 
@@ -158,14 +165,11 @@ def grouped_matmul_reduce_scatter(
             f"`gates` must have an entry for each of the {k} experts that a token chose, got {factors.shape[1]}: pass "
             "[T, k], as the ids that `route` got"
         )
-    products = grouped_matmul(
-        lhs, weights, routing.group_sizes, bias=bias, preferred_element_type=preferred_element_type,
+    products = multiplied(
+        lhs, weights, routing.group_sizes, clears=(False, True), bias=bias, preferred_element_type=preferred_element_type,
         transpose_rhs=transpose_rhs, config=config, implementation=implementation,
     )  # fmt: skip
-    if axis_name is not None:
-        factors = lax.all_gather(factors, axis_name, axis=0, tiled=True)
-    sums = added(products, factors, routing)
-    return sums if axis_name is None else lax.psum_scatter(sums, axis_name, scatter_dimension=0, tiled=True)
+    return added(products, factors, routing, _movement(op, products, routing, axis_name, implementation))
 
 
 def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given) -> tuple[Leaf, Leaf]:
@@ -197,6 +201,46 @@ def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Giv
                 f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
             )
     return lhs, [*weights.values()] if several else weights["w"]
+
+
+def _movement(
+    op: str, moved: jax.Array, routing: Routing, axis_name: AxisName | None, implementation: Implementation | None
+) -> Movement:
+    """Chooses what moves tokens and rows: the kernels wherever they can on a measured GPU, else XLA.
+
+    Raises:
+      NotImplementedError: the caller asked for the kernels, and they cannot serve the call.
+    """
+    movement = Movement(axis_name, dispatch.target(), implementation == "fused")
+    choice = _decide(op, moved, movement.plan(moved.shape[1], moved.dtype, routing), implementation)
+    record(dataclasses.replace(choice, shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}"))
+    if choice.implementation == "xla":
+        return Movement(axis_name)
+    if choice.target.platform == "cpu":
+        emulation.enable()
+    return movement
+
+
+def _decide(op: str, moved: jax.Array, plan: RowsPlan, implementation: Implementation | None) -> Explanation:
+    target, group = plan.target, plan.group
+    if implementation is None and target.platform == "cpu" and not is_collecting():
+        return Explanation(op, "xla", None, Cause.EMULATED.value, Cause.EMULATED, target)
+    why_not = plan.why_not()
+    try:
+        sharded.require_no_partitioner_axes()
+        if group is not None:
+            require_peers(group, target)
+    except NotImplementedError as cannot:
+        why_not = why_not or str(cannot)
+    if implementation == "xla" or why_not:
+        return dispatch.leave_to_xla(op, implementation, target, why_not or "")
+    if implementation is None and not is_collecting():
+        if reason := None if group is None else untried(group):
+            return Explanation(op, "xla", None, reason, Cause.NOT_BY_DEFAULT, target)
+        if not rates_of(target).measured:
+            return Explanation(op, "xla", None, NOTHING_MEASURED.reason, NOTHING_MEASURED.cause, target)
+    reason = "asked for" if implementation == "fused" else "XLA also moves the rows that are not in use"
+    return Explanation(op, "fused", None, reason, Cause.ASKED_FOR, target)
 
 
 def _require_tokens(name: str, value: jax.Array, routing: Routing, devices: int) -> None:

@@ -39,7 +39,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
 from overlap import _compat
 from overlap.collectives.reduce.blocks_operands import landing_place, lands_in_an_operand
@@ -248,9 +247,11 @@ class _Roles:
         atomics.loop_while(lambda state: state[0] < self._count, turn, (read(), jnp.int32(0)))
 
 
+@in_32_bits
 def _run(
     plan: RowsPlan, name: str, body: Callable[..., None], inputs: list[jax.Array], outs: list[jax.ShapeDtypeStruct],
     peers_read: tuple[int, ...], smem: Sequence[ScratchType],
+    otherwise: Callable[..., jax.Array] | None,
 ) -> list[jax.Array]:  # fmt: skip
     """Launches `body(*refs, flags of shape [D, chunks], flags of the handshake, what `_Roles` needs, chunk, *smem)`."""
     told = peers_read if plan.group is not None else ()
@@ -279,7 +280,8 @@ def _run(
         ],
         compiler_params=addresses.Params(**params, peers_read=told) if told else plgpu.CompilerParams(**params),
     )
-    return sealed(lambda *values: launched(*values), name, patches=(ON_HOST_MESHES, _compat.WARP_LOOPS))(*inputs)
+    by_xla = None if otherwise is None else lambda *given: [otherwise(*given)]
+    return sealed(launched, name, by_xla, (ON_HOST_MESHES, _compat.WARP_LOOPS))(*inputs)
 
 
 def _roles(compute: Callable[[], None], transfer: Callable[[], None]) -> None:
@@ -302,27 +304,29 @@ def _places(plan: RowsPlan, positions_gmem: GmemRef, chunk: _Chunk, index: Index
     return [positions_gmem[token, slot] for slot in range(plan.slots)]
 
 
-@in_32_bits
-def copied(tokens: jax.Array, gates: jax.Array | None, positions: jax.Array, plan: RowsPlan) -> jax.Array:
-    """Copies the tokens of all devices, times their gates, to the rows of this device.
+def copied(plan: RowsPlan, otherwise: Callable[..., jax.Array] | None = None) -> Callable[..., jax.Array]:
+    """Returns a function that copies the tokens of all devices, times their gates, to the rows of this device.
+
+    It takes `tokens` [T, h], int32 `positions` [D · T, k] as in `Routing`, and, unless all are 1, `gates`: float32
+    [D · T, k], those of all devices. It returns [C, h]. Rows that no position names are undefined.
 
     Args:
-      tokens: [T, h].
-      gates: float32 [D · T, k], those of all devices; None: all are 1.
-      positions: int32 [D · T, k], as in `Routing`.
       plan: the static data.
-
-    Returns:
-      [C, h]. Rows that no position names are undefined.
+      otherwise: the same by XLA, for a program that XLA's partitioner splits; None: such a program is refused.
     """
-    inputs = [tokens, positions, *([] if gates is None else [gates])]
-    (rows,) = _run(plan, "overlap_copied_rows", functools.partial(_copied_body, plan, gates is not None), inputs,
-                   [jax.ShapeDtypeStruct((plan.rows, plan.features), plan.dtype)], (0,),
-                   [plgpu.Barrier(num_arrivals=1)])  # fmt: skip
-    return rows
+
+    def launch(tokens: jax.Array, positions: jax.Array, *gates: jax.Array) -> jax.Array:
+        body = functools.partial(_copied_body, plan, bool(gates))
+        rows = jax.ShapeDtypeStruct((plan.rows, plan.features), plan.dtype)
+        inputs, barrier = [tokens, positions, *gates], plgpu.Barrier(num_arrivals=1)
+        return _run(plan, "overlap_copied_rows", body, inputs, [rows], (0,), [barrier], otherwise)[0]
+
+    return launch
 
 
-def _copied_body(plan: RowsPlan, has_gates: bool, tokens_gmem: GmemRef, positions_gmem: GmemRef, *refs: GmemRef) -> None:
+def _copied_body(
+    plan: RowsPlan, has_gates: bool, tokens_gmem: GmemRef, positions_gmem: GmemRef, *refs: GmemRef
+) -> None:
     gates_gmem, refs = (refs[0], refs[1:]) if has_gates else (None, refs)
     rows_gmem, _, flags, number_smem, posted, done, chunk_smem, loaded = refs
     roles = _Roles(plan, f"rows of {plan.tokens}x{plan.features}", False, flags, number_smem, posted, done)
@@ -354,31 +358,28 @@ def _copied_body(plan: RowsPlan, has_gates: bool, tokens_gmem: GmemRef, position
     _roles(lambda: roles.compute(spread), lambda: roles.transfer(load, lambda chunk: None, await_peers))
 
 
-@in_32_bits
-def added(rows: jax.Array, gates: jax.Array | None, positions: jax.Array, plan: RowsPlan) -> jax.Array:
-    """Adds the rows of each token, times their gates, on all devices.
+def added(plan: RowsPlan, otherwise: Callable[..., jax.Array] | None = None) -> Callable[..., jax.Array]:
+    """Returns a function that adds the rows of each token, times their gates, on all devices.
 
-    Args:
-      rows: [C, h]. Rows that no position names may hold anything.
-      gates: float32 [D · T, k], those of all devices; None: all are 1.
-      positions: int32 [D · T, k], as in `Routing`.
-      plan: the static data.
-
-    Returns:
-      [T, h]: the sums of this device's tokens.
+    It takes `rows` [C, h], of which those that no position names may hold anything, and `positions` and `gates` as
+    `copied`. It returns the sums of this device's tokens, [T, h]. The arguments are those of `copied`.
     """
-    inputs = [rows, positions, *([] if gates is None else [gates])]
-    outs = [jax.ShapeDtypeStruct((plan.tokens, plan.features), plan.dtype)]
-    landing, peers_read = jax.ShapeDtypeStruct((plan.devices, plan.tokens, plan.features), plan.dtype), ()
-    is_operand = plan.group is not None and lands_in_an_operand()
-    if is_operand:
-        peers_read, inputs = (len(inputs),), [*inputs, landing_place(landing)]
-    elif plan.group is not None:
-        outs.append(landing)
-    body = functools.partial(_added_body, plan, gates is not None, is_operand)
-    ring = plgpu.SMEM((plan.buffers, plan.features), plan.dtype)
-    barriers = [plgpu.Barrier(num_arrivals=1, num_barriers=plan.buffers) for _ in range(2)]
-    return _run(plan, "overlap_added_rows", body, inputs, outs, peers_read, [ring, *barriers])[0]
+
+    def launch(rows: jax.Array, positions: jax.Array, *gates: jax.Array) -> jax.Array:
+        inputs, outs = [rows, positions, *gates], [jax.ShapeDtypeStruct((plan.tokens, plan.features), plan.dtype)]
+        landing = jax.ShapeDtypeStruct((plan.devices, plan.tokens, plan.features), plan.dtype)
+        is_operand, peers_read = plan.group is not None and lands_in_an_operand(), ()
+        if is_operand:
+            peers_read, inputs = (len(inputs),), [*inputs, landing_place(landing)]
+        elif plan.group is not None:
+            outs.append(landing)
+        body = functools.partial(_added_body, plan, bool(gates), is_operand)
+        ring = plgpu.SMEM((plan.buffers, plan.features), plan.dtype)
+        barriers = [plgpu.Barrier(num_arrivals=1, num_barriers=plan.buffers) for _ in range(2)]
+        smem = [ring, *barriers]
+        return _run(plan, "overlap_added_rows", body, inputs, outs, peers_read, smem, otherwise)[0]
+
+    return launch
 
 
 def _added_body(
@@ -485,11 +486,3 @@ def _added_body(
         return lax.cond(chunk.distance > 0, functools.partial(send, chunk), functools.partial(finish, chunk), loads)
 
     _roles(lambda: roles.compute(compute), lambda: roles.transfer(load, tell, await_peers))
-
-
-def plan_of(
-    tokens: int, slots: int, rows: int, features: int, dtype: DTypeLike, target: Target, group: PeerGroup | None
-) -> RowsPlan:
-    """Returns the plan; a group of one device counts as none."""
-    alone = group is None or group.size == 1
-    return RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), target, None if alone else group)

@@ -2,34 +2,42 @@
 
 All three are partial derivatives of one form, which is linear in each of its three arguments:
 
-    form(tokens, rows, gates) = sum over tokens t and slots j of gates[t, j] · <tokens[t], rows[positions[t, j]]>
+    form(tokens, rows, gates) = Σ over devices, tokens t and slots j of gates[t, j] · <tokens[t], rows[positions[t, j]]>
 
-    by tokens   the rows of each token, times their gates, added in the order of the slots
-    by rows     a copy of each row's token, times the row's gate
-    by gates    the inner product of each token with each of its rows
+    by tokens   the rows of each token on all devices, times their gates, added in the order of the slots
+    by rows     a copy of each row's token, which any device may have, times the row's gate
+    by gates    the inner product of each token with each of its rows on all devices
 
-So a derivative of one map is made of the other two, and so is every further derivative. Each map reads by index and
-writes every element once: there is no scatter, and no sum in an order that may change. Sums are in float32.
+So a derivative of one map is made of the other two, and so is every further derivative. No map adds in an order that
+may change. Sums are in float32; those of other devices are rounded before they travel.
 
-Rows behind the last one in use are not read, and are zero where they are written.
+Two kernels compute the first two (`row_kernels.py`), or XLA computes all three, with its own collectives. Rows behind
+the last one in use are not read. Where rows are written, they are zero by XLA, and undefined by the kernel.
 
-tokens: [D · T, h]. rows: [C, h]. gates: [D · T, k], or None where all are 1. See `Routing` for the letters.
+tokens: [T, h]. rows: [C, h]. gates: [T, k], or None where all are 1. See `Routing` for the letters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
+from overlap.experts import row_kernels
 from overlap.experts.routing import Routing
+from overlap.experts.row_kernels import RowsPlan
 from overlap.frame.linear import Wanted, linear_map
-from overlap.frame.signatures import Leaf
+from overlap.frame.signatures import AxisName, Leaf
+from overlap.kernels.target import Target
+from overlap.primitives import PeerGroup
 
 # The index of an argument of the form.
 _Argument = Literal[0, 1, 2]
@@ -38,29 +46,72 @@ TOKENS, ROWS, GATES = 0, 1, 2
 _Factors = tuple[Leaf, ...]
 
 
-def copied(tokens: jax.Array, routing: Routing) -> jax.Array:
-    """Returns the rows, [C, h]: a copy of its token for each row in use, else zeros."""
-    return _derivative(ROWS, tokens.dtype, (tokens, None, None), routing)
+@dataclasses.dataclass(frozen=True)
+class Movement:
+    """How tokens and rows move.
+
+    Attributes:
+      axis_name: the mesh axis whose devices share the experts; None: one device has all.
+      target: the device whose kernels move them; None: XLA moves them.
+      must_fuse: whether the caller asked for the kernels.
+    """
+
+    axis_name: AxisName | None
+    target: Target | None = None
+    must_fuse: bool = False
+
+    def plan(self, features: int, dtype: jnp.dtype, routing: Routing) -> RowsPlan:
+        """Returns the plan of the kernels."""
+        assert self.target is not None
+        group = None if self.axis_name is None else PeerGroup.of(self.axis_name, caller="route")
+        (everything, slots), (rows,) = routing.positions.shape, routing.tokens.shape
+        alone = group is None or group.size == 1
+        tokens = everything if alone else everything // group.size
+        return RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), self.target, None if alone else group)
+
+    def gathered(self, value: jax.Array) -> jax.Array:
+        """Returns the values of all devices, one after the other."""
+        return value if self.axis_name is None else lax.all_gather(value, self.axis_name, axis=0, tiled=True)
+
+    def scattered(self, value: jax.Array) -> jax.Array:
+        """Returns this device's part of the sum over devices."""
+        if self.axis_name is None:
+            return value
+        return lax.psum_scatter(value, self.axis_name, scatter_dimension=0, tiled=True)
 
 
-def added(rows: jax.Array, gates: jax.Array, routing: Routing) -> jax.Array:
-    """Returns for each token the sum of gate · row over its routes on this device, [D · T, h], in the rows' dtype."""
-    return _derivative(TOKENS, rows.dtype, (None, rows, gates), routing)
+def copied(tokens: jax.Array, routing: Routing, movement: Movement) -> jax.Array:
+    """Returns the rows of this device, [C, h]: a copy of its token for each row in use."""
+    return _derivative(ROWS, tokens.dtype, movement, (tokens, None, None), routing)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _derivative(by: _Argument, dtype: jnp.dtype, factors: _Factors, routing: Routing) -> jax.Array:
+def added(rows: jax.Array, gates: jax.Array, routing: Routing, movement: Movement) -> jax.Array:
+    """Returns for each token of this device the sum of gate · row over its routes, [T, h], in the rows' dtype."""
+    return _derivative(TOKENS, rows.dtype, movement, (None, rows, gates), routing)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _derivative(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     """The partial derivative of the form by one argument, in `dtype`."""
-    return (_by_tokens, _by_rows, _by_gates)[by](factors, routing).astype(dtype)
+    if by == GATES:
+        return _by_gates(movement, factors, routing).astype(dtype)
+    moved = factors[ROWS if by == TOKENS else TOKENS]
+    if movement.target is not None and movement.plan(moved.shape[1], moved.dtype, routing).why_not() is None:
+        return _by_kernel(by, movement, factors, routing).astype(dtype)
+    return (_by_tokens if by == TOKENS else _by_rows)(movement, factors, routing, dtype)
 
 
 def _tangent(
-    by: _Argument, dtype: jnp.dtype, primals: tuple[_Factors, Routing], tangents: tuple[_Factors, Leaf]
+    by: _Argument,
+    dtype: jnp.dtype,
+    movement: Movement,
+    primals: tuple[_Factors, Routing],
+    tangents: tuple[_Factors, Leaf],
 ) -> tuple[jax.Array, jax.Array]:
     factors, routing = primals
-    out: Leaf = _derivative(by, dtype, factors, routing)
+    out: Leaf = _derivative(by, dtype, movement, factors, routing)
     parts = [
-        _linear(by, dtype, factors, index, direction, routing)
+        _linear(by, dtype, movement, factors, index, direction, routing)
         for index, direction in enumerate(tangents[0])
         if not (direction is None or isinstance(direction, SymbolicZero))
     ]
@@ -71,8 +122,9 @@ _derivative.defjvp(_tangent, symbolic_zeros=True)
 
 
 def _linear(
-    by: _Argument, dtype: jnp.dtype, factors: _Factors, index: int, direction: jax.Array, routing: Routing
-) -> jax.Array:
+    by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, index: int, direction: jax.Array,
+    routing: Routing,
+) -> jax.Array:  # fmt: skip
     """The derivative by `by`, with `direction` in the place of argument `index`. It is linear in `direction`.
 
     Its transpose is the derivative by argument `index`, with the cotangent in the place of argument `by`.
@@ -81,20 +133,49 @@ def _linear(
 
     def forward(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
         others, routing = jax.tree.unflatten(structure, residuals)
-        return [_derivative(by, dtype, _with(others, index, operands[0]), routing)]
+        return [_derivative(by, dtype, movement, _with(others, index, operands[0]), routing)]
 
     def transpose(
         residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array]:
         others, routing = jax.tree.unflatten(structure, residuals)
         given = _with(others, by, ad.instantiate_zeros(cotangents[0]))
-        return [_derivative(index, wanted[0], given, routing)]
+        return [_derivative(index, wanted[0], movement, given, routing)]
 
     return linear_map(forward, transpose, residuals, [direction])[0]
 
 
 def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
     return (*factors[:index], value, *factors[index + 1 :])
+
+
+# --- By the kernels ---
+
+
+def _by_kernel(by: _Argument, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
+    tokens, rows, gates = factors
+    moved, kernel = (rows, row_kernels.added) if by == TOKENS else (tokens, row_kernels.copied)
+    plan = movement.plan(moved.shape[1], moved.dtype, routing)
+    gathered = [] if gates is None else [movement.gathered(_wide(gates))]
+
+    def otherwise(moved: jax.Array, positions: jax.Array, gates: jax.Array | None = None) -> jax.Array:
+        """The same by XLA on one device, for a program that XLA's partitioner splits."""
+        wide = [moved.astype(jnp.float32)] * plan.slots if by == ROWS else _of_slots(moved, positions)
+        if gates is not None:
+            wide = [gates[:, slot, None] * one for slot, one in enumerate(wide)]
+        if by == TOKENS:
+            return sum(wide[1:], wide[0]).astype(plan.dtype)
+        rows = jnp.zeros((plan.rows, plan.features), jnp.float32)
+        return rows.at[positions].set(jnp.stack(wide, axis=1), mode="drop").astype(plan.dtype)
+
+    @sequential_vmap
+    def run(moved: jax.Array, positions: jax.Array, *gates: jax.Array) -> jax.Array:
+        return kernel(plan, None if movement.must_fuse or plan.group else otherwise)(moved, positions, *gates)
+
+    return run(moved, routing.positions, *gathered)
+
+
+# --- By XLA ---
 
 
 def _wide(value: jax.Array) -> jax.Array:
@@ -106,29 +187,33 @@ def _of_rows(tokens: jax.Array, routing: Routing) -> jax.Array:
     return _wide(tokens.at[routing.tokens].get(mode="promise_in_bounds"))
 
 
-def _by_tokens(factors: _Factors, routing: Routing) -> jax.Array:
+def _of_slots(rows: jax.Array, positions: jax.Array) -> list[jax.Array]:
+    """The rows of each slot of all tokens; zeros where this device has none."""
+    at = (positions[:, slot] for slot in range(positions.shape[1]))
+    return [_wide(rows.at[where].get(mode="fill", fill_value=0)) for where in at]
+
+
+def _by_tokens(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
     _, rows, gates = factors
-    parts = []
-    for slot in range(routing.positions.shape[1]):
-        at = routing.positions[:, slot]
-        row = _wide(rows.at[at].get(mode="fill", fill_value=0))
-        if gates is not None:
-            # A gate that is not finite counts only on the device that has the row.
-            row = jnp.where((at < rows.shape[0])[:, None], _wide(gates[:, slot, None]) * row, 0)
-        parts.append(row)
-    return sum(parts[1:], parts[0])
-
-
-def _by_rows(factors: _Factors, routing: Routing) -> jax.Array:
-    tokens, _, gates = factors
-    rows = _of_rows(tokens, routing)
+    parts = _of_slots(rows, routing.positions)
     if gates is not None:
-        rows *= _wide(gates.at[routing.tokens, routing.slots].get(mode="promise_in_bounds"))[:, None]
-    return jnp.where(routing.filled[:, None], rows, 0)
+        gates, is_here = movement.gathered(_wide(gates)), routing.positions < rows.shape[0]
+        # A gate that is not finite counts only on the device that has the row.
+        parts = [jnp.where(is_here[:, slot, None], gates[:, slot, None] * row, 0) for slot, row in enumerate(parts)]
+    return movement.scattered(sum(parts[1:], parts[0]).astype(dtype))
 
 
-def _by_gates(factors: _Factors, routing: Routing) -> jax.Array:
+def _by_rows(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
+    tokens, _, gates = factors
+    rows = _of_rows(movement.gathered(tokens), routing)
+    if gates is not None:
+        of_rows = movement.gathered(gates).at[routing.tokens, routing.slots].get(mode="promise_in_bounds")
+        rows *= _wide(of_rows)[:, None]
+    return jnp.where(routing.filled[:, None], rows, 0).astype(dtype)
+
+
+def _by_gates(movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, _ = factors
     # Positions name rows in use only, so that what lies behind them does not count.
-    products = (_of_rows(tokens, routing) * _wide(rows)).sum(1)
-    return products.at[routing.positions].get(mode="fill", fill_value=0)
+    products = (_of_rows(movement.gathered(tokens), routing) * _wide(rows)).sum(1)
+    return movement.scattered(products.at[routing.positions].get(mode="fill", fill_value=0))

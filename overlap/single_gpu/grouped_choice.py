@@ -23,7 +23,7 @@ from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
 from overlap.primitives.integers import ceil_div
-from overlap.single_gpu.grouped_product import ZEROS
+from overlap.single_gpu.grouped_product import ZERO_BYTES
 
 if TYPE_CHECKING:
     from overlap.single_gpu.grouped_operation import Product
@@ -83,7 +83,7 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
     dtypes = lhs.dtype, rhs_list[0].dtype, jnp.dtype(product.out_dtype)
     types = OperandTypes(rows, *dtypes, layouts, sides=len(rhs_list), grouped="k" if contracts else "m")
     named = {"m": ("k" if contracts else "m", rows), "n": ("n", n), "k": ("m" if contracts else "k", depth)}
-    zeros_bytes = 0 if contracts else ZEROS[0] * ZEROS[1] * dtypes[2].itemsize + limits.BARRIER_BYTES
+    zeros_bytes = 0 if contracts else ZERO_BYTES + limits.BARRIER_BYTES
     limits.check(mainloop_of(target), types, named, given, target, beside_bytes=zeros_bytes)
 
 

@@ -87,6 +87,29 @@ def grouped_matmul(
     Source: the grouped products of CUTLASS and of "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts"
     (Gale et al., MLSys 2023). That tiles of all groups are numbered together is also how DeepGEMM deals them out.
     """
+    return multiplied(
+        lhs, rhs, group_sizes, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale,
+        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+        implementation=implementation,
+    )  # fmt: skip
+
+
+def multiplied(
+    lhs: AnyArray,
+    rhs: AnyArray | Sequence[AnyArray],
+    group_sizes: AnyArray,
+    *,
+    clears: tuple[bool, bool] = (True, True),
+    bias: AnyArray | Sequence[AnyArray] | None = None,
+    activation: Callable[..., jax.Array] | None = None,
+    lhs_scale: Scale | None = None,
+    rhs_scale: Scale | Sequence[Scale] | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    transpose_rhs: bool = False,
+    config: Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Does what `grouped_matmul` does; the rows behind all groups are zeros only where `Product.clears` says so."""
     arguments.require_values(lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias, scales=(lhs_scale, rhs_scale))
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     arguments.config(config)
@@ -111,7 +134,8 @@ def grouped_matmul(
                 raise NotImplementedError(str(why)) from None
             after = activations.on_all(activations.by_itself(activation), combines)
     target = dispatch.target()
-    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, implementation == "fused", applied)
+    must_fuse = implementation == "fused"
+    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, must_fuse, applied, clears)
     if after is not None:
         product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
     choice = _decide(operands, product, implementation)

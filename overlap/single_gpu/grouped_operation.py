@@ -85,6 +85,8 @@ class Product:
       config: of the kernel; None: one is chosen.
       must_fuse: whether the caller asked for the kernel.
       activation: None: there is none.
+      clears: of a product of rows, whether the rows behind all groups must be zeros in the result, and in the cotangent
+        of `lhs`. The kernel leaves them undefined if nobody reads them.
     """
 
     kind: Literal["rows", "contraction"]
@@ -95,10 +97,17 @@ class Product:
     config: Config | None = None
     must_fuse: bool = False
     activation: Activation | None = None
+    clears: tuple[bool, bool] = (True, True)
 
-    def like(self, kind: Literal["rows", "contraction"], out_dtype: DTypeLike, transpose_rhs: bool = False) -> Product:
+    def like(
+        self,
+        kind: Literal["rows", "contraction"],
+        out_dtype: DTypeLike,
+        transpose_rhs: bool = False,
+        clears: tuple[bool, bool] = (True, True),
+    ) -> Product:
         """Returns a product without an epilogue that is computed in the same way."""
-        changed = {"kind": kind, "out_dtype": jnp.dtype(out_dtype), "transpose_rhs": transpose_rhs}
+        changed = {"kind": kind, "out_dtype": jnp.dtype(out_dtype), "transpose_rhs": transpose_rhs, "clears": clears}
         return dataclasses.replace(self, **changed, config=None, activation=None)
 
     def shape(self, lhs: tuple[int, ...], rhs: tuple[int, ...], groups: int) -> tuple[int, ...]:
@@ -182,7 +191,7 @@ def _by_kernel(operands: Grouped, product: Product) -> jax.Array:
         return jnp.zeros(product.shape(lhs.shape, rhs_list[0].shape, sizes.shape[0]), product.out_dtype)
     config = product.config or grouped_choice.config_of(operands.lhs, rhs_list, sizes, product)
     program = None if product.activation is None else product.activation.program
-    plan = GroupedPlan(product.transpose_rhs, product.out_dtype, config, product.target, program)
+    plan = GroupedPlan(product.transpose_rhs, product.out_dtype, config, product.target, program, product.clears[0])
     if product.kind == "contraction":
         return grouped_product.contraction(lhs, rhs_list[0], sizes, plan)
     vectors = grouped_product.vectors(operands.row_scale, operands.column_scales, operands.biases, config)
@@ -315,7 +324,7 @@ def _apart(operands: Grouped, product: Product) -> jax.Array:
     operations: they are what a layer keeps for its backward pass.
     """
     dtype = product.out_dtype if len(operands.rhs_list) > 1 else accumulator(operands.lhs.dtype)
-    bare = product.like("rows", dtype, product.transpose_rhs)
+    bare = product.like("rows", dtype, product.transpose_rhs, product.clears)
     products = [_bare(operands.lhs, rhs, operands.sizes, bare) for rhs in operands.rhs_list]
     wide = accumulator(operands.lhs.dtype)
     products = [checkpoint_name(z, BEFORE_ACTIVATION).astype(wide) for z in products]
@@ -334,7 +343,7 @@ def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
     g, other = cotangent.astype(narrow), other.astype(narrow)
     out_dtype = F32 if wanted in FLOAT8 else wanted
     if product.kind == "rows" and of_lhs:
-        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs)
+        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs, product.clears[::-1])
     elif product.kind == "rows":
         pair = (g, other) if product.transpose_rhs else (other, g)
         of_pair = product.like("contraction", out_dtype)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from overlap.kernels import epilogue, groups
-from overlap.kernels.config import Config, tile_k
+from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile
@@ -32,13 +32,15 @@ from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
+from overlap.kernels.tma.staging import atom, swizzled
 from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import ceil_div, in_32_bits, quotient
 from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_grouped_matmul"
-# The box of zeros that is stored at a time: rows, columns.
-ZEROS = 8, 64
+# The box of zeros that is stored at a time has so many rows, and the width of all boxes.
+_ZERO_ROWS = 8
+ZERO_BYTES = _ZERO_ROWS * SWIZZLE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class GroupedPlan:
       config: sizes.
       target: the device.
       program: the activation; None: there is none.
+      clears: whether the rows behind all groups must be zeros; if not, they are undefined.
     """
 
     transpose_rhs: bool
@@ -58,6 +61,7 @@ class GroupedPlan:
     config: Config
     target: Target
     program: epilogue.Program | None = None
+    clears: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +108,7 @@ def rows(
       plan: the static data.
 
     Returns:
-      [m, n]. Rows behind all groups are zero.
+      [m, n]. Rows behind all groups are zero, or undefined (`GroupedPlan.clears`).
     """
     config, layouts, sides = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs), len(rhs_list)
     (m, k), (_, n) = lhs.shape, layouts.k_n(rhs_list[0].shape)
@@ -113,9 +117,11 @@ def rows(
     columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
     table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
     most = StreamK.on(plan.target, config, table.shape[0], k_steps)
-    smem = plgpu.SMEM(ZEROS, out_dtype), plgpu.Barrier(num_arrivals=1)
+    zeros = _ZERO_ROWS, atom(out_dtype)
+    # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
+    smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
-    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(ZEROS, out_dtype), of_epilogue)
+    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(zeros, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
 
     def work_of(inputs: _Rows) -> GroupedWork:
@@ -144,7 +150,7 @@ class _RowsBody:
             rhs_at=self._rhs_at,
             out_at=lambda tile: self.refs.outputs,
             epilogue_at=self._epilogue_at if has_epilogue else None,
-            communicate=self._clear,
+            communicate=self._clear if self.plan.clears else None,
         )
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide:
@@ -165,7 +171,7 @@ class _RowsBody:
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
         out_gmem, (zeros_smem, loaded) = self.refs.outputs, self.refs.smem
-        (m, n), (box_rows, box_columns), first = out_gmem.shape, ZEROS, self.refs.inputs.counts[1]
+        (m, n), (box_rows, box_columns), first = out_gmem.shape, zeros_smem.shape, self.refs.inputs.counts[1]
         across, cta, ctas = ceil_div(n, box_columns), lax.axis_index(GRID_AXIS), self.kernel.work.num_ctas
         boxes = quotient(m - first + box_rows - 1, box_rows) * across
 

@@ -297,10 +297,9 @@ def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
     gates, positions = (struct(mesh, (everything, slots), dtype) for dtype in ("float32", "int32"))
 
     def call(given: jax.Array, gates: jax.Array, positions: jax.Array) -> jax.Array:
-        plan = row_kernels.plan_of(
-            tokens, slots, tokens * slots, features, given.dtype, current_target(), PeerGroup.of("x")
-        )
-        return kernel(given, gates if case.config.get("gates") else None, positions, plan)
+        sizes = tokens, slots, tokens * slots, features, given.dtype
+        plan = row_kernels.RowsPlan(*sizes, current_target(), PeerGroup.of("x"))
+        return kernel(plan)(given, positions, *([gates] if case.config.get("gates") else []))
 
     mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), check_vma=False)
     return mapped, (given, gates, positions)
