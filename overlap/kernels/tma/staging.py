@@ -206,16 +206,13 @@ class BufferPlan:
 def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType, ...]:
     """Returns the views (box, mma) of shared memory that holds boxes of results: see `Buffers`.
 
-    Boxes that are sent to peers directly from shared memory have a third view, of flat boxes. So have boxes of which
-    only the first rows may be stored: a view without swizzling, in which a copy may begin and end at any row.
+    Boxes that are sent to peers directly from shared memory have a third view, of flat boxes.
 
     Args:
       shape: [..., rows, columns] of the boxes.
       types: the operands' types.
     """
     views = _views(shape, shape, types.out_dtype)
-    if types.grouped == "m":
-        return *views, plgpu.SMEM(shape, types.out_dtype)
     return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -109,13 +108,7 @@ def store(
             assert not isinstance(values, tuple)
             if epilogue is None and addend is not None:
                 values = values + addend
-            stored = values.astype(block_smem.dtype)
-            if left is None:
-                block_smem[...] = stored
-                continue
-            plain_smem = flat_views[0].at[box, pl.ds(above, rows)]
-            plain_smem = plain_smem.transpose((1, 0)) if buffers.plan.wg_tile.transposed else plain_smem
-            lax.cond(left >= wg_m, _put(block_smem, stored), _put(plain_smem, stored))
+            block_smem[...] = values.astype(block_smem.dtype)
     plgpu.commit_smem()
     if output.boxes is not None:
         in_tile = output.wg_tile_index * exchange.box_count(buffers)
@@ -127,7 +120,7 @@ def store(
         return
 
     if left is not None:
-        with_reference(hooks.out_at(tile), functools.partial(_send_rows, box_views, flat_views[0], places, left))
+        with_reference(hooks.out_at(tile), functools.partial(_send_rows, box_views, places, left))
         return
 
     def send(out_gmem: GmemRef) -> None:
@@ -137,16 +130,8 @@ def store(
     with_reference(hooks.out_at(tile), send)
 
 
-def _put(view_smem: SmemRef, values: jax.Array) -> Callable[[], None]:
-    def put() -> None:
-        view_smem[...] = values
-
-    return put
-
-
 def _send_rows(
     box_views: SmemRef,
-    plain_views: SmemRef,
     places: Sequence[tuple[pl.Slice, pl.Slice]],
     left: jax.Array,
     out_gmem: GmemRef,
@@ -167,5 +152,5 @@ def _send_rows(
             for box, (_, columns) in enumerate(places):
                 piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
                 plgpu.copy_smem_to_gmem(
-                    plain_views.at[box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
+                    box_views.at[box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
                 )
