@@ -25,8 +25,8 @@ from overlap.choice.crossover import NOTHING_MEASURED, Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.rates import rates_of
 from overlap.collectives.collective import require_peers, untried
+from overlap.experts.chunks import RowsPlan
 from overlap.experts.routing import Routing, device_count
-from overlap.experts.row_kernels import RowsPlan
 from overlap.experts.rows import Movement, added, copied
 from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown

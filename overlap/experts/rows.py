@@ -11,8 +11,8 @@ All three are partial derivatives of one form, which is linear in each of its th
 So a derivative of one map is made of the other two, and so is every further derivative. No map adds in an order that
 may change. Sums are in float32; those of other devices are rounded before they travel.
 
-Two kernels compute the first two (`row_kernels.py`), or XLA computes all three, with its own collectives. Rows behind
-the last one in use are not read. Where rows are written, they are zero by XLA, and undefined by the kernel.
+Kernels compute them (`row_kernels.py`), or XLA with its own collectives. Rows behind the last one in use are not read.
+Where rows are written, they are zero by XLA, and undefined by the kernel.
 
 tokens: [T, h]. rows: [C, h]. gates: [T, k], or None where all are 1. See `Routing` for the letters.
 """
@@ -32,8 +32,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from overlap.experts import row_kernels
+from overlap.experts.chunks import RowsPlan
 from overlap.experts.routing import Routing
-from overlap.experts.row_kernels import RowsPlan
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
 from overlap.kernels.target import Target
@@ -93,12 +93,12 @@ def added(rows: jax.Array, gates: jax.Array, routing: Routing, movement: Movemen
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _derivative(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     """The partial derivative of the form by one argument, in `dtype`."""
-    if by == GATES:
-        return _by_gates(movement, factors, routing).astype(dtype)
-    moved = factors[ROWS if by == TOKENS else TOKENS]
-    if movement.target is not None and movement.plan(moved.shape[1], moved.dtype, routing).why_not() is None:
-        return _by_kernel(by, movement, factors, routing).astype(dtype)
-    return (_by_tokens if by == TOKENS else _by_rows)(movement, factors, routing, dtype)
+    moved = next(x for x in factors[:GATES] if x is not None)
+    if movement.target is not None and routing.tokens.size and routing.positions.size:
+        plan = movement.plan(moved.shape[1], moved.dtype, routing)
+        if plan.why_not() is None and all(x is None or x.dtype == moved.dtype for x in factors[:GATES]):
+            return _by_kernel(by, movement, plan, factors, routing).astype(dtype)
+    return (_by_tokens, _by_rows, _by_gates)[by](movement, factors, routing, dtype)
 
 
 def _tangent(
@@ -152,27 +152,34 @@ def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
 # --- By the kernels ---
 
 
-def _by_kernel(by: _Argument, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
+def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, gates = factors
-    moved, kernel = (rows, row_kernels.added) if by == TOKENS else (tokens, row_kernels.copied)
-    plan = movement.plan(moved.shape[1], moved.dtype, routing)
-    gathered = [] if gates is None else [movement.gathered(_wide(gates))]
-
-    def otherwise(moved: jax.Array, positions: jax.Array, gates: jax.Array | None = None) -> jax.Array:
-        """The same by XLA on one device, for a program that XLA's partitioner splits."""
-        wide = [moved.astype(jnp.float32)] * plan.slots if by == ROWS else _of_slots(moved, positions)
-        if gates is not None:
-            wide = [gates[:, slot, None] * one for slot, one in enumerate(wide)]
-        if by == TOKENS:
-            return sum(wide[1:], wide[0]).astype(plan.dtype)
-        rows = jnp.zeros((plan.rows, plan.features), jnp.float32)
-        return rows.at[positions].set(jnp.stack(wide, axis=1), mode="drop").astype(plan.dtype)
+    given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
+    given["gates"] = None if gates is None else movement.gathered(_wide(gates))
+    kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
+    alone = movement.must_fuse or plan.group is not None
 
     @sequential_vmap
-    def run(moved: jax.Array, positions: jax.Array, *gates: jax.Array) -> jax.Array:
-        return kernel(plan, None if movement.must_fuse or plan.group else otherwise)(moved, positions, *gates)
+    def run(given: dict[str, jax.Array]) -> jax.Array:
+        (out,) = kernel(given, plan, None if alone else functools.partial(_on_one_device, by, plan)).values()
+        return out
 
-    return run(moved, routing.positions, *gathered)
+    out = run({name: x for name, x in given.items() if x is not None})
+    return movement.scattered(out) if by == GATES else out
+
+
+def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> row_kernels.Arrays:
+    """The same as a kernel of one device, by XLA, for a program that XLA's partitioner splits."""
+    positions, gates = given["positions"], given.get("gates")
+    if by == ROWS:
+        wide = given["tokens"].astype(jnp.float32)[:, None] * (1 if gates is None else gates[..., None])
+        each = jnp.broadcast_to(wide, (*positions.shape, plan.features)).astype(plan.dtype)
+        return {"rows": jnp.zeros((plan.rows, plan.features), plan.dtype).at[positions].set(each, mode="drop")}
+    rows = _of_slots(given["rows"], positions)
+    if by == TOKENS:
+        rows = rows if gates is None else [gates[:, slot, None] * row for slot, row in enumerate(rows)]
+        return {"sums": sum(rows[1:], rows[0]).astype(plan.dtype)}
+    return {"products": jnp.stack([(_wide(given["tokens"]) * row).sum(1) for row in rows], axis=1)}
 
 
 # --- By XLA ---
@@ -212,8 +219,8 @@ def _by_rows(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp
     return jnp.where(routing.filled[:, None], rows, 0).astype(dtype)
 
 
-def _by_gates(movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
+def _by_gates(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
     tokens, rows, _ = factors
     # Positions name rows in use only, so that what lies behind them does not count.
     products = (_of_rows(movement.gathered(tokens), routing) * _wide(rows)).sum(1)
-    return movement.scattered(products.at[routing.positions].get(mode="fill", fill_value=0))
+    return movement.scattered(products.at[routing.positions].get(mode="fill", fill_value=0)).astype(dtype)

@@ -283,26 +283,33 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
 
 def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
-    """The kernel that copies tokens to rows of experts, or with "adds" the one that adds rows; sizes are T, h, k."""
+    """A kernel that moves the rows of experts: `kernel` names it. The shape is T, h, k."""
     import jax
     from jax.sharding import PartitionSpec as P
 
-    from overlap.experts import row_kernels
+    from overlap.experts import chunks, row_kernels
     from overlap.kernels.target import current_target
     from overlap.primitives import PeerGroup
 
     (tokens, features, slots), devices = case.shape, mesh.shape["x"]
-    everything, kernel = devices * tokens, row_kernels.added if case.config.get("adds") else row_kernels.copied
-    given = struct(mesh, (devices * tokens * (slots if case.config.get("adds") else 1), features), case.dtype, P("x"))
-    gates, positions = (struct(mesh, (everything, slots), dtype) for dtype in ("float32", "int32"))
+    everything, rows = devices * tokens, tokens * slots
+    types = {
+        "tokens": struct(mesh, (everything, features), case.dtype, P("x")),
+        "rows": struct(mesh, (devices * rows, features), case.dtype, P("x")),
+        "positions": struct(mesh, (everything, slots), "int32"), "gates": struct(mesh, (everything, slots), "float32"),
+    }  # fmt: skip
+    kernel, unused = {
+        "copied": (row_kernels.copied, {"rows"}), "added": (row_kernels.added, {"tokens"}),
+        "products": (row_kernels.products, {"gates"}),
+    }[case.config["kernel"]]  # fmt: skip
+    given = {name: kind for name, kind in types.items() if name not in unused}
+    specs = {name: P("x") if name in ("tokens", "rows") else P() for name in given}
 
-    def call(given: jax.Array, gates: jax.Array, positions: jax.Array) -> jax.Array:
-        sizes = tokens, slots, tokens * slots, features, given.dtype
-        plan = row_kernels.RowsPlan(*sizes, current_target(), PeerGroup.of("x"))
-        return kernel(plan)(given, positions, *([gates] if case.config.get("gates") else []))
+    def call(given: dict[str, jax.Array]) -> Any:
+        plan = chunks.RowsPlan(tokens, slots, rows, features, types["rows"].dtype, current_target(), PeerGroup.of("x"))
+        return kernel(given, plan)
 
-    mapped = jax.shard_map(call, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), check_vma=False)
-    return mapped, (given, gates, positions)
+    return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=False), (given,)
 
 
 def of_operation(op: str) -> str:

@@ -1,0 +1,316 @@
+"""How the kernels that move rows are launched: chunks of tokens, which the running CTAs draw, and two roles in each CTA.
+
+A CTA has two warpgroups: one computes, and one warp of the other loads data and talks to the peers. They hand over one
+chunk of tokens at a time. Several CTAs run on each core, so that some wait for memory while others compute.
+
+No CTA waits for a CTA that may not have started (`overlap/primitives/handshake.py` says why): chunks are drawn from a
+counter, so one running CTA on each device suffices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from overlap import _compat
+from overlap.kernels.grid import GRID_AXIS, THREAD_AXIS
+from overlap.kernels.launch import sealed
+from overlap.kernels.target import Target
+from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, addresses, converge_warp, draw, shared_semaphores
+from overlap.primitives.atomics import loop_while
+from overlap.primitives.host_mesh import ON_HOST_MESHES
+from overlap.primitives.integers import in_32_bits, largest_divisor, quotient, remainder
+from overlap.primitives.shared_words import load_word
+from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
+
+# A row is computed with in parts of at most so many features, by all threads of a warpgroup.
+_PART, _THREADS = 2048, 128
+# The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
+# and twice these change nothing.
+_CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
+_CTAS_PER_CORE = 4
+# The most rows that are loaded ahead, and their bytes.
+_BUFFERS, _BUFFER_BYTES = 8, 32 << 10
+_COMPUTE, _TRANSFER = range(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsPlan:
+    """The static data of a kernel.
+
+    Attributes:
+      tokens: T.
+      slots: k.
+      rows: C.
+      features: h.
+      dtype: of tokens and rows.
+      target: the device.
+      group: the devices; None: this one alone.
+    """
+
+    tokens: int
+    slots: int
+    rows: int
+    features: int
+    dtype: jnp.dtype
+    target: Target
+    group: PeerGroup | None
+
+    @property
+    def devices(self) -> int:
+        """D."""
+        return 1 if self.group is None else self.group.size
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        most = max(1, min(_CHUNK_TOKENS, _CHUNK_BYTES // (self.features * self.dtype.itemsize)))
+        return largest_divisor(self.tokens, most)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one device's tokens."""
+        return self.tokens // self.chunk
+
+    @property
+    def part(self) -> int:
+        """Features of a part."""
+        return _THREADS * largest_divisor(self.features // _THREADS, _PART // _THREADS)
+
+    @property
+    def parts(self) -> list[pl.Slice]:
+        """The parts of a row."""
+        return [pl.ds(first, self.part) for first in range(0, self.features, self.part)]
+
+    @property
+    def buffers(self) -> int:
+        """Rows that are loaded ahead."""
+        return max(2, min(_BUFFERS, _BUFFER_BYTES // (self.features * self.dtype.itemsize)))
+
+    def token(self, chunk: Chunk, index: Index) -> Index:
+        """A token of a chunk, counted over all devices."""
+        return chunk.device * self.tokens + chunk.first + index
+
+    def why_not(self) -> str | None:
+        """Says why the kernels cannot move such rows; None if they can."""
+        if self.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            return f"the kernels move rows of bfloat16, float16 or float32, not of {self.dtype}"
+        if self.features % _THREADS or not self.features:
+            return f"the kernels move rows of a multiple of {_THREADS} features, and there are {self.features}"
+        if self.features * self.dtype.itemsize > _CHUNK_BYTES:
+            most = _CHUNK_BYTES // self.dtype.itemsize
+            return f"the kernels move rows of at most {most} features of {self.dtype}, and there are {self.features}"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of tokens: the device that owns them, how many positions ahead it is, and its first token there."""
+
+    device: Index
+    distance: Index
+    first: Index
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """The references of a kernel, and the loops of its two roles.
+
+    Attributes:
+      plan: sizes.
+      name: of the kernel, for reports of long waits.
+      own_last: whether this device's own chunks are drawn last, instead of first.
+      inputs: the operands.
+      outputs: the results.
+      arrived: a flag for each device and chunk; only if there are peers.
+      flags: of the handshake, or one counter if there are no peers.
+      number_smem: one word, the number of the chunk.
+      posted: the barrier at which the transfer warp arrives when it has written a number.
+      done: the barrier at which the compute warpgroup arrives when it has finished with a chunk.
+      chunk_smem: [tokens of a chunk, h].
+      smem: further shared memory and barriers.
+    """
+
+    plan: RowsPlan
+    name: str
+    own_last: bool
+    inputs: Mapping[str, GmemRef]
+    outputs: Mapping[str, GmemRef]
+    arrived: SemaphoreRef
+    flags: SemaphoreRef
+    number_smem: SmemRef
+    posted: BarrierRef
+    done: BarrierRef
+    chunk_smem: SmemRef
+    smem: Sequence[SmemRef]
+
+    @property
+    def _count(self) -> int:
+        return self.plan.devices * self.plan.chunks
+
+    @property
+    def handshake(self) -> Handshake:
+        """The handshake with the peers, if there are any."""
+        assert self.plan.group is not None
+        return Handshake(self.flags, self.plan.group, lax.axis_index(GRID_AXIS), self.name, self._count)
+
+    def at(self, number: Index) -> Chunk:
+        """Returns a chunk, given its number from 0 on."""
+        of_device, group = self.plan.chunks, self.plan.group
+        distance = quotient(number, of_device)
+        first = (number - distance * of_device) * self.plan.chunk
+        if group is None:
+            return Chunk(0, 0, first)
+        distance = remainder(distance + 1, group.size) if self.own_last else distance
+        return Chunk(group.peer(distance), distance, first)
+
+    def places(self, chunk: Chunk, index: Index) -> list[Index]:
+        """The row of each slot of a chunk's token; C where this device has none."""
+        token = self.plan.token(chunk, index)
+        return [self.inputs["positions"][token, slot] for slot in range(self.plan.slots)]
+
+    def gate(self, chunk: Chunk, index: Index, slot: int) -> jax.Array | None:
+        """The gate of a slot of a chunk's token; None if all are 1."""
+        gates = self.inputs.get("gates")
+        return None if gates is None else gates[self.plan.token(chunk, index), slot]
+
+    def run(
+        self,
+        compute: Callable[[Chunk, Index], Index],
+        load: Callable[[Chunk, Index], Index],
+        before: Callable[[Chunk], None],
+        finish: Callable[[Chunk], None] = lambda chunk: None,
+    ) -> None:
+        """Runs both roles.
+
+        For each chunk that it draws, the transfer warp calls `before`, hands the chunk over, calls `load`, and calls
+        `finish` when `compute` has returned, which the compute warpgroup calls. `load` and `compute` each get the
+        number that they have returned for the chunk before, at first 0.
+        """
+        thread = lax.axis_index(THREAD_AXIS)
+        pl.when(thread == _COMPUTE)(lambda: self._compute(compute))
+
+        @pl.when(thread == _TRANSFER)
+        def _transfer() -> None:
+            @plgpu.warp_map
+            def _warps(warp: Index) -> None:
+                @pl.when(warp == 0)
+                def _first() -> None:
+                    self._transfer(load, before, finish)
+                    converge_warp()
+
+    def _transfer(
+        self, load: Callable[[Chunk, Index], Index], before: Callable[[Chunk], None], finish: Callable[[Chunk], None]
+    ) -> None:
+        if self.plan.group is None:
+            counter, first = self.flags.at[0], 0
+            number = draw(counter, self._count)
+        else:
+            number, counter, first = self.handshake.begin(), self.handshake.counter, self.handshake.looks
+        end = first + self._count
+
+        def post(number: Index) -> None:
+            self.number_smem[0] = number - first
+            plgpu.barrier_arrive(self.posted)
+
+        def turn(state: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
+            number, count, loads = state
+            chunk = self.at(number - first)
+            before(chunk)
+            post(number)
+            loads = load(chunk, loads)
+            following = draw(counter, end, number)
+            plgpu.barrier_wait(self.done)
+            finish(chunk)
+            return following, count + 1, loads
+
+        start = (number, jnp.int32(0), jnp.int32(0))
+        _, count, _ = loop_while(lambda state: state[0] < end, turn, start)
+        post(end)
+        if self.plan.group is not None:
+            self.handshake.leave(count)
+
+    def _compute(self, do: Callable[[Chunk, Index], Index]) -> None:
+        def read() -> jax.Array:
+            plgpu.barrier_wait(self.posted)
+            return load_word(self.number_smem.at[0])
+
+        def turn(state: tuple[Index, Index]) -> tuple[Index, Index]:
+            number, loads = state
+            loads = do(self.at(number), loads)
+            plgpu.barrier_arrive(self.done)
+            return read(), loads
+
+        loop_while(lambda state: state[0] < self._count, turn, (read(), jnp.int32(0)))
+
+
+@in_32_bits
+def launch(
+    plan: RowsPlan,
+    name: str,
+    body: Callable[[Refs], None],
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    own_last: bool,
+    smem: Sequence[ScratchType],
+    peers_read: str | None = None,
+    otherwise: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
+) -> Mapping[str, jax.Array]:
+    """Launches a kernel.
+
+    Args:
+      plan: sizes.
+      name: of the kernel.
+      body: is called with the kernel's references. It calls `Refs.run`.
+      inputs: the operands.
+      outputs: the types of the results.
+      own_last: as in `Refs`.
+      smem: types of further shared memory and barriers.
+      peers_read: the name of the operand that peers read or write.
+      otherwise: computes the results by XLA, for a program that XLA's partitioner splits; None: that is refused.
+    """
+    leaves, structure = jax.tree.flatten(dict(inputs))
+    types, out_structure = jax.tree.flatten(dict(outputs))
+    told = (sorted(inputs).index(peers_read),) if plan.group is not None and peers_read is not None else ()
+    ctas = min(_CTAS_PER_CORE * plan.target.num_cores, plan.devices * plan.chunks)
+
+    def kernel(*refs: GmemRef) -> None:
+        given, refs = refs[: len(leaves)], refs[len(leaves) :]
+        outs, (number, posted, done, chunk, *more) = refs[: len(types)], refs[len(types) :]
+        shapes = ((1,),) if plan.group is None else ((plan.devices, plan.chunks), HANDSHAKE_FLAGS)
+        flags = shared_semaphores(*shapes, told=bool(told))
+        trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
+        title = f"{name.removeprefix('overlap_')} {plan.tokens}x{plan.features}"
+        body(Refs(plan, title, own_last, *trees, flags[0], flags[-1], number, posted, done, chunk, more))
+
+    def by_xla(*given: jax.Array) -> list[jax.Array]:
+        assert otherwise is not None
+        return jax.tree.leaves(dict(otherwise(jax.tree.unflatten(structure, given))))
+
+    kernel.__name__ = name
+    params = {"lowering_semantics": plgpu.LoweringSemantics.Warpgroup, "skip_device_barrier": True}
+    launched = plgpu.kernel(
+        kernel,
+        out_type=types,
+        grid=(ctas,),
+        grid_names=(GRID_AXIS,),
+        num_threads=2,
+        thread_name=THREAD_AXIS,
+        scratch_types=[
+            plgpu.SMEM((1,), jnp.int32),
+            *(plgpu.Barrier(num_arrivals=1) for _ in range(2)),
+            plgpu.SMEM((plan.chunk, plan.features), plan.dtype),
+            *smem,
+        ],
+        compiler_params=addresses.Params(**params, peers_read=told) if told else plgpu.CompilerParams(**params),
+    )
+    patches = ON_HOST_MESHES, _compat.WARP_LOOPS
+    outs = sealed(launched, name, None if otherwise is None else by_xla, patches)(*leaves)
+    return jax.tree.unflatten(out_structure, outs)
