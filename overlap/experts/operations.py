@@ -24,8 +24,8 @@ from overlap.experts.rows import added, copied
 from overlap.frame import arguments
 from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
-from overlap.kernels.config import Config
-from overlap.single_gpu.grouped_matmul import grouped_matmul
+from overlap.kernels.config import FLOAT8, Config
+from overlap.single_gpu.grouped_matmul import grouped_matmul, require_operands
 
 
 def all_gather_lhs_grouped_matmul(
@@ -80,7 +80,11 @@ def all_gather_lhs_grouped_matmul(
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
     op = "all_gather_lhs_grouped_matmul"
-    tokens, weights = _checked(routing, "x", x, w, transpose_rhs)
+    tokens, weights = _checked(routing, "x", x, w, transpose_rhs, bias, activation)
+    if tokens.dtype in FLOAT8:
+        raise ValueError(
+            f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
+        )
     _require_tokens("x", tokens, routing, device_count(op, axis_name))
     if axis_name is not None:
         tokens = lax.all_gather(tokens, axis_name, axis=0, tiled=True)
@@ -143,7 +147,7 @@ def grouped_matmul_reduce_scatter(
     Source: as for `all_gather_lhs_grouped_matmul`.
     """
     op = "grouped_matmul_reduce_scatter"
-    lhs, weights = _checked(routing, "h", h, w, transpose_rhs)
+    lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
     _require_tokens("gates", factors, routing, device_count(op, axis_name))
@@ -168,11 +172,13 @@ def grouped_matmul_reduce_scatter(
     return sums if axis_name is None else lax.psum_scatter(sums, axis_name, scatter_dimension=0, tiled=True)
 
 
-def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given) -> tuple[Leaf, Leaf]:
+def _checked(
+    routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given, bias: Given, activation: Given = None
+) -> tuple[Leaf, Leaf]:
     """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
 
     Raises:
-      ValueError: `routing` is none, the weights are not those of its experts, or the features differ.
+      ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
@@ -196,7 +202,13 @@ def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Giv
                 f"`{name}` and `{called}` must have the same number of features, got {lhs.shape[1]} and {features}: "
                 f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
             )
-    return lhs, [*weights.values()] if several else weights["w"]
+    found = [*weights.values()] if several else weights["w"]
+    # `grouped_matmul` would name its own arguments. Only the types are checked: nothing is computed.
+    jax.eval_shape(lambda: require_operands(
+        lhs, found, routing.group_sizes, names=(name, "w"), bias=bias, activation=activation,
+        transpose_rhs=is_transposed,
+    ))  # fmt: skip
+    return lhs, found
 
 
 def _require_tokens(name: str, value: jax.Array, routing: Routing, devices: int) -> None:
