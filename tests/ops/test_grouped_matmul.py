@@ -232,7 +232,7 @@ def test_a_function_that_no_kernel_computes():
         (NotImplementedError, {"lhs": jnp.ones((M, K)), "rhs": jnp.ones((GROUPS, K, N)), "implementation": "fused"},
          "float32 operands"),
         (NotImplementedError, {"lhs": jnp.ones((M, K), jnp.float8_e5m2), "implementation": "fused",
-                               "rhs": jnp.ones((GROUPS, K, N), jnp.float8_e5m2)}, r"as \[groups, n, k\] only.*pass",
+                               "rhs": jnp.ones((GROUPS, K, N), jnp.float8_e5m2)}, r"as \[groups, n, k\] only.*pass"),
     ],
 )  # fmt: skip
 def test_refusals(error, changed, words):
