@@ -15,7 +15,11 @@ are their gradients. The methods:
 
 With `--products "layer, forward"` or `"layer, forward and backward"` a whole layer runs on all devices: routes, the
 tokens of all devices as rows, the products, and the sums of each token's rows. The router is not part of it. "fused"
-and "xla" are then the implementations of the products. `--tokens` are those of all devices.
+and "xla" are then the implementations of the products. `--tokens` are those of all devices; the figure of
+docs/performance.md takes any number of them. XLA's products take 40 s to compile and 0.1 s each. Without them
+(`--methods fused`) results are not compared, and a problem's old rows in `--out` are replaced, XLA's too.
+
+    python -m benchmarks.experts --products "layer, forward" --tokens 1024,4096,16384 --methods fused --out …
 
 Each is a loop in which an element of the result is written into an operand before the next turn, in place. roof/this is
 the time of "roof" / the method's.
@@ -74,6 +78,7 @@ MODELS = {
     "qwen3-235b": Experts(4096, 1536, 64, 4.0),
     "mixtral-8x7b": Experts(4096, 14336, 4, 1.0),
     "deepseek-v3": Experts(7168, 2048, 128, 4.0),
+    "llama4-scout": Experts(5120, 8192, 8, 0.5),
     "tiny": Experts(64, 128, 4, 2.0),
 }
 type Call = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -88,6 +93,14 @@ def sizes_of(routing: str, rows: int, groups: int) -> np.ndarray:
     chance = np.random.default_rng(0)
     weights = 1 / np.arange(1, groups + 1) if routing == "zipf" else np.ones(groups)
     return chance.multinomial(rows, chance.permutation(weights / weights.sum())).astype(np.int32)
+
+
+def of_row(name: str, passed: str, rows: int, devices: int) -> tuple[float, float]:
+    """Returns for a row of results of a layer, with `rows` as its first size: a device's tokens and operations."""
+    model = MODELS[name]
+    tokens = rows / model.share / devices
+    flops = 6.0 * tokens * 2 * model.share * model.hidden * model.width
+    return tokens, flops * (1 if passed == PASSES[0] else 3)
 
 
 def _rows_product(implementation: str) -> Call:
@@ -272,7 +285,7 @@ def measure(made: Mapping[str, Loop], rounds: int, turns: int) -> dict[str, list
 
 def main(argv: Sequence[str] | None = None) -> int:
     choices = {"models": tuple(MODELS), "methods": METHODS, "products": (*PRODUCTS, *PASSES), "routings": ROUTINGS}
-    run = layer_runs.begin("experts", __doc__, choices, argv, tokens="16384")
+    run = layer_runs.begin("experts", __doc__, choices, argv, tokens="16384", needs_xla=False)
     mesh, asked = mesh_of(run.devices), run.arguments
     for name, tokens, product, routing in itertools.product(asked.models, asked.tokens, asked.products, asked.routings):
         model, rows = MODELS[name], int(tokens * MODELS[name].share)
@@ -284,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             made, turns = of_product(product, rows, model, routing, asked.methods), run.turns(flops)
         us = measure(made, asked.rounds, turns)
-        if "xla" in us:
+        if us:
             run.add(f"{rows}x{model.hidden}x{model.width}", f"{name}, {product}, {routing}", us)
     return 0
 

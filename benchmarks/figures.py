@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from benchmarks import experts
 from benchmarks.current import Row, Table, method
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ _COLORS = {
     "matmul_all_reduce": "#c026d3",
 }
 _MARKERS = {2: "o", 4: "^"}
+# What `_experts` draws: colors of models, lines of passes, widths of products, markers of routings.
+_OF_MODELS = (*_COLORS.values(), "#84cc16", "#e11d48")
+_OF_PASSES: dict[str, str] = dict(zip(experts.PASSES, ("-", "--"), strict=True))
+_OF_PRODUCTS = {"fused": 1.5, "xla": 0.5}
+_OF_ROUTINGS = {"balanced": "o", "uniform": "s", "zipf": "^"}
 # What `_bars` draws: the sizes on each device, and the color of each method.
 _SHARD = "1024x3584x8192"
 _OF_BARS = {"xla": "#a3a3a3", "fused": _COLORS["all_gather_lhs_matmul"], "roof": "#14b8a6"}
@@ -33,6 +39,7 @@ def drawn(tables: Sequence[Table]) -> dict[str, str]:
             "bound.svg": _scatter(tables, _bound, _label_bound),
             "rows.svg": _scatter(tables, _rows, _label_rows),
             "devices.svg": _bars(tables),
+            "experts.svg": _experts(tables),
         }
 
 
@@ -80,6 +87,39 @@ def _bars(tables: Sequence[Table]) -> str:
         axes.bar([at + 0.26 * (number - 1) for at in range(len(names))], times[name], 0.24, color=color, label=label)
     axes.set_xticks(range(len(names)), names)
     axes.set(ylabel="µs", title=f"all_gather_lhs_matmul, {_SHARD.replace('x', '×')} bf16 on each GPU")
+    return _svg(axes)
+
+
+def _experts(tables: Sequence[Table]) -> str:
+    """Draws what a layer of experts reaches against the tokens of each device, for each model, pass and routing."""
+    curves: dict[tuple[str, ...], list[tuple[float, float]]] = {}
+    for table in (table for table in tables if table.operation == "experts"):
+        gpus = f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}"
+        for rows in table.problems():
+            name, _, rest = rows[0]["layout"].partition(", ")
+            passed, routing = rest.rsplit(", ", 1)
+            for how in _OF_PRODUCTS:
+                if passed in experts.PASSES and (row := method(rows, how)):
+                    tokens, flops = experts.of_row(name, passed, int(row["shape"].split("x")[0]), table.devices)
+                    point = tokens, flops / float(row["loop_us"]) / 1e6
+                    curves.setdefault((name, passed, routing, gpus, how), []).append(point)
+    axes = _axes()
+    models = sorted({f"{name}, {gpus}" for name, _, _, gpus, _ in curves})
+    for (name, passed, routing, gpus, how), points in sorted(curves.items()):
+        xs, ys = zip(*sorted(points), strict=True)
+        color, width = _OF_MODELS[models.index(f"{name}, {gpus}") % len(_OF_MODELS)], _OF_PRODUCTS[how]
+        axes.plot(xs, ys, _OF_PASSES[passed], marker=_OF_ROUTINGS[routing], color=color, linewidth=width, markersize=4)
+    # The legend names each color, line and marker once.
+    for number, name in enumerate(models):
+        axes.plot([], [], color=_OF_MODELS[number % len(_OF_MODELS)], label=name)
+    for passed, line in _OF_PASSES.items():
+        axes.plot([], [], line, color=_GREY, label=passed.removeprefix("layer, "))
+    for how, width in _OF_PRODUCTS.items():
+        axes.plot([], [], linewidth=width, color=_GREY, label=f"products: {how}")
+    for routing in sorted({key[2] for key in curves}):
+        axes.plot([], [], _OF_ROUTINGS[routing], color=_GREY, markersize=4, label=f"routing: {routing}")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens of each GPU", ylabel="TFLOP/s of each GPU", ylim=(0, 900), title="A layer of experts")
     return _svg(axes)
 
 

@@ -40,6 +40,7 @@ RIVALS: dict[str, dict[str, int | bool]] = {
     },
 }
 CONTROL = "xla again"
+_OVER_THIS = ("xla_over_this", "xla_over_this_p10", "xla_over_this_p90")
 type Layer = Callable[[Any, jax.Array], jax.Array]  # (weights, x) -> out, of global arrays
 PASSES = ("forward", "forward and backward")
 MODELS = {
@@ -87,31 +88,32 @@ class Run:
         Args:
           shape: the sizes of the problem, separated by x.
           case: what else distinguishes the problem, such as the pass; for the column `layout`.
-          times: for each method the microseconds of a turn, in each round: "xla", others of `RIVALS`, and more.
+          times: for each method the microseconds of a turn, in each round: "xla", others of `RIVALS`, and more. Without
+            any of `RIVALS` there are no ratios to XLA.
         """
         if jax.process_index():
             return
-        best = min((times[name] for name in RIVALS if name in times), key=statistics.median)
+        best = min((times[name] for name in RIVALS if name in times), key=statistics.median, default=None)
         problem = {"op": self.name, "devices": len(self.devices), "shape": shape, "dtype": "bf16", "layout": case}
         rows: list[dict[str, Any]] = []
         for method, us in times.items():
-            # The control is compared with its twin.
-            of_rounds = np.divide(times["xla"] if method == CONTROL else best, us).tolist()
             row = {"method": method, "status": "ok", "roof_over_this": report.ratio(times.get("roof", ()), us)}
-            row |= report.spread("loop_us", us) | report.spread("xla_over_this", of_rounds)
+            row |= report.spread("loop_us", us) | dict.fromkeys(_OVER_THIS)
+            if best is not None:
+                # The control is compared with its twin.
+                of_rounds = np.divide(times["xla"] if method == CONTROL else best, us).tolist()
+                row |= report.spread(_OVER_THIS[0], of_rounds)
             rows.append(problem | row | {"rounds": len(us)})
         shown = [
             (
                 row["method"],
                 f"{row['loop_us']:.0f}",
                 f"{row['loop_us_p10']:.0f} to {row['loop_us_p90']:.0f}",
-                f"{row['xla_over_this']:.3f}",
-                f"{row['xla_over_this_p10']:.3f} to {row['xla_over_this_p90']:.3f}",
-                report.number(row["roof_over_this"], ".3f"),
+                *(report.number(row[name], ".3f") for name in (*_OVER_THIS, "roof_over_this")),
             )
             for row in rows
         ]
-        headings = ("method", "µs", "p10 to p90", "xla/this", "p10 to p90", "roof/this")
+        headings = ("method", "µs", "p10 to p90", "xla/this", "p10", "p90", "roof/this")
         console.show(console.console(), f"{self.name} {shape} {case}", headings, shown, texts=1)
         if self.arguments.out is not None:
             print(f"wrote {report.add(self.arguments.out, rows, self.facts)}", flush=True)
@@ -123,11 +125,17 @@ def numbers(text: str) -> list[int]:
 
 
 def begin(
-    name: str, doc: str | None, choices: Mapping[str, Sequence[str]], argv: Sequence[str] | None, tokens: str
+    name: str,
+    doc: str | None,
+    choices: Mapping[str, Sequence[str]],
+    argv: Sequence[str] | None,
+    tokens: str,
+    needs_xla: bool = True,
 ) -> Run:
     """Reads the options, sets up the devices, and returns the run. With `--dry-run` it uses 2 CPU devices.
 
     `choices` has by the name of an option what it may select. By default that is all but "tiny" and "xla windowed".
+    `needs_xla`: whether the methods must contain "xla".
 
     Raises:
       WrongArguments: there is no GPU, the code differs from the commit, or the devices are too few or divide no sizes.
@@ -157,7 +165,7 @@ def begin(
     count = arguments.devices or jax.device_count()
     if count > jax.device_count():
         raise WrongArguments(f"{name}: `--devices` must be at most {jax.device_count()} here, got {count}")
-    if "xla" not in arguments.methods:
+    if needs_xla and "xla" not in arguments.methods:
         raise WrongArguments(f"{name}: `--methods` must contain xla, with which the others are compared")
     for model in arguments.models:
         if (heads := MODELS[model].kv_heads if model in MODELS else 0) % count:

@@ -52,8 +52,9 @@ def _cells(table: Table, row: Row, *others: Row | None, digits: int = 1) -> list
     shape, dtype, layout = problem_of(row)
     sizes = " ".join([shape.replace("x", "×"), dtype, *([] if layout == "nn" else [layout])])
     times = [f"{float(each['loop_us']):.{digits}f}" if each else "–" for each in (row, *others)]
-    gain, roof = float(row["xla_over_this"]), row.get("roof_over_this")
-    ratios = f"{gain:.2f}" if gain >= 1 else f"**{gain:.2f}**", f"{float(roof):.2f}" if roof else "–"
+    gain, roof = row["xla_over_this"], row.get("roof_over_this")
+    bold = "**" if gain and float(gain) < 1 else ""
+    ratios = f"{bold}{float(gain):.2f}{bold}" if gain else "–", f"{float(roof):.2f}" if roof else "–"
     return [_gpus(table), sizes, *times, *ratios]
 
 

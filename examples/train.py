@@ -223,7 +223,8 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
         if not done and leads:
             file.write_text(json.dumps(sizes))
         if done:
-            if (before := json.loads(file.read_text())) != sizes:
+            # Older runs have no experts.
+            if (before := {"experts": 0} | json.loads(file.read_text())) != sizes:
                 raise WrongArguments(f"train: {options.out} is of another model, {before}: choose another --out")
             state = checkpoints.restore(done, args=ocp.args.StandardRestore(program.abstract_state))
             say(f"{'all steps are done' if done >= options.steps else 'goes on'} after step {done}")

@@ -24,13 +24,13 @@ from overlap.cli import soak_programs
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, progress_bar, refuse
 from overlap.cli.devices import start
-from overlap.cli.soak_programs import CASES, Axis, Case
+from overlap.cli.soak_programs import CASES, Axis, Case, Experts
 
 # How many programs are started before their results are checked.
 _BLOCK = 24
 _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
 # A case, a mesh, and the axis of the mesh along which the case runs.
-type _Kind = tuple[Case, Mesh, Axis]
+type _Kind = tuple[Case | Experts, Mesh, Axis]
 # A kind of program; by how many microseconds each device is late; the number of launches from one delay to the next.
 type _Drawn = tuple[_Kind, list[float], int]
 # The number of a program, the program, and how many of its results were wrong.

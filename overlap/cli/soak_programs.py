@@ -76,13 +76,87 @@ class Case:
         return Problem(self.op, sizes["m"], sizes["n"], sizes["k"], self.dtype, out_dtype, devices, self.layout)
 
 
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A layer of experts, and the gradient of its last weights. Each token chooses two experts.
+
+    All values but the result and the gradient are whole numbers of at most 4 · hidden, which are exact in bfloat16.
+    Other gradients are left out: that of the tokens has parts that are rounded before they are added, and without a
+    GPU two emulated kernels that do not depend on each other may need more threads than XLA has.
+
+    Attributes:
+      name: the name in messages.
+      tokens: of each device.
+      hidden: features of the tokens.
+      width: features inside an expert.
+      experts: of each device.
+      beside: whether one of XLA's collectives may run at the same time.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    width: int
+    experts: int = 2
+    beside: bool = True
+
+
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """A gate whose values are small whole numbers. It shows whether its arguments were mixed up."""
+    return gate - jax.nn.relu(up)
+
+
 def _exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Computes a product by XLA, in f32."""
     return lax.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
 
-def _results(case: Case, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
+def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
+    """As `_results`, for a layer of experts. What is expected comes from one product with all experts, and its VJP."""
+    size, me = lax.axis_size(axis), lax.axis_index(axis)
+    experts, tokens = size * case.experts, size * case.tokens
+    shapes = (tokens, case.hidden), *((experts, case.hidden, case.width),) * 2, (experts, case.width, case.hidden)
+    # Each array starts at another number of a pool.
+    x, w_gate, w_up, w_down = (
+        jnp.resize(jnp.roll(pools[i > 0], 977 * i), shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)
+    )
+    cotangent = jnp.resize(pools[1], x.shape).astype(jnp.float32)
+    # A number from 0 to 80 for each token, which says what two experts it chooses.
+    drawn = ((jnp.resize(pools[0], (tokens, 4)).astype(jnp.int32) + 1) * jnp.array([27, 9, 3, 1])).sum(1)
+    ids = jnp.stack([drawn, drawn + 1 + drawn // experts % (experts - 1)], 1) % experts
+    gates = jnp.exp2((jnp.arange(2 * tokens).reshape(tokens, 2) // 3 % 2).astype(jnp.float32))
+
+    def own(array: jax.Array) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(array, me * (len(array) // size), len(array) // size)
+        return part if array is ids else (part.astype(jnp.float32) + late).astype(array.dtype)
+
+    def layer(w_down: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"implementation": "xla" if current_target().is_blackwell else "fused"}
+        routing = overlap.route(own(ids), experts, axis)
+        h = overlap.all_gather_lhs_grouped_matmul(
+            own(x), [own(w_gate), own(w_up)], routing, axis, activation=_gated, **how
+        )
+        return overlap.grouped_matmul_reduce_scatter(
+            h, w_down, own(gates), routing, axis, preferred_element_type=jnp.float32, **how
+        )
+
+    def dense(w_down: jax.Array) -> jax.Array:
+        # The experts lie side by side. Those that a token has not chosen are zero.
+        gate, up = (jnp.einsum("th,ehi->tei", x, w, preferred_element_type=jnp.float32) for w in (w_gate, w_up))
+        shares = jnp.where(ids[..., None] == jnp.arange(experts), gates[..., None], 0).sum(1)
+        return _exact((_gated(gate, up) * shares[..., None]).reshape(tokens, -1), w_down.reshape(-1, case.hidden))
+
+    (out, pull), (expected, pull_dense) = jax.vjp(layer, own(w_down)), jax.vjp(dense, w_down)
+    # The backward pass begins when the result is there.
+    after = jnp.where(jnp.isnan(out[:1, :1]), 1.0, 0.0)
+    (found,), (right,) = pull(own(cotangent) + after), pull_dense(cotangent)
+    return [(out, own(expected)), (found, own(right))]
+
+
+def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
     """Runs the operation on this device's shards, and computes what it should return from the whole operands."""
+    if isinstance(case, Experts):
+        return _results_of_experts(case, axis, pools, late)
     size, me, spec = lax.axis_size(axis), lax.axis_index(axis), BY_NAME[case.op]
     problem = case.problem(size)
 
@@ -124,7 +198,7 @@ def _results(case: Case, axis: Axis, pools: tuple[jax.Array, jax.Array], late: j
 
 
 _GATHER, _SCATTER, _REDUCE = "all_gather_lhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-CASES = (
+CASES: tuple[Case | Experts, ...] = (
     Case("rows", _GATHER, (128, 256, 256), _F16),
     Case("ragged rows", _GATHER, (200, 264, 136)),
     Case("few rows", _GATHER, (16, 256, 512)),
@@ -143,6 +217,7 @@ CASES = (
     Case("sums for all by rows", _REDUCE, (72, 136, 64), config={"chunk_bytes": 4096}),
     Case("sums for all by columns", _REDUCE, (8, 384, 64), _F16, config={}),
     Case("sums for all in one shot", _REDUCE, (8, 136, 72), config={"one_shot": True}),
+    Experts("experts", tokens=40, hidden=64, width=72),
 )  # fmt: skip
 
 
@@ -170,7 +245,7 @@ def _spin(microseconds: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def program(case: Case, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax.Array]:
+def program(case: Case | Experts, mesh: Mesh, axis: Axis, steps: int) -> Callable[..., jax.Array]:
     """A jitted function that runs `steps` launches of a case in a loop.
 
     Its arguments are (late_us, period, *arrays): a delay for each device, and the arrays that `operands` returns. In

@@ -1,4 +1,4 @@
-"""How the kernels that move rows are launched: chunks of tokens, which the running CTAs draw, and two roles in each CTA.
+"""How the kernels that move rows are launched: chunks of tokens, which the running CTAs draw, and two roles of a CTA.
 
 A CTA has two warpgroups: one computes, and one warp of the other loads data and talks to the peers. They hand over one
 chunk of tokens at a time. Several CTAs run on each core, so that some wait for memory while others compute.

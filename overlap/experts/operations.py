@@ -32,8 +32,8 @@ from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
 from overlap.frame.explain import record
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
-from overlap.kernels.config import Config
-from overlap.single_gpu.grouped_matmul import multiplied
+from overlap.kernels.config import FLOAT8, Config
+from overlap.single_gpu.grouped_matmul import multiplied, require_operands
 
 
 def all_gather_lhs_grouped_matmul(
@@ -88,13 +88,17 @@ def all_gather_lhs_grouped_matmul(
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
     op = "all_gather_lhs_grouped_matmul"
-    tokens, weights = _checked(routing, "x", x, w, transpose_rhs)
+    tokens, weights = _checked(routing, "x", x, w, transpose_rhs, bias, activation)
+    if tokens.dtype in FLOAT8:
+        raise ValueError(
+            f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
+        )
     _require_tokens("x", tokens, routing, device_count(op, axis_name))
     movement = _movement(op, tokens, routing, axis_name, implementation)
     return multiplied(
         copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
-        activation=activation,        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
-        implementation=implementation,
+        activation=activation, preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs,
+        config=config, implementation=implementation,
     )  # fmt: skip
 
 
@@ -150,7 +154,7 @@ def grouped_matmul_reduce_scatter(
     Source: as for `all_gather_lhs_grouped_matmul`.
     """
     op = "grouped_matmul_reduce_scatter"
-    lhs, weights = _checked(routing, "h", h, w, transpose_rhs)
+    lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
     _require_tokens("gates", factors, routing, device_count(op, axis_name))
@@ -166,17 +170,20 @@ def grouped_matmul_reduce_scatter(
             "[T, k], as the ids that `route` got"
         )
     products = multiplied(
-        lhs, weights, routing.group_sizes, clears=(False, True), bias=bias, preferred_element_type=preferred_element_type,
-        transpose_rhs=transpose_rhs, config=config, implementation=implementation,
+        lhs, weights, routing.group_sizes, clears=(False, True), bias=bias,
+        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+        implementation=implementation,
     )  # fmt: skip
     return added(products, factors, routing, _movement(op, products, routing, axis_name, implementation))
 
 
-def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given) -> tuple[Leaf, Leaf]:
+def _checked(
+    routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given, bias: Given, activation: Given = None
+) -> tuple[Leaf, Leaf]:
     """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
 
     Raises:
-      ValueError: `routing` is none, the weights are not those of its experts, or the features differ.
+      ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
@@ -200,7 +207,13 @@ def _checked(routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Giv
                 f"`{name}` and `{called}` must have the same number of features, got {lhs.shape[1]} and {features}: "
                 f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
             )
-    return lhs, [*weights.values()] if several else weights["w"]
+    found = [*weights.values()] if several else weights["w"]
+    # `grouped_matmul` would name its own arguments. Only the types are checked: nothing is computed.
+    jax.eval_shape(lambda: require_operands(
+        lhs, found, routing.group_sizes, names=(name, "w"), bias=bias, activation=activation,
+        transpose_rhs=is_transposed,
+    ))  # fmt: skip
+    return lhs, found
 
 
 def _movement(
@@ -211,6 +224,7 @@ def _movement(
     Raises:
       NotImplementedError: the caller asked for the kernels, and they cannot serve the call.
     """
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     movement = Movement(axis_name, dispatch.target(), implementation == "fused")
     choice = _decide(op, moved, movement.plan(moved.shape[1], moved.dtype, routing), implementation)
     record(dataclasses.replace(choice, shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}"))

@@ -13,6 +13,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from overlap.frame import arguments
@@ -86,8 +87,8 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
       >>> jax.jit(jax.shard_map(sizes, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(chosen).tolist()
       [1, 1, 1, 0, 0, 3, 1, 1]
     """
-    devices, capacity = device_count("route", axis_name), arguments.count("capacity", capacity)
-    experts, owned = _checked(experts, num_experts, devices)
+    devices = device_count("route", axis_name)
+    experts, owned, capacity = _checked(experts, num_experts, capacity, devices)
     first = 0 if axis_name is None else lax.axis_index(axis_name) * owned
     if axis_name is not None:
         experts = lax.all_gather(experts, axis_name, axis=0, tiled=True)
@@ -146,8 +147,11 @@ def device_count(op: str, axis_name: Given) -> int:
         ) from None
 
 
-def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Array, int]:
-    """Checks the arguments of `route`. Returns the ids as an array, and the number of experts of each device."""
+def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) -> tuple[jax.Array, int, int | None]:
+    """Checks the arguments of `route`.
+
+    Returns the ids as an array, the number of experts of each device, and the capacity: None if it drops nothing.
+    """
     arguments.require_values(experts=experts)
     experts = jnp.asarray(experts) if hasattr(experts, "dtype") else experts
     kind = getattr(experts, "dtype", None)
@@ -156,9 +160,15 @@ def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Arra
             f"`experts` must be integers [tokens, k], the experts that each token chose, got {shown(experts)}: pass "
             "the indices of lax.top_k, of rank 2"
         )
-    count = arguments.count("num_experts", num_experts)
-    if count is None or count % devices:
-        more = -(-(count or 1) // devices) * devices
+    is_number = isinstance(num_experts, (int, np.integer)) and not isinstance(num_experts, bool)
+    if not is_number or num_experts < 1:
+        raise ValueError(
+            f"`num_experts` must be an integer of at least 1, got {shown(num_experts)}: pass the number of experts on "
+            "all devices"
+        )
+    count = int(num_experts)
+    if count % devices:
+        more = -(-count // devices) * devices
         raise ValueError(
             f"`num_experts` must be a multiple of the {devices} devices along the axis, got {count}: use {more} "
             "experts, or fewer devices"
@@ -173,4 +183,6 @@ def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Arra
             f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
             "calls"
         )
-    return experts.astype(jnp.int32), count // devices
+    capacity = arguments.count("capacity", capacity)
+    # An expert never has more rows than there are routes.
+    return experts.astype(jnp.int32), count // devices, None if capacity is None or capacity >= routes else capacity

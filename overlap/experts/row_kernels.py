@@ -141,7 +141,7 @@ def _added_body(refs: Refs) -> None:
             pl.when(chunk.distance > 0)(signal)
 
     def each_sum(chunk: Chunk, loads: Index, do: Callable[[Index, pl.Slice, jax.Array], None]) -> Index:
-        """Adds the rows of each token in the order of its slots. Calls `do` with the token's index and parts of sums."""
+        """Adds the rows of each token in the order of its slots. Calls `do` with the token's index and each part."""
 
         def add(index: Index, slot: int, totals: Tree, rows: list[jax.Array]) -> Tree:
             gate = refs.gate(chunk, index, slot)
@@ -281,7 +281,7 @@ class _Ring:
         state: Tree,
         use: Callable[[Index, int, Tree, list[jax.Array]], Tree],
     ) -> tuple[Index, Tree]:
-        """Calls `use(index, slot, state, parts of the row in float32)` for each row of a token. Returns (loads, state)."""
+        """Calls `use(index, slot, state, parts of the row in float32)` for each row of a token. Returns both states."""
         plan = self.refs.plan
         for slot, place in enumerate(self.refs.places(chunk, index)):
 

@@ -161,8 +161,8 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
 
     @sequential_vmap
     def run(given: dict[str, jax.Array]) -> jax.Array:
-        (out,) = kernel(given, plan, None if alone else functools.partial(_on_one_device, by, plan)).values()
-        return out
+        found = kernel(given, plan, None if alone else functools.partial(_on_one_device, by, plan))
+        return found[("sums", "rows", "products")[by]]
 
     out = run({name: x for name, x in given.items() if x is not None})
     return movement.scattered(out) if by == GATES else out
@@ -175,10 +175,9 @@ def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> 
         wide = given["tokens"].astype(jnp.float32)[:, None] * (1 if gates is None else gates[..., None])
         each = jnp.broadcast_to(wide, (*positions.shape, plan.features)).astype(plan.dtype)
         return {"rows": jnp.zeros((plan.rows, plan.features), plan.dtype).at[positions].set(each, mode="drop")}
-    rows = _of_slots(given["rows"], positions)
     if by == TOKENS:
-        rows = rows if gates is None else [gates[:, slot, None] * row for slot, row in enumerate(rows)]
-        return {"sums": sum(rows[1:], rows[0]).astype(plan.dtype)}
+        return {"sums": _sums(given["rows"], gates, positions).astype(plan.dtype)}
+    rows = _of_slots(given["rows"], positions)
     return {"products": jnp.stack([(_wide(given["tokens"]) * row).sum(1) for row in rows], axis=1)}
 
 
@@ -200,14 +199,20 @@ def _of_slots(rows: jax.Array, positions: jax.Array) -> list[jax.Array]:
     return [_wide(rows.at[where].get(mode="fill", fill_value=0)) for where in at]
 
 
-def _by_tokens(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
-    _, rows, gates = factors
-    parts = _of_slots(rows, routing.positions)
+def _sums(rows: jax.Array, gates: Leaf, positions: jax.Array) -> jax.Array:
+    """The sums of all tokens over the rows of this device, [D · T, h]. `gates` are those of all devices."""
+    parts = _of_slots(rows, positions)
     if gates is not None:
-        gates, is_here = movement.gathered(_wide(gates)), routing.positions < rows.shape[0]
+        is_here = positions < rows.shape[0]
         # A gate that is not finite counts only on the device that has the row.
         parts = [jnp.where(is_here[:, slot, None], gates[:, slot, None] * row, 0) for slot, row in enumerate(parts)]
-    return movement.scattered(sum(parts[1:], parts[0]).astype(dtype))
+    return sum(parts[1:], parts[0])
+
+
+def _by_tokens(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
+    _, rows, gates = factors
+    gates = None if gates is None else movement.gathered(_wide(gates))
+    return movement.scattered(_sums(rows, gates, routing.positions).astype(dtype))
 
 
 def _by_rows(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:

@@ -122,7 +122,7 @@ def traced(
         )
     least, most = _arrays_of(function)
     if not least <= arrays <= most:
-        wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as `rhs` has right operands,"
+        wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as there are right operands,"
         count = least if arrays < least else most
         raise ValueError(f"`activation` must be a function of {wanted} got {_name(function)}, which takes {count}")
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own

@@ -109,7 +109,8 @@ def axis_name(value: Given) -> Given:
     """
     names = value if isinstance(value, (tuple, list)) else (value,)
     for name in names:
-        if isinstance(name, (jax.Array, np.ndarray)) or not isinstance(name, Hashable) or name is None:
+        # jax takes an integer for a dimension of an array.
+        if name is None or isinstance(name, (int, jax.Array, np.ndarray)) or not isinstance(name, Hashable):
             raise ValueError(
                 f"`axis_name` must be the name of a mesh axis or a tuple of such, got {shown(value)}: name the axis, "
                 "e.g. 'x'"

@@ -138,9 +138,9 @@ class Operands:
         return list(zip(self.rhs_list, *columns, strict=True))
 
 
-def rhs_names(container: type | None, count: int) -> list[str]:
+def rhs_names(container: type | None, count: int, name: str = "rhs") -> list[str]:
     """The right operands' names for messages: `rhs`, or `rhs[0]`, `rhs[1]`, … if the caller gave several."""
-    return ["rhs"] if container is None else [f"rhs[{index}]" for index in range(count)]
+    return [name] if container is None else [f"{name}[{index}]" for index in range(count)]
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:

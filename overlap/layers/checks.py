@@ -16,12 +16,21 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     """Raises TypeError if a size is no whole number, and ValueError if it is less than 1."""
     for name, size in sizes.items():
         try:
+            if isinstance(size, bool):
+                raise TypeError
             is_positive = operator.index(size) > 0
         except TypeError:
             way_out = f": give {int(size)}" if isinstance(size, float) and size.is_integer() else ""
             raise TypeError(f"{layer}: {name} must be a whole number, got {size!r}{way_out}") from None
         if not is_positive:
             raise ValueError(f"{layer}: {name} must be at least 1, got {size!r}: give a positive size")
+
+
+def check_flags(layer: str, **flags: Any) -> None:
+    """Raises TypeError if a value is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{layer}: {name} must be True or False, got {flag!r}: name one of these")
 
 
 def check_dtypes(layer: str, **dtypes: Any) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
@@ -17,7 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.frame import sharded
-from overlap.layers.checks import check_activation, check_dtypes, check_features, check_residual, check_sizes
+from overlap.layers.checks import (
+    check_activation,
+    check_dtypes,
+    check_features,
+    check_flags,
+    check_residual,
+    check_sizes,
+)
 from overlap.layers.linear import BIAS_INIT, KERNEL_INIT
 from overlap.layers.mlp import GatedMLP, silu
 from overlap.layers.parallel import (
@@ -100,9 +108,10 @@ class ExpertMLP(Parallel):
         the shared expert only; the experts keep what they gather, unless `jax.checkpoint` says otherwise.
 
     Raises:
-      TypeError: the activation is no function; or for the reasons of `ColumnParallelLinear`.
+      TypeError: the activation is no function, `capacity_factor` no number, a flag neither True nor False; or for the
+        reasons of `ColumnParallelLinear`.
       ValueError: the devices do not divide the experts or features; `experts_per_token` exceeds `num_experts`;
-        `capacity_factor` is not positive; or for the reasons of `ColumnParallelLinear`.
+        `capacity_factor` is not positive and finite; or for the reasons of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class ExpertMLP(Parallel):
         given = {key: options[key] for key in Options.__annotations__ if key in options}
         Parallel.__init__(self, name=name, **given)
         check_activation(self.title, activation)
+        check_flags(self.title, normalize_gates=normalize_gates, use_bias=use_bias)
         sizes = {"in_features": in_features, "hidden_features": hidden_features, "num_experts": num_experts}
         check_sizes(self.title, **sizes, experts_per_token=experts_per_token)
         names = ("dtype", "param_dtype", "preferred_element_type")
@@ -137,10 +147,12 @@ class ExpertMLP(Parallel):
                 f"{self.title}: experts_per_token={experts_per_token} must be at most num_experts={num_experts}: a "
                 "token chooses each expert once"
             )
-        if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(
-                f"{self.title}: capacity_factor must be positive, got {capacity_factor!r}: leave it out to drop nothing"
-            )
+        if capacity_factor is not None:
+            way_out = f"got {capacity_factor!r}: give 1.25, say, or leave it out to drop nothing"
+            if isinstance(capacity_factor, bool) or not isinstance(capacity_factor, (int, float, np.number)):
+                raise TypeError(f"{self.title}: capacity_factor must be a number, {way_out}")
+            if not 0 < capacity_factor < math.inf:
+                raise ValueError(f"{self.title}: capacity_factor must be positive and finite, {way_out}")
         self.in_features, self.hidden_features = in_features, hidden_features
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.normalize_gates, self.capacity_factor, self.activation = normalize_gates, capacity_factor, activation
@@ -152,6 +164,7 @@ class ExpertMLP(Parallel):
         self.gate = ExpertKernel(self, inwards, use_bias, options)
         self.up = ExpertKernel(self, inwards, use_bias, options)
         self.down = ExpertKernel(self, outwards, use_bias, options)
+        options["part_of"] = self.title
         self.shared = (
             None if shared_features is None else
             GatedMLP(in_features, shared_features, activation=activation, name="shared", **options)

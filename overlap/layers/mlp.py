@@ -50,10 +50,12 @@ class GatedMLP(Layer):
         **options: Unpack[LinearOptions],
     ):
         self.name, self.activation = name, activation
+        part_of = options.get("part_of")
+        self.title = f"{part_of}.{name}" if part_of else name  # In error messages, as of `Parallel`.
         out_features = in_features if out_features is None else out_features
-        check_activation(name, activation)
-        check_sizes(name, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
-        options["part_of"] = name
+        check_activation(self.title, activation)
+        check_sizes(self.title, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        options["part_of"] = self.title
         self.gate = ColumnParallelLinear(in_features, hidden_features, use_bias=use_bias, name="gate", **options)
         self.up = ColumnParallelLinear(in_features, hidden_features, use_bias=use_bias, name="up", **options)
         self.down = RowParallelLinear(hidden_features, out_features, use_bias=use_bias, name="down", **options)
@@ -68,8 +70,8 @@ class GatedMLP(Layer):
         Returns:
           [..., rows, out_features], sharded as `x`.
         """
-        check_features(self.name, x, "in_features", self.gate.in_features)
-        check_residual(self.name, residual, (*x.shape[:-1], self.down.out_features))
+        check_features(self.title, x, "in_features", self.gate.in_features)
+        check_residual(self.title, residual, (*x.shape[:-1], self.down.out_features))
         with jax.named_scope(self.name):
             with jax.named_scope("gate_up"):
                 combined = lambda gate, up: self.activation(gate) * up  # noqa: E731

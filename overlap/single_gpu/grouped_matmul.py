@@ -26,6 +26,10 @@ from overlap.kernels.config import FLOAT8, Config
 from overlap.single_gpu import grouped_choice, grouped_operation
 from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
 
+# The names of the left and the right operand in messages.
+type Names = tuple[str, str]
+_NAMES: Names = ("lhs", "rhs")
+
 
 def grouped_matmul(
     lhs: AnyArray,
@@ -71,7 +75,8 @@ def grouped_matmul(
 
     Raises:
       ValueError: ranks, dtypes, sizes, the activation or the config are wrong.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why. Or the
+        operands are on a mesh with Explicit axes, outside of `jax.shard_map`.
 
     Works under `jax.jit` and `lax.scan`, inside `jax.shard_map` (each device multiplies its own rows), and under
     `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
@@ -115,14 +120,10 @@ def multiplied(
     arguments.config(config)
     _settings.require_valid()
     transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
-    container, operands, out_dtype = _checked(lhs, rhs, group_sizes, transpose_rhs, preferred_element_type)
+    container, operands = _checked(lhs, rhs, group_sizes, transpose_rhs, _NAMES)
+    out_dtype = arguments.result_dtype(preferred_element_type, operands.lhs.dtype)
     operands = _with_vectors(operands, container, transpose_rhs, bias, lhs_scale, rhs_scale)
-    combines = activations.takes_all(activation, rhs)
-    if container is not None and not combines:
-        raise ValueError(
-            f"`rhs` must be one array unless `activation` takes one array for each, got a {container.__name__} of "
-            f"{len(operands.rhs_list)}: make a call for each, or pass such an activation"
-        )
+    combines = _combines(activation, rhs, container, _NAMES)
     applied, after = None, None
     if activation is not None:
         arrays = len(operands.rhs_list) if combines else 1
@@ -139,6 +140,7 @@ def multiplied(
     if after is not None:
         product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
     choice = _decide(operands, product, implementation)
+    _require_one_device(operands, choice.implementation)
     record(choice)
     product = dataclasses.replace(product, implementation=choice.implementation)
     if after is None:
@@ -153,16 +155,43 @@ def _run(operands: Grouped, product: Product) -> jax.Array:
     return sharded.in_enterable_axes(functools.partial(grouped_operation.run, product=product), operands)
 
 
+def require_operands(
+    lhs: Given, rhs: Given, group_sizes: Given, *, names: Names, bias: Given, activation: Given, transpose_rhs: bool
+) -> None:
+    """Checks what another public function passes on. `names` are its names of `lhs` and `rhs`, for messages.
+
+    Raises:
+      ValueError: the operands, `bias` and `activation` do not fit each other.
+    """
+    container, operands = _checked(lhs, rhs, group_sizes, transpose_rhs, names)
+    _with_vectors(operands, container, transpose_rhs, bias, None, None, names)
+    _combines(activation, rhs, container, names)
+
+
+def _combines(activation: Given, rhs: Given, container: type | None, names: Names) -> bool:
+    """Whether the activation takes an array for each right operand. If not, there must be one right operand."""
+    combines = activations.takes_all(activation, rhs)
+    if container is not None and not combines:
+        raise ValueError(
+            f"`{names[1]}` must be one array unless `activation` takes one array for each, got a {container.__name__} "
+            f"of {len(rhs)}: make a call for each, or pass such an activation"
+        )
+    return combines
+
+
 def _checked(
-    lhs: Given, rhs: Given, group_sizes: Given, transpose_rhs: bool, preferred: DTypeLike | None
-) -> tuple[type | None, Grouped, jnp.dtype]:
-    """Returns the container of the right operands (None: one array), the operands, and the dtype of the result."""
-    lhs = arguments.array("lhs", lhs)
+    lhs: Given, rhs: Given, group_sizes: Given, transpose_rhs: bool, called: Names
+) -> tuple[type | None, Grouped]:
+    """Returns the container of the right operands (None: one array) and the operands. `called`: names for messages."""
+    of_lhs, of_rhs = called
+    lhs = arguments.array(of_lhs, lhs)
     container = type(rhs) if type(rhs) in (list, tuple) else None
     given = [rhs] if container is None else list(rhs)
     if not given:
-        raise ValueError(f"`rhs` must hold at least one array, got an empty {type(rhs).__name__}: name the weights")
-    names = rhs_names(container, len(given))
+        raise ValueError(
+            f"`{of_rhs}` must hold at least one array, got an empty {type(rhs).__name__}: name the weights"
+        )
+    names = rhs_names(container, len(given), of_rhs)
     rhs_list = [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
     kind = getattr(group_sizes, "dtype", None)
     if kind is None or not jnp.issubdtype(kind, jnp.integer) or group_sizes.ndim != 1:
@@ -172,7 +201,7 @@ def _checked(
         )
     sizes = jnp.asarray(group_sizes)
     if lhs.ndim != 2:
-        raise ValueError(f"`lhs` must have 2 dimensions, got {lhs.ndim} (shape {lhs.shape}): reshape it")
+        raise ValueError(f"`{of_lhs}` must have 2 dimensions, got {lhs.ndim} (shape {lhs.shape}): reshape it")
     layout = "n, k" if transpose_rhs else "k, n"
     for name, x in zip(names, rhs_list, strict=True):
         if x.ndim != 3:
@@ -181,7 +210,9 @@ def _checked(
                 "matrices of the groups"
             )
         if x.dtype != lhs.dtype and not (lhs.dtype in FLOAT8 and x.dtype in FLOAT8):
-            raise ValueError(f"`lhs` and `{name}` must have the same dtype, got {lhs.dtype} and {x.dtype}: cast one")
+            raise ValueError(
+                f"`{of_lhs}` and `{name}` must have the same dtype, got {lhs.dtype} and {x.dtype}: cast one"
+            )
         if x.shape[0] != sizes.shape[0]:
             raise ValueError(
                 f"`{name}` must have a matrix for each of the {sizes.shape[0]} groups of `group_sizes`, got "
@@ -190,27 +221,32 @@ def _checked(
         k = x.shape[2 if transpose_rhs else 1]
         if k != lhs.shape[1]:
             raise ValueError(
-                f"`lhs` and `{name}` must agree in the contraction dimension, got k={lhs.shape[1]} in lhs {lhs.shape} "
-                f"and k={k} in {name} {x.shape}: is it stored transposed (`transpose_rhs`)?"
+                f"`{of_lhs}` and `{name}` must agree in the contraction dimension, got k={lhs.shape[1]} in {of_lhs} "
+                f"{lhs.shape} and k={k} in {name} {x.shape}: is it stored transposed (`transpose_rhs`)?"
             )
         if x.shape != rhs_list[0].shape:
             raise ValueError(
-                f"the arrays of `rhs` must have one shape, got {rhs_list[0].shape} and {x.shape}: pad them"
+                f"the arrays of `{of_rhs}` must have one shape, got {rhs_list[0].shape} and {x.shape}: pad them"
             )
     if not sizes.shape[0]:
         raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
-    operands = Grouped(lhs, tuple(rhs_list), groups.clipped(sizes, lhs.shape[0]))
-    return container, operands, arguments.result_dtype(preferred, lhs.dtype)
+    return container, Grouped(lhs, tuple(rhs_list), groups.clipped(sizes, lhs.shape[0]))
 
 
 def _with_vectors(
-    operands: Grouped, container: type | None, transpose_rhs: bool, bias: Given, lhs_scale: Given, rhs_scale: Given
+    operands: Grouped,
+    container: type | None,
+    transpose_rhs: bool,
+    bias: Given,
+    lhs_scale: Given,
+    rhs_scale: Given,
+    names: Names = _NAMES,
 ) -> Grouped:
     wide = accumulator(operands.lhs.dtype)
     count, *last = operands.rhs_list[0].shape
     shape, m = (count, last[0 if transpose_rhs else 1]), operands.lhs.shape[0]
-    biases = _per_rhs("bias", bias, operands, container, [shape], wide)
-    columns = _per_rhs("rhs_scale", rhs_scale, operands, container, [shape, ()], wide)
+    biases = _per_rhs("bias", bias, operands, container, [shape], wide, names[1])
+    columns = _per_rhs("rhs_scale", rhs_scale, operands, container, [shape, ()], wide, names[1])
     row_scale: Leaf = None
     if lhs_scale is not None:
         given = arguments.factor("lhs_scale", lhs_scale, wide)
@@ -232,8 +268,9 @@ def _per_rhs(
     container: type | None,
     shapes: list[tuple[int, ...]],
     dtype: DTypeLike,
+    rhs: str,
 ) -> tuple[Leaf, ...] | None:
-    """Returns an argument's entry for each right operand, or None if there is none."""
+    """Returns an argument's entry for each right operand, or None if there is none. `rhs`: their name for messages."""
     if given is None:
         return None
     count = len(operands.rhs_list)
@@ -241,8 +278,8 @@ def _per_rhs(
     if () in shapes and not is_list and jnp.ndim(given) == 0:
         given, is_list = [given] * count, True
     elif is_list != (container is not None) or (is_list and len(given) != count):
-        wanted = "one array" if container is None else f"a list of {count}, as `rhs` is"
-        raise ValueError(f"`{name}` must be {wanted}, got {arguments.shown(given)}: give one for each array of `rhs`")
+        wanted = "one array" if container is None else f"a list of {count}, as `{rhs}` is"
+        raise ValueError(f"`{name}` must be {wanted}, got {arguments.shown(given)}: give one for each array of `{rhs}`")
     entries = []
     for index, x in enumerate(given if is_list else [given]):
         label = name if container is None else f"{name}[{index}]"
@@ -253,6 +290,20 @@ def _per_rhs(
             )
         entries.append(x)
     return tuple(entries)
+
+
+def _require_one_device(operands: Grouped, implementation: Implementation) -> None:
+    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
+
+    A kernel can run if the mesh has one device.
+    """
+    mesh = sharded.mesh_of(operands.lhs, *operands.rhs_list) or jax.sharding.get_abstract_mesh()
+    if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
+        return
+    raise NotImplementedError(
+        f"`{NAME}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
+    )
 
 
 def _decide(operands: Grouped, product: Product, implementation: Implementation | None) -> Explanation:
@@ -270,6 +321,11 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
         return by_xla(Cause.EMULATED.value, Cause.EMULATED)
     try:
         sharded.require_no_partitioner_axes()
+        if lhs.dtype in FLOAT8 and not product.transpose_rhs:
+            raise NotImplementedError(
+                "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
+                'so and pass transpose_rhs=True, or use implementation="xla"'
+            )
         if product.config is not None:
             grouped_choice.check(lhs, operands.rhs_list, operands.sizes, product, product.config)
         config = product.config or grouped_choice.config_of(lhs, operands.rhs_list, operands.sizes, product)

@@ -133,13 +133,13 @@ def test_each_expert_begins_as_a_linear_layer() -> None:
 
 
 def test_dtypes_and_the_implementation_reach_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, product = [], operations.grouped_matmul
+    given, product = [], operations.multiplied
 
     def noted(lhs: jax.Array, rhs: Any, *args: Any, **options: Any) -> jax.Array:
         given.append((options["implementation"], *(x.dtype.name for x in jax.tree.leaves((lhs, rhs)))))
         return product(lhs, rhs, *args, **options)
 
-    monkeypatch.setattr(operations, "grouped_matmul", noted)
+    monkeypatch.setattr(operations, "multiplied", noted)
     with jax.set_mesh(make_mesh(1, 2)):
         build = lambda: layers.ExpertMLP(8, 12, 4, 2, dtype=jnp.bfloat16, implementation="xla", rngs=nnx.Rngs(0))  # noqa: E731
         out, report = nnx.eval_shape(lambda: build()(jnp.zeros((4, 8))))
@@ -153,10 +153,22 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((6, 2), {}, ValueError, r"^ExpertMLP: num_experts=6 must be a multiple of the 4 devices.*: use more experts"),
     ((8, 9), {}, ValueError, "^ExpertMLP: experts_per_token=9 must be at most num_experts=8: a token chooses"),
     ((8, 0), {}, ValueError, "^ExpertMLP: experts_per_token must be at least 1, got 0"),
-    ((8, 2), {"capacity_factor": 0}, ValueError, "^ExpertMLP: capacity_factor must be positive, got 0: leave it out"),
+    (
+        (8, 2),
+        {"capacity_factor": 0},
+        ValueError,
+        "^ExpertMLP: capacity_factor must be positive and finite, got 0: give 1",
+    ),
+    ((8, 2), {"capacity_factor": float("inf")}, ValueError, "^ExpertMLP: capacity_factor .* finite, got inf: give"),
+    ((8, 2), {"capacity_factor": "a"}, TypeError, "^ExpertMLP: capacity_factor must be a number, got 'a': give 1.25"),
+    ((8, 2), {"capacity_factor": True}, TypeError, "^ExpertMLP: capacity_factor must be a number, got True"),
+    ((8, True), {}, TypeError, "^ExpertMLP: experts_per_token must be a whole number, got True"),
+    ((8, 2), {"normalize_gates": "no"}, TypeError, "^ExpertMLP: normalize_gates must be True or False, got 'no': name"),
+    ((8, 2), {"use_bias": 1}, TypeError, "^ExpertMLP: use_bias must be True or False, got 1: name"),
+    ((8, 2), {"shared_features": 0}, ValueError, r"^ExpertMLP\.shared: hidden_features must be at least 1, got 0"),
     ((8, 2), {"activation": "silu"}, TypeError, r"^ExpertMLP: activation .*give jax\.nn\.silu$"),
     ((8, 2), {"dtype": "bf16"}, TypeError, "^ExpertMLP: dtype must be a dtype"),
-    ((8, 2), {"shared_features": 62}, ValueError, r"^shared\.gate: out_features=62 must be a multiple of the 4"),
+    ((8, 2), {"shared_features": 62}, ValueError, r"^ExpertMLP\.shared\.gate: out_features=62 must be a multiple"),
     ((8, 2), {"fsdp_axis": "model"}, ValueError, "^ExpertMLP: fsdp_axis='model' is no axis"),
     ((8, 2), {"experts": 4}, TypeError, "^ExpertMLP has no argument `experts`"),
 ]

@@ -149,7 +149,7 @@ FUSED = {"implementation": "fused"}
 WRONG = [  # rhs, keywords, error, what the message must contain
     ((W, V), {}, ValueError, ["`activation` takes 2 arrays", "128 and 136"]),
     ((W, W, W), {}, ValueError, ["must be one array", "as many arrays"]),
-    (W, {}, ValueError, ["`activation`", "as many as `rhs` has right operands", "which takes 2"]),
+    (W, {}, ValueError, ["`activation`", "as many as there are right operands", "which takes 2"]),
     (W, {"activation": None, "bias": [np.ones(128)]}, ValueError, ["`bias` must be one array, got 1 in a list"]),
     ((W, W), FUSED | {"activation": jnp.matmul}, NotImplementedError, ["`activation`", "fails on trial"]),
     ((W, W), {"activation": None}, ValueError, ["must be one array", "tuple of 2"]),

@@ -199,6 +199,14 @@ def test_results_and_gradients(name: str) -> None:
     assert not near(expected, exact(case)[1](given, other, kept(case, other))), seed
 
 
+def test_a_capacity_above_all_routes_drops_nothing() -> None:
+    ids = np.array([[0, 0], [1, 0]], np.int32)
+    unlimited = overlap.route(ids, 2, None)
+    for capacity in (10**12, 4):
+        jax.tree.map(np.testing.assert_array_equal, overlap.route(ids, 2, None, capacity=capacity), unlimited)
+    assert overlap.route(ids, 2, None, capacity=2).dropped == 1
+
+
 def test_a_token_may_choose_an_expert_twice() -> None:
     """If there are enough rows both count; else the last routes are dropped, and counted."""
     twice = jax.jit(lambda: overlap.route(np.array([[0, 0], [1, 0]]), 2, None))()
@@ -231,22 +239,23 @@ def test_rows_are_added_in_float32_in_the_order_of_the_slots() -> None:
 def test_copies_and_sums_are_each_others_transposes() -> None:
     """In bfloat16, where the cotangent of a token is summed in float32. Rows not in use are zero, or unread."""
     ids, tokens = np.array([[1, 0, 2], [1, 2, 5]], np.int32), np.array([[3], [5]], jnp.bfloat16)
+    by_xla = rows.Movement(None)
 
     def both(tokens: jax.Array, of_rows: jax.Array) -> Any:
-        out, back = jax.vjp(lambda x: rows.copied(x, overlap.route(ids, 4, None)), tokens)
+        out, back = jax.vjp(lambda x: rows.copied(x, overlap.route(ids, 4, None), by_xla), tokens)
         return out, back(of_rows)[0]
 
     # The rows are of tokens 0; 0, 1; 0, 1. In bfloat16, 256 + 1 is 256.
     copies, sums = jax.jit(both)(tokens, np.array([[256], [1], [8], [1], [8], [np.nan]], jnp.bfloat16))
     assert copies[:, 0].tolist() == [3, 3, 5, 3, 5, 0] and sums[:, 0].tolist() == [258, 16]
     of_gates = jax.jit(jax.grad(lambda gates: rows.added(
-        np.tile(np.array([256, 1], jnp.bfloat16), (6, 1)), gates, overlap.route(ids, 4, None)).sum()))  # fmt: skip
+        np.tile(np.array([256, 1], jnp.bfloat16), (6, 1)), gates, overlap.route(ids, 4, None), by_xla).sum()))  # fmt: skip
     assert of_gates(np.zeros((2, 3), np.float32)).tolist() == [[257, 257, 257], [257, 257, 0]]
 
 
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, product = [], operations.grouped_matmul
-    monkeypatch.setattr(operations, "grouped_matmul", lambda *args, **options: given.append(options) or product(
+    given, product = [], operations.multiplied
+    monkeypatch.setattr(operations, "multiplied", lambda *args, **options: given.append(options) or product(
         *args, **options | {"config": None}))  # fmt: skip
     options: Any = {"preferred_element_type": jnp.float16, "config": overlap.Config(), "implementation": "xla"}
 
@@ -336,7 +345,8 @@ def test_transforms() -> None:
 # --- Refusals ---------------------------------------------------------------------------------------------------------
 
 IDS = np.zeros((4, 2), np.int32)
-X, W, W2, GATES = (np.zeros(x, np.float32) for x in ((4, IN), (3, IN, HIDDEN), (3, HIDDEN, IN), (4, 2)))
+X, W, W2, GATES, H = (np.zeros(x, np.float32) for x in ((4, IN), (3, IN, HIDDEN), (3, HIDDEN, IN), (4, 2), (8, HIDDEN)))
+F8 = jnp.float8_e4m3fn
 MANY = jax.ShapeDtypeStruct((2**16, 2**15), np.int32)
 gather, reduce = overlap.all_gather_lhs_grouped_matmul, overlap.grouped_matmul_reduce_scatter
 # A call, given a routing of `IDS`, and the message of its ValueError.
@@ -346,7 +356,9 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: overlap.route([[0]], 3, None), "`experts` must be integers"),  # pyright: ignore[reportArgumentType]
     (lambda r: overlap.route(IDS[:, :0], 3, None), r"`experts` must be integers .* shape \(4, 0\)"),
     (lambda r: overlap.route(IDS, 1, None), "at most num_experts=1 experts for a token, got k=2: the experts of"),
-    (lambda r: overlap.route(IDS, 0, None), "`num_experts` must be None or an integer of at least 1, got 0"),
+    (lambda r: overlap.route(IDS, 0, None), "`num_experts` must be an integer of at least 1, got 0: pass the number"),
+    (lambda r: overlap.route(IDS, None, None), "`num_experts` must be an integer of at least 1, got None: pass the"),  # pyright: ignore[reportArgumentType]
+    (lambda r: overlap.route(IDS, 3, 3), "`axis_name` must be the name of a mesh axis.*, got 3: name the axis"),  # pyright: ignore[reportArgumentType]
     (lambda r: overlap.route(IDS, 3, None, capacity=0), "`capacity` must be None or an integer of at least 1, got 0"),
     (lambda r: overlap.route(IDS, 3, "z"), "`route` must be called inside `jax.shard_map` over axis 'z'.*None on one"),
     (lambda r: overlap.route(IDS, 3, 1.5j * X), "`axis_name` must be the name of a mesh axis"),  # pyright: ignore[reportArgumentType]
@@ -367,11 +379,20 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: gather(X, W, r, None, transpose_rhs=1), "`transpose_rhs` must be True or False"),  # pyright: ignore[reportArgumentType]
     (lambda r: gather(X, W, r, "z"), "`all_gather_lhs_grouped_matmul` must be called inside"),
     (lambda r: gather(X, W, r, None, implementation="XLA"), "`implementation` must be"),  # pyright: ignore[reportArgumentType]
+    (lambda r: gather(X, W.astype(jnp.bfloat16), r, None), "`x` and `w` .* same dtype, got float32 and bfloat16: cast"),
+    (lambda r: gather(X, [W, W[..., 1:]], r, None, activation=gated), "the arrays of `w` must have one shape"),
+    (lambda r: gather(X, [W, W], r, None), "`w` must be one array unless `activation` takes .* a list of 2: make a"),
+    (lambda r: gather(X, [], r, None), "`w` must hold at least one array"),
+    (lambda r: gather(X, [W, W], r, None, activation=gated, bias=W[0]), "`bias` must be a list of 2, as `w` is"),
+    (lambda r: gather(X, W, r, None, bias=W[0]), r"`bias` must have shape \(3, 5\).*, got \(6, 5\): reshape"),
+    (lambda r: gather(X.astype(F8), W.astype(F8), r, None), "`x` must have at least 16 bits, got float8_e4m3fn: cast"),
+    (lambda r: reduce(H, W2.astype(jnp.bfloat16), GATES, r, None), "`h` and `w` must have the same dtype"),
+    (lambda r: reduce(H, [W2], GATES, r, None), "`w` must be one array"),  # pyright: ignore[reportArgumentType]
     (lambda r: reduce(X[:, :5], W2, GATES, r, None), "`h` must have a row for each of the 8 rows of `routing`, got 4"),
     (lambda r: reduce(np.zeros((8, 6), np.float32), W2, GATES, r, None), "`h` and `w` .*, got 6 and 5"),
-    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
-    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
-    (lambda r: reduce(np.zeros((8, 5), np.float32), W2, IDS, r, None), "`gates` must be floating-point"),
+    (lambda r: reduce(H, W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
+    (lambda r: reduce(H, W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
+    (lambda r: reduce(H, W2, IDS, r, None), "`gates` must be floating-point"),
 ]  # fmt: skip
 
 

@@ -238,6 +238,8 @@ def test_a_function_that_no_kernel_computes():
         (NotImplementedError, {"rhs": jnp.ones((GROUPS, K, 130), BF16), "implementation": "fused"}, "multiples of 16"),
         (NotImplementedError, {"lhs": jnp.ones((M, K)), "rhs": jnp.ones((GROUPS, K, N)), "implementation": "fused"},
          "float32 operands"),
+        (NotImplementedError, {"lhs": jnp.ones((M, K), jnp.float8_e5m2), "implementation": "fused",
+                               "rhs": jnp.ones((GROUPS, K, N), jnp.float8_e5m2)}, r"as \[groups, n, k\] only.*pass"),
     ],
 )  # fmt: skip
 def test_refusals(error, changed, words):
@@ -245,6 +247,28 @@ def test_refusals(error, changed, words):
     given |= changed
     with pytest.raises(error, match=words):
         overlap.grouped_matmul(given.pop("lhs"), given.pop("rhs"), given.pop("group_sizes"), **given)
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("devices", [1, 2])
+def test_explicit_axes(devices):
+    """XLA cannot shard the product. Inside `shard_map`, and by a kernel on one device, it runs."""
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    lhs, rhs, sizes = jnp.ones((16, 64), BF16), jnp.ones((2, 64, 64), BF16), jnp.array([3, 5])
+    on_mesh = jax.device_put(lhs, jax.NamedSharding(mesh, jax.P("x")))
+    wrong = [("xla", on_mesh), (None, on_mesh), *([("fused", on_mesh)] if devices > 1 else [])]
+    for implementation, x in wrong:
+        with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
+            jax.eval_shape(lambda x=x, how=implementation: overlap.grouped_matmul(x, rhs, sizes, implementation=how))
+    with jax.set_mesh(mesh):
+        with pytest.raises(NotImplementedError, match="must be called inside jax"):
+            overlap.grouped_matmul(lhs, rhs, sizes, implementation="xla")
+        inside = jax.shard_map(
+            lambda x: overlap.grouped_matmul(x, rhs, sizes), in_specs=jax.P("x"), out_specs=jax.P("x")
+        )
+        assert np.asarray(inside(on_mesh))[:3].tolist() == [[64] * 64] * 3
+    if devices == 1:
+        assert overlap.grouped_matmul(on_mesh, rhs, sizes, implementation="fused")[0, 0] == 64
 
 
 @pytest.mark.one_jax

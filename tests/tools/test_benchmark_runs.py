@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax import lax
 
-from benchmarks import backward, block, current, harness, layer_runs, products, report
+from benchmarks import backward, block, current, experts, figures, harness, layer_runs, performance, products, report
 from benchmarks.harness import Result, Session
 from benchmarks.problems import TableProblem, parse
 from overlap.cli import devices as devices_of_cli
@@ -146,6 +146,25 @@ def test_a_wrong_block_and_a_wrong_product_are_noticed(monkeypatch):
     product = dataclasses.replace(product, ours={"fused": scaled})
     with pytest.raises(AssertionError, match="fused differs from XLA"):
         backward.measure(product, mesh, ("fused", "xla"), rounds=1, turns=1)
+
+
+def test_experts_may_be_measured_without_xla_and_are_drawn(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(experts, "measure", lambda made, rounds, turns: {name: [50.0] for name in made})
+    options = "--dry-run", "--devices", "2", "--routings", "balanced", "--out", str(tmp_path), "--products"
+    for methods in (["fused"], ["fused", "xla"]):
+        assert experts.main([*options, *experts.PASSES, "up", "--methods", *methods]) == 0
+        given = current.tables(tmp_path)
+        page = performance.text("<!-- results: experts -->\n<!-- end -->", given)
+        assert page.count(f"balanced | 50.0 | {'1.00' if 'xla' in methods else '–'} | – | – | – |") == 3
+        with figures._style(), monkeypatch.context() as patch:
+            patch.setattr(figures, "_svg", lambda axes: [line.get_xydata().tolist() for line in axes.lines])
+            points = [points for points in figures._experts(given) if points]
+        # 64 tokens choose 4 experts each. Three products of 64 x 128.
+        of_forward = 32 * 4 * 3 * 2 * 64 * 128 / 50 / 1e6
+        expected = sorted([[[32, of_forward]], [[32, 3 * of_forward]]] * len(methods))
+        assert sorted(points) == [[pytest.approx(point) for point in line] for line in expected]
 
 
 # --- Problems ---------------------------------------------------------------------------------------------------------
