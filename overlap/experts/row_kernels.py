@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.reduce.blocks_operands import landing_place, lands_in_an_operand
 from overlap.experts.chunks import Chunk, Refs, RowsPlan, launch
-from overlap.primitives import semaphore_signal_peer, stalls, tma_load, tma_store, wait_stores_landed
+from overlap.primitives import PeerGroup, semaphore_signal_peer, stalls, tma_load, tma_store, wait_stores_landed
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
@@ -123,22 +123,21 @@ def _added_body(refs: Refs) -> None:
     def flag_of(device: Index, chunk: Chunk) -> SemaphoreRef:
         return refs.arrived.at[device, quotient(chunk.first, plan.chunk)]
 
+    def await_sums(chunk: Chunk, group: PeerGroup) -> None:
+        @pl.loop(1, group.size)
+        def _peer(distance: jax.Array) -> None:
+            peer = group.peer(distance)
+            refs.handshake.wait_for(stalls.TERMS, flag_of(peer, chunk), 1, peer)
+
     def await_peers(chunk: Chunk) -> None:
         _await_peers(refs, chunk)
-        if group is None:
-            return
-
-        @pl.when(chunk.distance == 0)
-        def _own() -> None:
-            @pl.loop(1, group.size)
-            def _peer(distance: jax.Array) -> None:
-                peer = group.peer(distance)
-                refs.handshake.wait_for(stalls.TERMS, flag_of(peer, chunk), 1, peer)
+        if group is not None:
+            pl.when(chunk.distance == 0)(functools.partial(await_sums, chunk, group))
 
     def tell(chunk: Chunk) -> None:
         if group is not None:
-            signal = lambda: semaphore_signal_peer(flag_of(group.me(), chunk), group, chunk.device)  # noqa: E731
-            pl.when(chunk.distance > 0)(signal)
+            flag = flag_of(group.me(), chunk)
+            pl.when(chunk.distance > 0)(functools.partial(semaphore_signal_peer, flag, group, chunk.device))
 
     def each_sum(chunk: Chunk, loads: Index, do: Callable[[Index, pl.Slice, jax.Array], None]) -> Index:
         """Adds the rows of each token in the order of its slots. Calls `do` with the token's index and each part."""
@@ -216,8 +215,8 @@ def _products_body(refs: Refs) -> None:
 
         def product(index: Index, slot: int, sums: Tree, rows: list[jax.Array]) -> Tree:
             token = [refs.chunk_smem[index, part].astype(jnp.float32) for part in plan.parts]
-            of_parts = [a * b for a, b in zip(token, rows, strict=True)]
-            return (*sums[:slot], sum(of_parts[1:], of_parts[0]).sum(), *sums[slot + 1 :])
+            of_parts = functools.reduce(jnp.add, [a * b for a, b in zip(token, rows, strict=True)])
+            return (*sums[:slot], of_parts.sum(), *sums[slot + 1 :])
 
         def of_token(index: Index, loads: Index) -> Index:
             loads, sums = ring.each_row(chunk, index, loads, (jnp.float32(0),) * plan.slots, product)

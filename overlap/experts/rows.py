@@ -65,9 +65,9 @@ class Movement:
         assert self.target is not None
         group = None if self.axis_name is None else PeerGroup.of(self.axis_name, caller="route")
         (everything, slots), (rows,) = routing.positions.shape, routing.tokens.shape
-        alone = group is None or group.size == 1
-        tokens = everything if alone else everything // group.size
-        return RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), self.target, None if alone else group)
+        group = None if group is None or group.size == 1 else group
+        tokens = everything if group is None else everything // group.size
+        return RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), self.target, group)
 
     def gathered(self, value: jax.Array) -> jax.Array:
         """Returns the values of all devices, one after the other."""

@@ -342,8 +342,10 @@ def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
     narrow = jnp.dtype(jnp.bfloat16) if other.dtype in FLOAT8 else other.dtype
     g, other = cotangent.astype(narrow), other.astype(narrow)
     out_dtype = F32 if wanted in FLOAT8 else wanted
+    of_result, of_cotangent = product.clears
     if product.kind == "rows" and of_lhs:
-        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs, product.clears[::-1])
+        clears = of_cotangent, of_result
+        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs, clears)
     elif product.kind == "rows":
         pair = (g, other) if product.transpose_rhs else (other, g)
         of_pair = product.like("contraction", out_dtype)

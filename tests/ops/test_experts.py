@@ -248,8 +248,9 @@ def test_copies_and_sums_are_each_others_transposes() -> None:
     # The rows are of tokens 0; 0, 1; 0, 1. In bfloat16, 256 + 1 is 256.
     copies, sums = jax.jit(both)(tokens, np.array([[256], [1], [8], [1], [8], [np.nan]], jnp.bfloat16))
     assert copies[:, 0].tolist() == [3, 3, 5, 3, 5, 0] and sums[:, 0].tolist() == [258, 16]
-    of_gates = jax.jit(jax.grad(lambda gates: rows.added(
-        np.tile(np.array([256, 1], jnp.bfloat16), (6, 1)), gates, overlap.route(ids, 4, None), by_xla).sum()))  # fmt: skip
+    given = np.tile(np.array([256, 1], jnp.bfloat16), (6, 1))
+    added = lambda gates: rows.added(given, gates, overlap.route(ids, 4, None), by_xla).sum()  # noqa: E731
+    of_gates = jax.jit(jax.grad(added))
     assert of_gates(np.zeros((2, 3), np.float32)).tolist() == [[257, 257, 257], [257, 257, 0]]
 
 
