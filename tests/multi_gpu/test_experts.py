@@ -33,40 +33,42 @@ def layer(implementation, x, ids, gates, w_gate, w_up, w_down):
     return overlap.grouped_matmul_reduce_scatter(h, w_down, gates, routing, "x", implementation=implementation)
 
 
-def dense(x, ids, gates, w_gate, w_up, w_down):
-    """Every expert of every token, in f32."""
-    x, w_gate, w_up, w_down = (a.astype(jnp.float32) for a in (x, w_gate, w_up, w_down))
+def dense(dtype, x, ids, gates, w_gate, w_up, w_down):
+    """Every expert of every token, with operands of a dtype."""
+    x, w_gate, w_up, w_down = (a.astype(dtype) for a in (x, w_gate, w_up, w_down))
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     with jax.default_matmul_precision("highest"):
-        hidden = gated(jnp.einsum("th,ehi->tei", x, w_gate), jnp.einsum("th,ehi->tei", x, w_up))
-        outs = jnp.einsum("tei,eih->teh", hidden, w_down)
+        hidden = gated(product("th,ehi->tei", x, w_gate), product("th,ehi->tei", x, w_up))
+        outs = product("tei,eih->teh", hidden.astype(dtype), w_down).astype(dtype).astype(jnp.float32)
         chosen = (ids[..., None] == jnp.arange(EXPERTS)).astype(jnp.float32)
-        return jnp.einsum("tke,tk,teh->th", chosen, gates, outs)
+        return jnp.einsum("tke,tk,teh->th", chosen, gates, outs).astype(dtype)
 
 
 @pytest.mark.parametrize("kind", ["drawn", "to few"])
 def test_a_layer_and_its_gradients(devices, kind):
-    mesh, tokens = make_mesh(x=devices), devices * TOKENS
+    """Against the same in float32; a layer of dense products in bfloat16 says what error is allowed."""
+    mesh, tokens, chance = make_mesh(x=devices), devices * TOKENS, np.random.default_rng(7)
     shapes = (tokens, HIDDEN), (EXPERTS, HIDDEN, WIDTH), (EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN)
-    x, *weights = (0.1 * jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
-    ids, gates = jnp.asarray(routes(kind, tokens)), jax.random.uniform(jax.random.key(9), (tokens, SLOTS))
+    x, *weights = (0.1 * chance.standard_normal(shape, np.float32) for shape in shapes)
+    x, *weights = (a.astype(jnp.bfloat16) for a in (x, *weights))
+    ids, gates = routes(kind, tokens), chance.random((tokens, SLOTS), np.float32)
+    fused = jax.shard_map(
+        functools.partial(layer, "fused"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
+    )
 
-    def of(implementation):
-        mapped = jax.shard_map(
-            functools.partial(layer, implementation), mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-        )
-        return mapped if implementation else dense
-
-    def results(implementation):
+    def results(call):
         def run(x, gates, *weights):
-            f = lambda *moved: of(implementation)(moved[0], ids, moved[1], *moved[2:])  # noqa: E731
-            out, pull = jax.vjp(f, x, gates, *weights)
+            out, pull = jax.vjp(lambda x, gates, *weights: call(x, ids, gates, *weights), x, gates, *weights)
             return out, pull(out)
 
-        return [np.asarray(a, np.float32) for a in jax.tree.leaves(jax.jit(run)(x, gates, *weights))]
+        compiled = jax.jit(run, out_shardings=jax.NamedSharding(mesh, P()))
+        return [[np.asarray(a, np.float32) for a in jax.tree.leaves(compiled(x, gates, *weights))] for _ in range(3)]
 
-    fused, again, by_xla, exact = (results(name) for name in ("fused", "fused", "xla", None))
-    for ours, twice, rival, right in zip(fused, again, by_xla, exact, strict=True):
-        np.testing.assert_array_equal(ours, twice)
+    first, *again = results(fused)
+    rivals, exact = (results(functools.partial(dense, dtype))[0] for dtype in (jnp.bfloat16, jnp.float32))
+    for ours, *others, rival, right in zip(first, *again, rivals, exact, strict=True):
+        for twice in others:
+            np.testing.assert_array_equal(ours, twice)
         off, allowed = (np.linalg.norm(a - right) / np.linalg.norm(right) for a in (ours, rival))
         assert off <= 2 * allowed + 1e-3, (off, allowed)
 
