@@ -22,7 +22,6 @@ from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
-from overlap.kernels.tma.staging import MAILBOXES_AHEAD
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu.grouped_product import ZERO_BYTES
 
@@ -84,7 +83,7 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
     dtypes = lhs.dtype, rhs_list[0].dtype, jnp.dtype(product.out_dtype)
     types = OperandTypes(rows, *dtypes, layouts, sides=len(rhs_list), grouped="k" if contracts else "m")
     named = {"m": ("k" if contracts else "m", rows), "n": ("n", n), "k": ("m" if contracts else "k", depth)}
-    beside, barriers = (limits.MAIL_BYTES, 2 * MAILBOXES_AHEAD) if contracts else (ZERO_BYTES, 1)
+    beside, barriers = (limits.MAIL_BYTES, limits.MAIL_BARRIERS) if contracts else (ZERO_BYTES, 1)
     beside_bytes = beside + barriers * limits.BARRIER_BYTES
     limits.check(mainloop_of(target), types, named, given, target, beside_bytes=beside_bytes)
 

@@ -6,8 +6,7 @@ mailbox in shared memory, and loads the tile's operands. There are two mailboxes
 ahead. A number that is not below the number of tiles ends the loops of all roles.
 
 It is also for products whose tiles take different times (`kernels/groups.py`): the CTA that is free takes the next one.
-Then a warp that has nothing else to do draws numbers ahead (`deal_ahead`), for more mailboxes, and the producer is one
-of the readers.
+Then a warp that has nothing else to do draws the numbers ahead (`deal_ahead`), and the producer is one of the readers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from overlap.kernels.hooks import Tile
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
-from overlap.kernels.tma.staging import Buffers, Mail
+from overlap.kernels.tma.staging import MAILBOXES, Buffers, Mail
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
@@ -71,9 +70,8 @@ def deal_ahead(loop: Loop, buffers: Buffers) -> None:
 
 
 def _post(mail: Mail, number: Index, ordinal: Index) -> None:
-    boxes = mail.numbers.shape[0]
-    mailbox = remainder(ordinal, boxes)
-    pl.when(ordinal >= boxes)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
+    mailbox = remainder(ordinal, MAILBOXES)
+    pl.when(ordinal >= MAILBOXES)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
     mail.numbers[mailbox] = number
     plgpu.barrier_arrive(mail.posted.at[mailbox])
 
@@ -84,7 +82,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Ind
     assert mail is not None
 
     def read(ordinal: Index) -> jax.Array:
-        mailbox = remainder(ordinal, mail.numbers.shape[0])
+        mailbox = remainder(ordinal, MAILBOXES)
         plgpu.barrier_wait(mail.posted.at[mailbox])
         return load_word(mail.numbers.at[mailbox])
 
@@ -94,7 +92,7 @@ def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Ind
         role(loop, buffers, tile, piece, *more)
         # Release the mailbox only after `role` has returned. So the forwarder warp, which is the last to finish a tile,
         # is never two tiles behind the producer.
-        plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, mail.numbers.shape[0])])
+        plgpu.barrier_arrive(mail.taken.at[remainder(ordinal, MAILBOXES)])
         return read(ordinal + 1), ordinal + 1, filled
 
     loop_while(lambda state: state[0] < tiles, turn, (read(jnp.int32(0)), jnp.int32(0), jnp.int32(0)))

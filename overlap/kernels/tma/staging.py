@@ -119,7 +119,7 @@ class Buffers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mail:
-    """Mailboxes, each for the number of one tile that this CTA has drawn. All roles read them.
+    """Two mailboxes, each for the number of one tile that this CTA has drawn. All roles read them.
 
     Attributes:
       numbers: the numbers of the tiles, one for each mailbox.
@@ -133,8 +133,6 @@ class Mail:
 
 
 MAILBOXES = 2
-# Where peers wait for no tile. With two mailboxes, the next tile but one would be loaded only when this one is stored.
-MAILBOXES_AHEAD = 4
 # Rows of the smallest layout tile that the tensor cores read: eight rows of a swizzle atom.
 SMALL_TILE_ROWS = 8
 
@@ -269,7 +267,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "plan": plan,
         "copies": copies,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
-        "mail": _mail(plan.mail_readers, MAILBOXES if types.exchanges else MAILBOXES_AHEAD) if types.draws else None,
+        "mail": _mail(plan.mail_readers) if types.draws else None,
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
@@ -290,11 +288,11 @@ def divided[B: Buffers](buffers: B) -> B:
     )
 
 
-def _mail(readers: int, boxes: int) -> Mail:
+def _mail(readers: int) -> Mail:
     return Mail(
-        numbers=plgpu.SMEM((boxes,), jnp.int32),
-        posted=plgpu.Barrier(num_arrivals=1, num_barriers=boxes),
-        taken=plgpu.Barrier(num_arrivals=readers, num_barriers=boxes),
+        numbers=plgpu.SMEM((MAILBOXES,), jnp.int32),
+        posted=plgpu.Barrier(num_arrivals=1, num_barriers=MAILBOXES),
+        taken=plgpu.Barrier(num_arrivals=readers, num_barriers=MAILBOXES),
     )
 
 
