@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from overlap.kernels.hooks import Tile
-from overlap.kernels.stream_k import StreamK
+from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives.integers import quotient
 from overlap.primitives.types import GmemRef, Index
 
 # The columns of the table: of each tile its group, its first row, how many rows it has, and its tile column.
 _GROUP, _FIRST, _ROWS, _COLUMN = range(4)
 # The rows of the table of contractions.
-FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP, GROUP = range(4)
+FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP = range(3)
 
 
 def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
@@ -112,38 +112,47 @@ def tile_at(table_gmem: GmemRef, index: Index) -> Tile:
     return Tile(step=group, m=0, n=column, row_offset=first, rows=rows)
 
 
-def contractions(sizes: jax.Array, m: int, depth: int) -> jax.Array:
-    """Returns what `ContractedWork` reads: of each group its first row, rows, k steps and index, int32 [4, groups].
+def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:
+    """Returns what `ContractedWork` reads.
 
-    The groups with the most rows come first. So the tiles that take longest are not the last ones to begin.
+    That is: of each group its first row, its rows and its k steps, int32 [3, groups]; and of each tile how many k steps
+    its CTA has computed before, int32 [groups · tiles].
 
     Args:
       sizes: rows of each group.
       m: rows of the operands.
+      tiles: tiles of each group's result.
       depth: rows of a k step.
+      num_ctas: CTAs of the grid.
     """
     starts, ends = bounds(sizes, m)
-    rows, index = ends - starts, jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    rows = ends - starts
     # A group without rows has one k step, too, of which no row counts: its result is zeros.
     k_steps = jnp.maximum((rows + depth - 1) // depth, 1)
-    is_before = (rows[:, None] > rows) | ((rows[:, None] == rows) & (index[:, None] < index))
-    rank = is_before.sum(axis=0, dtype=jnp.int32)
-    # By comparison, as in `tiles`.
-    is_at = rank == index[:, None]
-    return jnp.stack([jnp.where(is_at, x, 0).sum(axis=1, dtype=jnp.int32) for x in (starts, rows, k_steps, index)])
+    of_tiles = jnp.repeat(k_steps, tiles)
+    waves = jnp.pad(of_tiles, (0, -of_tiles.shape[0] % num_ctas)).reshape(-1, num_ctas)
+    before = jnp.cumsum(waves, axis=0) - waves
+    return jnp.stack([starts, rows, k_steps]), before.reshape(-1)[: of_tiles.shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ContractedWork(StreamK):
-    """The tiles of contractions over the rows of a group, which CTAs draw, since groups differ in their k steps.
+    """The pieces of each CTA for contractions over the rows of a group: whole tiles, dealt out in turn.
 
     Attributes:
-      groups_gmem: from `contractions`.
+      groups_gmem: of each group its first row, rows and k steps.
+      before_gmem: of each tile how many k steps its CTA has computed before.
       tiles_of_group: tiles of each group's result.
     """
 
     groups_gmem: GmemRef = None
+    before_gmem: GmemRef = None
     tiles_of_group: int = 1
 
-    def k_steps_at(self, tile: Index) -> Index:
-        return self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
+    def pieces(self, cta: Index) -> Index:
+        return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
+
+    def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
+        tile = cta + ordinal * self.num_ctas
+        k_steps = self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
+        return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)

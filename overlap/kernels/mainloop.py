@@ -69,11 +69,6 @@ class OperandTypes:
         return self.transport in EXCHANGING
 
     @property
-    def draws(self) -> bool:
-        """Whether CTAs draw their tiles: peers wait for them, or they take different times (`tma/drawn.py`)."""
-        return self.exchanges or self.grouped == "k"
-
-    @property
     def direct_sends(self) -> bool:
         """Whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`)."""
         return self.transport == "one_shot"

@@ -73,7 +73,7 @@ class ProductKernel:
       smem: types of the shared memory that the transport needs in addition to the mainloop's.
       peers_read: the inputs, as indices of leaves of the tree, that the peers read or write, in a kernel that gets the
         peers' addresses (`overlap/primitives/addresses.py`); empty: the kernel gets no addresses.
-      draws: whether running CTAs draw the tiles from a counter (`tma/drawn.py`), as `OperandTypes.draws` says.
+      draws: whether running CTAs draw the tiles from a counter (`tma/drawn.py`); needed if peers wait for tiles.
       aliased_results: pairs of the index of an operand in `peers_read` and the index of a result: the result is written
         to the operand's memory.
     """
@@ -150,10 +150,8 @@ class ProductKernel:
             smem_types = [*self.smem, *([] if recording is None else [marks.counts_type()])]
             pl.run_scoped(run, self.mainloop.buffer_types(config, self.types), *smem_types, collective_axes=THREAD_AXIS)
 
-        # A kernel with flags communicates; single warps loop over the numbers that they draw from a counter.
-        patches = self.mainloop.patches(config, types) + (
-            (ON_HOST_MESHES, _compat.WARP_LOOPS) if self.flags or self.draws else ()
-        )
+        # A kernel with flags communicates, and may loop over numbers that it draws from a counter.
+        patches = self.mainloop.patches(config, types) + ((ON_HOST_MESHES, _compat.WARP_LOOPS) if self.flags else ())
         kernel = self._kernel(body, (*results_types, *sums_types, *entries_types))
         results = sealed(kernel, self.name, patches=patches)(*leaves)
         if recording is not None:

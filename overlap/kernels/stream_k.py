@@ -88,10 +88,6 @@ class StreamK:
         may_spread = may_spread and config.cluster == 1
         return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile, may_spread)
 
-    def k_steps_at(self, tile: Index) -> Index:
-        """Returns how many k steps a whole tile has, given its index."""
-        return self.k_steps
-
     @property
     def full_waves(self) -> int:
         """The number of full waves: every CTA computes this many whole tiles."""

@@ -83,9 +83,8 @@ def check(lhs: Leaf, rhs_list: Sequence[Leaf], sizes: Leaf, product: Product, co
     dtypes = lhs.dtype, rhs_list[0].dtype, jnp.dtype(product.out_dtype)
     types = OperandTypes(rows, *dtypes, layouts, sides=len(rhs_list), grouped="k" if contracts else "m")
     named = {"m": ("k" if contracts else "m", rows), "n": ("n", n), "k": ("m" if contracts else "k", depth)}
-    beside, barriers = (limits.MAIL_BYTES, limits.MAIL_BARRIERS) if contracts else (ZERO_BYTES, 1)
-    beside_bytes = beside + barriers * limits.BARRIER_BYTES
-    limits.check(mainloop_of(target), types, named, given, target, beside_bytes=beside_bytes)
+    zeros_bytes = 0 if contracts else ZERO_BYTES + limits.BARRIER_BYTES
+    limits.check(mainloop_of(target), types, named, given, target, beside_bytes=zeros_bytes)
 
 
 def explanation(product: Product, result: tuple[int, ...], dtype: DTypeLike) -> Explanation:

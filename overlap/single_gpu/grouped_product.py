@@ -196,6 +196,7 @@ class _Contraction:
     lhs: GmemRef
     rhs: GmemRef
     groups: GmemRef
+    before: GmemRef
 
 
 @in_32_bits
@@ -206,12 +207,13 @@ def contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, plan: GroupedP
     order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), jnp.dtype(plan.out_dtype)
     types = OperandTypes(k, lhs.dtype, rhs.dtype, out_dtype, OperandLayouts(transpose_lhs=True), grouped="k")
     most = StreamK.on(plan.target, config, sizes.shape[0] * order.tiles, 1)
-    kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most, draws=True)
-    inputs = _Contraction(lhs, rhs, groups.contractions(sizes, m, depth))
+    kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)
+    inputs = _Contraction(lhs, rhs, *groups.contractions(sizes, m, order.tiles, depth, most.num_ctas))
     out_type: GmemRef = jax.ShapeDtypeStruct((sizes.shape[0], k, n), out_dtype)
 
     def work_of(inputs: _Contraction) -> ContractedWork:
-        return ContractedWork(most.tiles, 1, most.num_ctas, groups_gmem=inputs.groups, tiles_of_group=order.tiles)
+        refs = {"groups_gmem": inputs.groups, "before_gmem": inputs.before}
+        return ContractedWork(most.tiles, 1, most.num_ctas, **refs, tiles_of_group=order.tiles)
 
     return kernel.launch(inputs, out_type, functools.partial(_ContractionBody, order, depth), work_of)
 
@@ -225,8 +227,8 @@ class _ContractionBody:
     refs: Refs[_Contraction, GmemRef]
 
     def tile_at(self, index: Index) -> Tile:
-        place = quotient(index, self.order.tiles)
-        return Tile(place, *self.order(index - place * self.order.tiles))
+        group = quotient(index, self.order.tiles)
+        return Tile(group, *self.order(index - group * self.order.tiles))
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
@@ -242,6 +244,6 @@ class _ContractionBody:
         return Hooks(
             load_lhs=lambda tile, load: load(rows_of(inputs.lhs, tile)),
             rhs_at=lambda tile: rows_of(inputs.rhs, tile),
-            out_at=lambda tile: self.refs.outputs.at[inputs.groups[groups.GROUP, tile.step]],
+            out_at=lambda tile: self.refs.outputs.at[tile.step],
             last_k_at=last_k,
         )

@@ -350,7 +350,7 @@ class Blackwell:
         produce_piece = functools.partial(produce.produce, load_beside=load_beside)
 
         def load() -> None:
-            if loop.counter is not None and hooks.exchange is not None:
+            if loop.counter is not None:
                 drawn.deal(loop, buffers, produce_piece)
                 return
             for_each_piece(produce_piece)
@@ -387,8 +387,6 @@ class Blackwell:
                 if hooks.exchange is not None:
                     announce = functools.partial(for_each_piece, exchange.announce)
                     pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", announce))
-                elif loop.counter is not None:
-                    pl.when(warp == FORWARDER_WARP)(lambda: drawn.deal_ahead(loop, buffers))
                 converge_warp()
 
 

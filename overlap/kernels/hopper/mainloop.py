@@ -313,12 +313,10 @@ class Hopper:
         compute_registers, transfer_registers = _registers(hooks)
 
         def load() -> None:
-            if loop.counter is None:
-                for_each_piece(produce.produce)
-            elif hooks.exchange is None:
-                drawn.for_each(loop, buffers, produce.produce)
-            else:
+            if loop.counter is not None:
                 drawn.deal(loop, buffers, produce.produce)
+            else:
+                for_each_piece(produce.produce)
 
         def forward() -> None:
             if hooks.before_forwarding is not None:
@@ -362,8 +360,6 @@ class Hopper:
                     pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", forward))
                 if hooks.exchange is not None:
                     pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", announce))
-                elif loop.counter is not None:
-                    pl.when(warp == FORWARDER_WARP)(lambda: drawn.deal_ahead(loop, buffers))
                 converge_warp()
 
 

@@ -4,9 +4,6 @@ This is for products whose tiles peers wait for. If such a tile were assigned to
 yet, the peers would wait for it. The producer draws the number of a tile, passes it to the other roles through a
 mailbox in shared memory, and loads the tile's operands. There are two mailboxes, so that the producer may be one tile
 ahead. A number that is not below the number of tiles ends the loops of all roles.
-
-It is also for products whose tiles take different times (`kernels/groups.py`): the CTA that is free takes the next one.
-Then a warp that has nothing else to do draws the numbers ahead (`deal_ahead`), and the producer is one of the readers.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from overlap.kernels.hooks import Tile
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import exchange
-from overlap.kernels.tma.staging import MAILBOXES, Buffers, Mail
+from overlap.kernels.tma.staging import MAILBOXES, Buffers
 from overlap.primitives import draw
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.integers import remainder
@@ -32,7 +29,7 @@ from overlap.primitives.types import Index
 
 def _turn(loop: Loop, buffers: Buffers, number: Index, ordinal: Index, before: Index) -> tuple[Tile, Piece, Index]:
     """Returns a tile, the one piece that covers it, and how many stages have been filled once it has been loaded."""
-    tile, k_steps = loop.tile_at(number), loop.work.k_steps_at(number)
+    tile, k_steps = loop.tile_at(number), loop.work.k_steps
     filled = before + k_steps + exchange.term_stages(loop, buffers, tile)
     return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
@@ -42,38 +39,22 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     mail, tiles = buffers.mail, loop.work.tiles
     assert mail is not None
 
+    def post(number: Index, ordinal: Index) -> None:
+        mailbox = remainder(ordinal, MAILBOXES)
+        pl.when(ordinal >= MAILBOXES)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
+        mail.numbers[mailbox] = number
+        plgpu.barrier_arrive(mail.posted.at[mailbox])
+
     def turn(state: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
         number, ordinal, before = state
-        _post(mail, number, ordinal)
+        post(number, ordinal)
         tile, piece, filled = _turn(loop, buffers, number, ordinal, before)
         produce(loop, buffers, tile, piece)
         return draw(loop.counter, tiles, number), ordinal + 1, filled
 
     start = (draw(loop.counter, tiles), jnp.int32(0), jnp.int32(0))
     number, ordinal, _ = loop_while(lambda state: state[0] < tiles, turn, start)
-    _post(mail, number, ordinal)
-
-
-def deal_ahead(loop: Loop, buffers: Buffers) -> None:
-    """Draws the numbers of tiles and passes them on, in a warp that does nothing else."""
-    mail, tiles = buffers.mail, loop.work.tiles
-    assert mail is not None
-
-    def turn(state: tuple[Index, Index]) -> tuple[Index, Index]:
-        number, ordinal = state
-        _post(mail, number, ordinal)
-        return draw(loop.counter, tiles, number), ordinal + 1
-
-    start = (draw(loop.counter, tiles), jnp.int32(0))
-    number, ordinal = loop_while(lambda state: state[0] < tiles, turn, start)
-    _post(mail, number, ordinal)
-
-
-def _post(mail: Mail, number: Index, ordinal: Index) -> None:
-    mailbox = remainder(ordinal, MAILBOXES)
-    pl.when(ordinal >= MAILBOXES)(lambda: plgpu.barrier_wait(mail.taken.at[mailbox]))
-    mail.numbers[mailbox] = number
-    plgpu.barrier_arrive(mail.posted.at[mailbox])
+    post(number, ordinal)
 
 
 def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Index) -> None:

@@ -60,8 +60,8 @@ def _rows(index: Index, rows: int) -> pl.Slice:
 
 
 def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Index:
-    """Returns how many stages the terms of a tile fill; 0 if there are none, or they have buffers of their own."""
-    if loop.hooks.exchange is None or not buffers.plan.terms_in_stages:
+    """Returns how many stages the terms of a tile fill; 0 if terms are loaded into buffers of their own."""
+    if not buffers.plan.terms_in_stages:
         return 0
     return jnp.where(_exchange(loop).has_terms(tile), box_count(buffers) * _exchange(loop).terms, 0)
 

@@ -267,7 +267,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "plan": plan,
         "copies": copies,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
-        "mail": _mail(plan.mail_readers) if types.draws else None,
+        "mail": _mail(plan.mail_readers) if types.exchanges else None,
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
         if types.exchanges
         else None,
