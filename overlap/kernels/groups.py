@@ -19,13 +19,13 @@ import jax.numpy as jnp
 
 from overlap.kernels.hooks import Tile
 from overlap.kernels.stream_k import Piece, StreamK
-from overlap.primitives.integers import quotient
+from overlap.primitives.integers import choose, quotient, remainder
 from overlap.primitives.types import GmemRef, Index
 
 # The columns of the table: of each tile its group, its first row, how many rows it has, and its tile column.
 _GROUP, _FIRST, _ROWS, _COLUMN = range(4)
 # The rows of the table of contractions.
-FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP = range(3)
+FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP, GROUP = range(4)
 
 
 def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
@@ -115,8 +115,8 @@ def tile_at(table_gmem: GmemRef, index: Index) -> Tile:
 def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:
     """Returns what `ContractedWork` reads.
 
-    That is: of each group its first row, its rows and its k steps, int32 [3, groups]; and of each tile how many k steps
-    its CTA has computed before, int32 [groups · tiles].
+    That is: of each group, those with the most rows first, its first row, its rows, its k steps and its index, int32
+    [4, groups]; and of each tile how many k steps its CTA has computed before, int32 [groups · tiles].
 
     Args:
       sizes: rows of each group.
@@ -126,21 +126,34 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
       num_ctas: CTAs of the grid.
     """
     starts, ends = bounds(sizes, m)
-    rows = ends - starts
+    rows, index = ends - starts, jnp.arange(sizes.shape[0], dtype=jnp.int32)
     # A group without rows has one k step, too, of which no row counts: its result is zeros.
     k_steps = jnp.maximum((rows + depth - 1) // depth, 1)
-    of_tiles = jnp.repeat(k_steps, tiles)
-    waves = jnp.pad(of_tiles, (0, -of_tiles.shape[0] % num_ctas)).reshape(-1, num_ctas)
-    before = jnp.cumsum(waves, axis=0) - waves
-    return jnp.stack([starts, rows, k_steps]), before.reshape(-1)[: of_tiles.shape[0]]
+    is_before = (rows[:, None] > rows) | ((rows[:, None] == rows) & (index[:, None] < index))
+    # By comparison, as in `tiles`.
+    is_at = is_before.sum(axis=0, dtype=jnp.int32) == index[:, None]
+    table = jnp.stack([jnp.where(is_at, x, 0).sum(axis=1, dtype=jnp.int32) for x in (starts, rows, k_steps, index)])
+    of_tiles = jnp.repeat(table[K_STEPS_OF_GROUP], tiles)
+    count = of_tiles.shape[0]
+    waves = _turned(jnp.pad(of_tiles, (0, -count % num_ctas)).reshape(-1, num_ctas))
+    return table, _turned(jnp.cumsum(waves, axis=0) - waves).reshape(-1)[:count]
+
+
+def _turned(waves: jax.Array) -> jax.Array:
+    """Turns every second row round: from CTAs in the order of tiles to tiles in the order of CTAs, and back."""
+    is_odd = jnp.arange(waves.shape[0])[:, None] % 2 == 1
+    return jnp.where(is_odd, waves[:, ::-1], waves)
 
 
 @dataclasses.dataclass(frozen=True)
 class ContractedWork(StreamK):
     """The pieces of each CTA for contractions over the rows of a group: whole tiles, dealt out in turn.
 
+    The groups with the most rows come first. Every second wave is dealt out from the last CTA to the first, since the
+    first tiles of a wave may have more k steps than the others. With random sizes CTAs then have about the same work.
+
     Attributes:
-      groups_gmem: of each group its first row, rows and k steps.
+      groups_gmem: of each group its first row, rows, k steps and index.
       before_gmem: of each tile how many k steps its CTA has computed before.
       tiles_of_group: tiles of each group's result.
     """
@@ -149,10 +162,13 @@ class ContractedWork(StreamK):
     before_gmem: GmemRef = None
     tiles_of_group: int = 1
 
+    def _place(self, cta: Index, wave: Index) -> Index:
+        return cta + remainder(wave, 2) * (self.num_ctas - 1 - 2 * cta)
+
     def pieces(self, cta: Index) -> Index:
-        return quotient(self.tiles + (self.num_ctas - 1) - cta, self.num_ctas)
+        return self.full_waves + choose(self._place(cta, self.full_waves) < self.left, 1, 0)
 
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
-        tile = cta + ordinal * self.num_ctas
+        tile = self._place(cta, ordinal) + ordinal * self.num_ctas
         k_steps = self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
         return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)

@@ -227,8 +227,8 @@ class _ContractionBody:
     refs: Refs[_Contraction, GmemRef]
 
     def tile_at(self, index: Index) -> Tile:
-        group = quotient(index, self.order.tiles)
-        return Tile(group, *self.order(index - group * self.order.tiles))
+        place = quotient(index, self.order.tiles)
+        return Tile(place, *self.order(index - place * self.order.tiles))
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
@@ -244,6 +244,6 @@ class _ContractionBody:
         return Hooks(
             load_lhs=lambda tile, load: load(rows_of(inputs.lhs, tile)),
             rhs_at=lambda tile: rows_of(inputs.rhs, tile),
-            out_at=lambda tile: self.refs.outputs.at[tile.step],
+            out_at=lambda tile: self.refs.outputs.at[inputs.groups[groups.GROUP, tile.step]],
             last_k_at=last_k,
         )
