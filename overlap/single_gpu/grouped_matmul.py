@@ -23,7 +23,7 @@ from overlap.frame.operands import Leaf, accumulator, rhs_names
 from overlap.frame.signatures import AnyArray, Given, Scale
 from overlap.kernels import groups
 from overlap.kernels.config import FLOAT8, Config
-from overlap.single_gpu import grouped_choice, grouped_operation
+from overlap.single_gpu import grouped_by_xla, grouped_choice, grouped_operation
 from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
 
 
@@ -145,8 +145,8 @@ def multiplied(
         return _run(operands, product)
     # XLA applies a function that no kernel can compute, to bare products and their scales and biases.
     products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
-    (out,) = after(grouped_operation.filled(grouped_operation.scaled(products, operands), operands.sizes))
-    return grouped_operation.cleared(out, operands.sizes).astype(out_dtype)
+    (out,) = after(grouped_by_xla.filled(grouped_by_xla.scaled(products, operands), operands.sizes))
+    return grouped_by_xla.cleared(out, operands.sizes).astype(out_dtype)
 
 
 def _run(operands: Grouped, product: Product) -> jax.Array:
@@ -271,8 +271,8 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
     try:
         sharded.require_no_partitioner_axes()
         if product.config is not None:
-            grouped_choice.check(lhs, operands.rhs_list, operands.sizes, product, product.config)
-        config = product.config or grouped_choice.config_of(lhs, operands.rhs_list, operands.sizes, product)
+            grouped_choice.check(operands, product, product.config)
+        config = product.config or grouped_choice.config_of(operands, product)
     except NotImplementedError as cannot:
         if implementation == "fused":
             raise
