@@ -34,7 +34,8 @@ def by_xla(operands: Grouped, product: Product) -> jax.Array:
     contracting = ((1,), (2 if product.transpose_rhs else 1,))
     lefts = operands.lefts if operands.more_lefts else [lhs] * len(operands.rhs_list)
     products = [
-        _ragged(lhs, rhs, sizes, contracting, [0]).astype(wide) for lhs, rhs in zip(lefts, operands.rhs_list, strict=True)
+        _ragged(lhs, rhs, sizes, contracting, [0]).astype(wide)
+        for lhs, rhs in zip(lefts, operands.rhs_list, strict=True)
     ]
     if operands.more_lefts:
         products = [functools.reduce(operator.add, products)]

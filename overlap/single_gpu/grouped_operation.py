@@ -277,22 +277,24 @@ def _products_of(lhs: jax.Array, rhs_list: Sequence[jax.Array], sizes: jax.Array
     def transpose(
         residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array]:
-        sizes, *rhs_list = residuals
-        pairs = [pair for pair in zip(cotangents, rhs_list, strict=True) if not isinstance(pair[0], ad.Zero)]
-        gs, rhs_list = zip(*pairs, strict=True)
-        return [_lhs_cotangent(gs, rhs_list, sizes, product, wanted[0])]
+        (dtype,), (sizes, *rhs_list) = wanted, residuals
+        assert dtype is not None
+        pairs = list(zip(cotangents, rhs_list, strict=True))
+        pairs = [(g, rhs) for g, rhs in pairs if not isinstance(g, ad.Zero)] or pairs[:1]
+        gs, rhs_list = zip(*((ad.instantiate_zeros(g), rhs) for g, rhs in pairs), strict=True)
+        return [_lhs_cotangent(gs, rhs_list, sizes, product, dtype)]
 
     return linear_map(forward, transpose, [sizes, *rhs_list], [lhs])
 
 
 def _lhs_cotangent(
-    gs: Sequence[jax.Array], rhs_list: Sequence[jax.Array], sizes: jax.Array, product: Product, wanted: Wanted
+    gs: Sequence[jax.Array], rhs_list: Sequence[jax.Array], sizes: jax.Array, product: Product, wanted: jnp.dtype
 ) -> jax.Array:
     """The cotangent of the left operand of products of rows, given those of the products: Σ_i g_i @ rhs_i[e]ᵀ."""
     narrow = _narrow(rhs_list[0].dtype)
     (g, *more), rights = [g.astype(narrow) for g in gs], tuple(rhs.astype(narrow) for rhs in rhs_list)
-    out_dtype = F32 if wanted in FLOAT8 else wanted
-    of_sum = product.like("rows", out_dtype, not product.transpose_rhs, product.clears[::-1])
+    out_dtype, (of_out, of_lhs) = F32 if wanted in FLOAT8 else wanted, product.clears
+    of_sum = product.like("rows", out_dtype, not product.transpose_rhs, (of_lhs, of_out))
     return _bare(Grouped(g, rights, sizes, more_lefts=tuple(more)), of_sum, backward=True).astype(wanted)
 
 

@@ -64,7 +64,7 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
-        return grouped_product.rows(lhs, [rhs], sizes, epilogue.Vectors(), plan)
+        return grouped_product.rows([lhs], [rhs], sizes, epilogue.Vectors(), plan)
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)), np.float32)
@@ -92,7 +92,7 @@ def test_epilogue_of_each_group(gpu: Any) -> None:
     vectors = grouped_product.vectors(jnp.asarray(scale), of_columns[:2], of_columns[2:], config)
     with emulated(gpu):
         plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
-        run = jax.jit(lambda *x: grouped_product.rows(x[0], x[1:3], x[3], vectors, plan))
+        run = jax.jit(lambda *x: grouped_product.rows(x[:1], x[1:3], x[3], vectors, plan))
         out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
     for group, span in enumerate(spans(sizes, m)):
         left = np.asarray(lhs, np.float32)[span]
