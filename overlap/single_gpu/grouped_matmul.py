@@ -75,8 +75,9 @@ def grouped_matmul(
 
     Works under `jax.jit` and `lax.scan`, inside `jax.shard_map` (each device multiplies its own rows), and under
     `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
-    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. Cotangents are rounded
-    to the operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
+    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. If `rhs` is a list,
+    one kernel adds the products for `lhs` in float32, and each entry has a contraction. Cotangents are rounded to the
+    operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
     products are kept in float32 for the backward pass; in the dtype of the result if the activation takes several.
 
     Example:
