@@ -228,10 +228,10 @@ def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Leaf], *, static: _Sta
     if operands.has_epilogue or product.activation is not None:
         return _with_epilogue_jvp(operands, moved, product)
     parts = []
-    for lhs, rhs, *of_pair in zip(operands.lefts, operands.rhs_list, moved.lefts, moved.rhs_list, strict=True):
-        for pair in ((of_pair[0], rhs), (lhs, of_pair[1])):
-            if not any(isinstance(x, ad.Zero) for x in pair):
-                parts.append(_bare(Grouped(pair[0], (pair[1],), operands.sizes), product))
+    for lhs, rhs, d_lhs, d_rhs in zip(operands.lefts, operands.rhs_list, moved.lefts, moved.rhs_list, strict=True):
+        for left, right in ((d_lhs, rhs), (lhs, d_rhs)):
+            if not (isinstance(left, ad.Zero) or isinstance(right, ad.Zero)):
+                parts.append(_bare(Grouped(left, (right,), operands.sizes), product))
     out = _grouped_p.bind(*primals, static=static)
     return out, functools.reduce(operator.add, parts) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())
 
@@ -307,14 +307,23 @@ def _narrow(dtype: jnp.dtype) -> jnp.dtype:
 
 
 def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
-    operands, product = jax.tree.unflatten(static.operands, leaves), static.product
-    lhs, (rhs,), sizes = operands.lhs, operands.rhs_list, operands.sizes
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in leaves]
+    operands, product = jax.tree.unflatten(static.operands, leaves), static.product
+    pairs = zip(operands.lefts, operands.rhs_list, strict=True)
+    found = [_cotangents(cotangent, lhs, rhs, operands.sizes, product) for lhs, rhs in pairs]
+    (of_lhs, *of_more), of_rights = zip(*found, strict=True)
+    return [of_lhs, *of_rights, None, *of_more]  # In the order of the fields of `Grouped`; None is that of the sizes.
+
+
+def _cotangents(cotangent: jax.Array, lhs: Leaf, rhs: Leaf, sizes: jax.Array, product: Product) -> tuple[Leaf, Leaf]:
+    """The cotangents of a pair of operands, of which at most one is to be found; None for the other."""
     of_lhs = ad.is_undefined_primal(lhs)
+    if not (of_lhs or ad.is_undefined_primal(rhs)):
+        return None, None
     wanted, other = (lhs.aval.dtype, rhs) if of_lhs else (rhs.aval.dtype, lhs)
     if product.kind == "rows" and of_lhs:
-        return [_lhs_cotangent([cotangent], [rhs], sizes, product, wanted), None, None]
+        return _lhs_cotangent([cotangent], [rhs], sizes, product, wanted), None
     narrow = _narrow(other.dtype)
     g, other = cotangent.astype(narrow), other.astype(narrow)
     out_dtype = F32 if wanted in FLOAT8 else wanted
@@ -324,7 +333,7 @@ def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
     else:  # out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
         pair, of_pair = (other, g), product.like("rows", out_dtype, of_lhs)
     found = _bare(Grouped(pair[0], (pair[1],), sizes), of_pair, backward=True).astype(wanted)
-    return [found, None, None] if of_lhs else [None, found, None]
+    return (found, None) if of_lhs else (None, found)
 
 
 def _batched(leaves: Sequence[jax.Array], dims: Sequence[int | None], *, static: _Static) -> tuple[jax.Array, int]:

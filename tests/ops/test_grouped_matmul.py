@@ -224,6 +224,17 @@ def test_the_gradient_of_a_left_operand_of_several_products_is_one_product(trans
     assert ours == {("rows", f"bf16[{M},{K}]", 2): 1}, found
 
 
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_the_transpose_of_a_sum_of_products(implementation):
+    """The sum is linear in each of its operands: its transpose with respect to them is the products again."""
+    given = drawn(7, sides=2)
+    call = functools.partial(overlap.grouped_matmul, implementation=implementation, activation=jnp.add)
+    _, pull = jax.vjp(lambda lhs: call(lhs, given["rhs"], given["sizes"]), given["lhs"])
+    (back,) = jax.linear_transpose(lambda g: pull(g)[0], jnp.zeros((M, N), BF16))(given["lhs"])
+    exact = sum(plain(given["lhs"], rhs, SIZES) for rhs in given["rhs"])
+    np.testing.assert_array_equal(back, exact.astype(BF16))
+
+
 @pytest.mark.one_jax
 def test_the_backward_pass_is_explained():
     given = drawn(6, sides=2)
