@@ -75,7 +75,7 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
         out = np.asarray(jax.jit(run)(lefts, rights, jnp.asarray(sizes)), np.float32)
     for group, span in enumerate(spans(sizes, m)):
         pairs = [(np.asarray(a, np.float32)[span], np.asarray(b[group], np.float32)) for a, b in zip(lefts, rights)]
-        expected = sum(a @ (b.T if transpose_rhs else b) for a, b in pairs)
+        expected = np.sum([a @ (b.T if transpose_rhs else b) for a, b in pairs], axis=0)
         np.testing.assert_array_equal(out[span], expected.astype(jnp.bfloat16).astype(np.float32))
     assert not out[sum(sizes) :].any()
 
