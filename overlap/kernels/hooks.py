@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from overlap.kernels.config import tile_k
 from overlap.primitives.types import GmemRef, Index, Predicate, SmemRef
 
 # An epilogue is called with at most this many rows of values at a time.
@@ -90,6 +92,24 @@ class ByKStep:
     """
 
     where: Callable[[Index], tuple[GmemRef | OneOf, Index]]
+
+
+def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int]) -> GmemRef | ByKStep:
+    """Returns an operand of a tile, given the references that hold it for each pair.
+
+    Where k of a pair is no multiple of a k step's, its last step is filled up with zeros, as at the end of any operand.
+    """
+    if len(refs) == 1:
+        return refs[0]
+
+    def where(k_step: Index) -> tuple[OneOf, Index]:
+        which, first = jnp.int32(0), jnp.int32(0)
+        for pair, start in enumerate(itertools.accumulate(steps[:-1]), 1):
+            which = jnp.where(k_step >= start, pair, which)
+            first = jnp.where(k_step >= start, start, first)
+        return OneOf(refs, which), (k_step - first) * tile_k(refs[0].dtype)
+
+    return ByKStep(where)
 
 
 def at_k_step(operand: GmemRef | OneOf | ByKStep, k_step: Index, depth: int) -> tuple[GmemRef | OneOf, Index]:

@@ -23,7 +23,7 @@ from overlap.frame.operands import Leaf, accumulator, rhs_names
 from overlap.frame.signatures import AnyArray, Given, Scale
 from overlap.kernels import groups
 from overlap.kernels.config import FLOAT8, Config
-from overlap.single_gpu import grouped_choice, grouped_operation
+from overlap.single_gpu import grouped_by_xla, grouped_choice, grouped_operation
 from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
 
 # The names of the left and the right operand in messages.
@@ -80,8 +80,9 @@ def grouped_matmul(
 
     Works under `jax.jit` and `lax.scan`, inside `jax.shard_map` (each device multiplies its own rows), and under
     `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
-    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. Cotangents are rounded
-    to the operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
+    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. If `rhs` is a list,
+    one kernel adds the products for `lhs` in float32, and each entry has a contraction. Cotangents are rounded to the
+    operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
     products are kept in float32 for the backward pass; in the dtype of the result if the activation takes several.
 
     Example:
@@ -147,8 +148,8 @@ def multiplied(
         return _run(operands, product)
     # XLA applies a function that no kernel can compute, to bare products and their scales and biases.
     products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
-    (out,) = after(grouped_operation.filled(grouped_operation.scaled(products, operands), operands.sizes))
-    return grouped_operation.cleared(out, operands.sizes).astype(out_dtype)
+    (out,) = after(grouped_by_xla.filled(grouped_by_xla.scaled(products, operands), operands.sizes))
+    return grouped_by_xla.cleared(out, operands.sizes).astype(out_dtype)
 
 
 def _run(operands: Grouped, product: Product) -> jax.Array:
@@ -327,8 +328,8 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
                 'so and pass transpose_rhs=True, or use implementation="xla"'
             )
         if product.config is not None:
-            grouped_choice.check(lhs, operands.rhs_list, operands.sizes, product, product.config)
-        config = product.config or grouped_choice.config_of(lhs, operands.rhs_list, operands.sizes, product)
+            grouped_choice.check(operands, product, product.config)
+        config = product.config or grouped_choice.config_of(operands, product)
     except NotImplementedError as cannot:
         if implementation == "fused":
             raise

@@ -9,12 +9,18 @@ Both are linear in each operand. So the tangent of a product is one product for 
 transpose of a product is a product again: one primitive and two rules suffice. The product of rows may also have an
 epilogue, which one kernel computes where nothing is differentiated. Its derivative is that of the bare product in
 float32 and of the epilogue as XLA computes it.
+
+An epilogue may take the products of one left operand with several right ones. The cotangent of the left operand is then
+a sum of products of rows, which one kernel computes:
+
+    rows         out[rows of e] = Σ_i lefts[i][rows of e] @ rhs_list[i][e]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Literal
 
@@ -28,15 +34,16 @@ from jax.typing import DTypeLike
 
 from overlap import emulation
 from overlap.choice.dispatch import Implementation
-from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
+from overlap.frame.activation import BEFORE_ACTIVATION, Activation
 from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.operands import F32, Leaf, Structure, accumulator
-from overlap.kernels import epilogue, groups, launch
+from overlap.kernels import epilogue, launch
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.single_gpu import grouped_choice, grouped_product
+from overlap.single_gpu.grouped_by_xla import by_xla, with_epilogue
 from overlap.single_gpu.grouped_product import GroupedPlan
 
 NAME = "grouped_matmul"
@@ -56,6 +63,8 @@ class Grouped:
       column_scales: for each right operand float32 [groups, n].
       biases: for each right operand float32 [groups, n].
       scalars: the scalars that the activation captures.
+      more_lefts: [m, k] each. If there are any, each right operand has a left one of its own, and their products are
+        added, without an epilogue.
     """
 
     lhs: Leaf
@@ -65,6 +74,17 @@ class Grouped:
     column_scales: tuple[Leaf, ...] | None = None
     biases: tuple[Leaf, ...] | None = None
     scalars: tuple[Leaf, ...] = ()
+    more_lefts: tuple[Leaf, ...] = ()
+
+    @property
+    def lefts(self) -> tuple[Leaf, ...]:
+        """The left operands."""
+        return self.lhs, *self.more_lefts
+
+    @property
+    def sides(self) -> int:
+        """How many right operands have columns of their own in each tile: all, unless their products are added."""
+        return 1 if self.more_lefts else len(self.rhs_list)
 
     @property
     def has_epilogue(self) -> bool:
@@ -131,17 +151,17 @@ def run(operands: Grouped, product: Product) -> jax.Array:
     return _grouped_p.bind(*leaves, static=_Static(product, structure))
 
 
-def _bare(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, product: Product, *, backward: bool = False) -> jax.Array:
+def _bare(operands: Grouped, product: Product, *, backward: bool = False) -> jax.Array:
     """Returns a product of a derivative: by XLA if no kernel can serve its sizes, as in other operations."""
     served = product
     if product.implementation == "fused":
         try:
-            grouped_choice.check(lhs, (rhs,), sizes, product, None)
+            grouped_choice.check(operands, product, None)
         except NotImplementedError:
             served = dataclasses.replace(product, implementation="xla")
-    out = run(Grouped(lhs, (rhs,), sizes), served)
+    out = run(operands, served)
     if backward and served.implementation == "fused":
-        record(grouped_choice.explanation(product, out.shape, lhs.dtype))
+        record(grouped_choice.explanation(operands, product, out.shape))
     return out
 
 
@@ -189,170 +209,131 @@ def _by_kernel(operands: Grouped, product: Product) -> jax.Array:
     lhs, rhs_list, sizes = operands.lhs, operands.rhs_list, operands.sizes
     if 0 in (*lhs.shape, *rhs_list[0].shape):
         return jnp.zeros(product.shape(lhs.shape, rhs_list[0].shape, sizes.shape[0]), product.out_dtype)
-    config = product.config or grouped_choice.config_of(operands.lhs, rhs_list, sizes, product)
+    config = product.config or grouped_choice.config_of(operands, product)
     program = None if product.activation is None else product.activation.program
     plan = GroupedPlan(product.transpose_rhs, product.out_dtype, config, product.target, program, product.clears[0])
     if product.kind == "contraction":
         return grouped_product.contraction(lhs, rhs_list[0], sizes, plan)
     vectors = grouped_product.vectors(operands.row_scale, operands.column_scales, operands.biases, config)
     vectors = dataclasses.replace(vectors, scalars=epilogue.packed(operands.scalars, program))
-    return grouped_product.rows(lhs, rhs_list, sizes, vectors, plan)
-
-
-def by_xla(operands: Grouped, product: Product) -> jax.Array:
-    """Computes a product with XLA's own operation for groups of rows."""
-    lhs, sizes = operands.lhs, operands.sizes
-    wide = accumulator(lhs.dtype)
-    if product.kind == "contraction":
-        return _ragged(lhs, operands.rhs_list[0], sizes, ((0,), (0,)), []).astype(product.out_dtype)
-    contracting = ((1,), (2 if product.transpose_rhs else 1,))
-    products = [_ragged(lhs, rhs, sizes, contracting, [0]).astype(wide) for rhs in operands.rhs_list]
-    return with_epilogue(products, operands, product)
-
-
-def _ragged(
-    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: tuple[tuple[int], tuple[int]], grouped: list[int]
-) -> jax.Array:
-    if lhs.dtype in FLOAT8:
-        lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
-    numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), [0], grouped)
-    # XLA multiplies rows of other groups by zero instead of leaving them out, so none of them may hold a NaN.
-    lhs = cleared(lhs, sizes)
-    rhs = rhs if grouped else cleared(rhs, sizes)
-    return lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=accumulator(lhs.dtype))
-
-
-def with_epilogue(products: Sequence[jax.Array], operands: Grouped, product: Product) -> jax.Array:
-    """Returns the result of a product of rows from the bare products with each right operand, by XLA."""
-    values = scaled(products, operands)
-    if product.activation is not None:
-        activation = on_all(functools.partial(product.activation, scalars=operands.scalars), len(values) > 1)
-        values = activation(filled(values, operands.sizes))
-    (out,) = values
-    if operands.has_epilogue or product.activation is not None:
-        out = cleared(out, operands.sizes)
-    return out.astype(product.out_dtype)
-
-
-def scaled(products: Sequence[jax.Array], operands: Grouped) -> Sequence[jax.Array]:
-    """Returns the bare products times their scales, plus their biases."""
-    values, nothing = [], [None] * len(products)
-    in_groups = _in_groups(operands.sizes, products[0].shape[0])
-    rows = None if operands.row_scale is None else jnp.where(in_groups, operands.row_scale[:, None], 1)
-    for z, scale, bias in zip(products, operands.column_scales or nothing, operands.biases or nothing, strict=True):
-        z = z if rows is None else z * rows
-        z = z if scale is None else z * _of_rows(scale, operands.sizes, z.shape[0])
-        values.append(z if bias is None else z + _of_rows(bias, operands.sizes, z.shape[0]))
-    return values
-
-
-def filled(values: Sequence[jax.Array], sizes: jax.Array) -> list[jax.Array]:
-    """Gives rows of no group the values of a row that counts, before an activation.
-
-    At zero, an activation may have no finite derivative, which times a cotangent of zero is no number.
-    """
-    return [jnp.where(_in_groups(sizes, z.shape[0]), z, lax.stop_gradient(z[:1])) for z in values]
-
-
-def cleared(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Sets the rows behind all groups to zero."""
-    return jnp.where(_in_groups(sizes, rows.shape[0]), rows, jnp.zeros_like(rows))
-
-
-def _in_groups(sizes: jax.Array, m: int) -> jax.Array:
-    """Which rows belong to a group, [m, 1]."""
-    return (jnp.arange(m, dtype=jnp.int32) < sizes.sum(dtype=jnp.int32))[:, None]
-
-
-def _of_rows(of_groups: jax.Array, sizes: jax.Array, m: int) -> jax.Array:
-    """Returns for each row the vector of its group: [groups, n] to [m, n].
-
-    The transpose sums the rows of each group in one product, which always adds in the same order.
-    """
-    _, ends = groups.bounds(sizes, m)
-    group = jnp.minimum((jnp.arange(m)[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32), sizes.shape[0] - 1)
-
-    def forward(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
-        return [operands[0][residuals[0]]]
-
-    def transpose(
-        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
-    ) -> list[jax.Array]:
-        rows = ad.instantiate_zeros(cotangents[0])
-        own = (residuals[0][None, :] == jnp.arange(of_groups.shape[0])[:, None]).astype(rows.dtype)
-        # What is no number in one group must not reach the others, as zero times it would.
-        is_number = jnp.isfinite(rows)
-        total, others = (
-            lax.dot(own, part, precision=lax.Precision.HIGHEST)
-            for part in (jnp.where(is_number, rows, 0), jnp.where(is_number, 0, 1).astype(rows.dtype))
-        )
-        return [jnp.where(others > 0, jnp.nan, total)]
-
-    (out,) = linear_map(forward, transpose, [group], [of_groups])
-    return out
+    return grouped_product.rows(operands.lefts, rhs_list, sizes, vectors, plan)
 
 
 # --- Derivatives ---
 
 
 def _jvp(primals: Sequence[jax.Array], tangents: Sequence[Leaf], *, static: _Static) -> tuple[jax.Array, Leaf]:
-    operands, product = jax.tree.unflatten(static.operands, primals), static.product
-    if not (operands.has_epilogue or product.activation is not None or len(operands.rhs_list) > 1):
-        lhs, (rhs,), sizes = operands.lhs, operands.rhs_list, operands.sizes
-        moved = jax.tree.unflatten(static.operands, tangents)
-        total: Leaf = None
-        for tangent, pair in ((moved.lhs, (moved.lhs, rhs)), (moved.rhs_list[0], (lhs, moved.rhs_list[0]))):
-            if not isinstance(tangent, ad.Zero):
-                part = _bare(*pair, sizes, product)
-                total = part if total is None else total + part
-        out = _grouped_p.bind(*primals, static=static)
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval()) if total is None else total
-
-    moved_at = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_moved(*given: jax.Array) -> jax.Array:
-        changed = dict(zip(moved_at, given, strict=True))
-        return _apart(jax.tree.unflatten(static.operands, [changed.get(i, x) for i, x in enumerate(primals)]), product)
-
-    return jax.jvp(of_moved, [primals[i] for i in moved_at], [tangents[i] for i in moved_at])
+    product = static.product
+    operands, moved = (jax.tree.unflatten(static.operands, leaves) for leaves in (primals, tangents))
+    if operands.has_epilogue or product.activation is not None:
+        return _with_epilogue_jvp(operands, moved, product)
+    parts = []
+    for lhs, rhs, d_lhs, d_rhs in zip(operands.lefts, operands.rhs_list, moved.lefts, moved.rhs_list, strict=True):
+        for left, right in ((d_lhs, rhs), (lhs, d_rhs)):
+            if not (isinstance(left, ad.Zero) or isinstance(right, ad.Zero)):
+                parts.append(_bare(Grouped(left, (right,), operands.sizes), product))
+    out = _grouped_p.bind(*primals, static=static)
+    return out, functools.reduce(operator.add, parts) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
-def _apart(operands: Grouped, product: Product) -> jax.Array:
-    """The same result from bare products and an epilogue by XLA, which have derivatives.
+def _with_epilogue_jvp(operands: Grouped, moved: Grouped, product: Product) -> tuple[jax.Array, Leaf]:
+    """The same result and its tangent from bare products and an epilogue by XLA, which have derivatives.
 
     The products are in float32. If an activation takes several, they have the dtype of the result, as in other
     operations: they are what a layer keeps for its backward pass.
     """
-    dtype = product.out_dtype if len(operands.rhs_list) > 1 else accumulator(operands.lhs.dtype)
+    lhs, sizes, wide = operands.lhs, operands.sizes, accumulator(operands.lhs.dtype)
+    dtype = product.out_dtype if operands.sides > 1 else wide
     bare = product.like("rows", dtype, product.transpose_rhs, product.clears)
-    products = [_bare(operands.lhs, rhs, operands.sizes, bare) for rhs in operands.rhs_list]
-    wide = accumulator(operands.lhs.dtype)
-    products = [checkpoint_name(z, BEFORE_ACTIVATION).astype(wide) for z in products]
-    return with_epilogue(products, operands, product)
+    products = [_bare(Grouped(lhs, (rhs,), sizes), bare) for rhs in operands.rhs_list]
+    products = [checkpoint_name(z, BEFORE_ACTIVATION) for z in products]
+    of_products: list[Leaf] = [
+        rhs if isinstance(rhs, ad.Zero) else _bare(Grouped(lhs, (rhs,), sizes), bare) for rhs in moved.rhs_list
+    ]
+    if not isinstance(moved.lhs, ad.Zero):
+        of_lhs = _products_of(moved.lhs, operands.rhs_list, sizes, bare)
+        both = zip(of_lhs, of_products, strict=True)
+        of_products = [x if isinstance(more, ad.Zero) else x + more for x, more in both]
+    # The epilogue as a function of the products and of its own operands.
+    values, structure = jax.tree.flatten((products, dataclasses.replace(operands, lhs=None, rhs_list=())))
+    directions = structure.flatten_up_to((of_products, dataclasses.replace(moved, lhs=None, rhs_list=())))
+    moved_at = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
+
+    def of_moved(*given: jax.Array) -> jax.Array:
+        changed = dict(zip(moved_at, given, strict=True))
+        products, vectors = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)])
+        return with_epilogue([z.astype(wide) for z in products], vectors, product)
+
+    return jax.jvp(of_moved, [values[i] for i in moved_at], [directions[i] for i in moved_at])
+
+
+def _products_of(lhs: jax.Array, rhs_list: Sequence[jax.Array], sizes: jax.Array, product: Product) -> list[jax.Array]:
+    """Returns the bare products of rows with each right operand, whose transpose is one sum of products."""
+
+    def forward(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
+        sizes, *rhs_list = residuals
+        return [_bare(Grouped(operands[0], (rhs,), sizes), product) for rhs in rhs_list]
+
+    def transpose(
+        residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
+    ) -> list[jax.Array]:
+        (dtype,), (sizes, *rhs_list) = wanted, residuals
+        assert dtype is not None
+        pairs = list(zip(cotangents, rhs_list, strict=True))
+        pairs = [(g, rhs) for g, rhs in pairs if not isinstance(g, ad.Zero)] or pairs[:1]
+        gs, rhs_list = zip(*((ad.instantiate_zeros(g), rhs) for g, rhs in pairs), strict=True)
+        return [_lhs_cotangent(gs, rhs_list, sizes, product, dtype)]
+
+    return linear_map(forward, transpose, [sizes, *rhs_list], [lhs])
+
+
+def _lhs_cotangent(
+    gs: Sequence[jax.Array], rhs_list: Sequence[jax.Array], sizes: jax.Array, product: Product, wanted: jnp.dtype
+) -> jax.Array:
+    """The cotangent of the left operand of products of rows, given those of the products: Σ_i g_i @ rhs_i[e]ᵀ."""
+    narrow = _narrow(rhs_list[0].dtype)
+    (g, *more), rights = [g.astype(narrow) for g in gs], tuple(rhs.astype(narrow) for rhs in rhs_list)
+    out_dtype, (of_out, of_lhs) = F32 if wanted in FLOAT8 else wanted, product.clears
+    of_sum = product.like("rows", out_dtype, not product.transpose_rhs, (of_lhs, of_out))
+    return _bare(Grouped(g, rights, sizes, more_lefts=tuple(more)), of_sum, backward=True).astype(wanted)
+
+
+def _narrow(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which a cotangent is multiplied by an operand, as kernels take operands of one dtype only.
+
+    It has no 8 bits, since no kernel contracts such operands along rows.
+    """
+    return jnp.dtype(jnp.bfloat16) if dtype in FLOAT8 else dtype
 
 
 def _transposed(cotangent: Leaf, *leaves: Leaf, static: _Static) -> list[Leaf]:
-    operands, product = jax.tree.unflatten(static.operands, leaves), static.product
-    lhs, (rhs,), sizes = operands.lhs, operands.rhs_list, operands.sizes
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in leaves]
+    operands, product = jax.tree.unflatten(static.operands, leaves), static.product
+    pairs = zip(operands.lefts, operands.rhs_list, strict=True)
+    found = [_cotangents(cotangent, lhs, rhs, operands.sizes, product) for lhs, rhs in pairs]
+    (of_lhs, *of_more), of_rights = zip(*found, strict=True)
+    return [of_lhs, *of_rights, None, *of_more]  # In the order of the fields of `Grouped`; None is that of the sizes.
+
+
+def _cotangents(cotangent: jax.Array, lhs: Leaf, rhs: Leaf, sizes: jax.Array, product: Product) -> tuple[Leaf, Leaf]:
+    """The cotangents of a pair of operands, of which at most one is to be found; None for the other."""
     of_lhs = ad.is_undefined_primal(lhs)
+    if not (of_lhs or ad.is_undefined_primal(rhs)):
+        return None, None
     wanted, other = (lhs.aval.dtype, rhs) if of_lhs else (rhs.aval.dtype, lhs)
-    # The kernels multiply operands of one dtype, and contract none of 8 bits along rows.
-    narrow = jnp.dtype(jnp.bfloat16) if other.dtype in FLOAT8 else other.dtype
+    if product.kind == "rows" and of_lhs:
+        return _lhs_cotangent([cotangent], [rhs], sizes, product, wanted), None
+    narrow = _narrow(other.dtype)
     g, other = cotangent.astype(narrow), other.astype(narrow)
     out_dtype = F32 if wanted in FLOAT8 else wanted
-    of_result, of_cotangent = product.clears
-    if product.kind == "rows" and of_lhs:
-        clears = of_cotangent, of_result
-        pair, of_pair = (g, other), product.like("rows", out_dtype, not product.transpose_rhs, clears)
-    elif product.kind == "rows":
+    if product.kind == "rows":
         pair = (g, other) if product.transpose_rhs else (other, g)
         of_pair = product.like("contraction", out_dtype)
     else:  # out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
         pair, of_pair = (other, g), product.like("rows", out_dtype, of_lhs)
-    found = _bare(*pair, sizes, of_pair, backward=True).astype(wanted)
-    return [found, None, None] if of_lhs else [None, found, None]
+    found = _bare(Grouped(pair[0], (pair[1],), sizes), of_pair, backward=True).astype(wanted)
+    return (found, None) if of_lhs else (None, found)
 
 
 def _batched(leaves: Sequence[jax.Array], dims: Sequence[int | None], *, static: _Static) -> tuple[jax.Array, int]:

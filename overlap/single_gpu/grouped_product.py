@@ -1,6 +1,7 @@
 """The kernels behind `grouped_matmul`: the mainloop over the tiles of all groups.
 
     rows         out[rows of e] = activation(row_scale · (lhs[rows of e] @ rhs[e]) · column_scale[e] + bias[e])
+                 out[rows of e] = Σ_i lefts[i][rows of e] @ rhs_list[i][e]
     contraction  out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]
 
 The rows of a group follow each other, and may begin and end anywhere. Their number is data: the kernels read tables
@@ -25,7 +26,7 @@ from overlap.kernels import epilogue, groups
 from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork
-from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile
+from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -67,7 +68,7 @@ class GroupedPlan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    lhs: GmemRef
+    lefts: tuple[GmemRef, ...]
     rhs_list: tuple[GmemRef, ...]
     table: GmemRef
     counts: GmemRef
@@ -96,12 +97,16 @@ def _of_groups(vector: jax.Array, config: Config) -> jax.Array:
 
 @in_32_bits
 def rows(
-    lhs: jax.Array, rhs_list: Sequence[jax.Array], sizes: jax.Array, of_epilogue: epilogue.Vectors, plan: GroupedPlan
+    lefts: Sequence[jax.Array],
+    rhs_list: Sequence[jax.Array],
+    sizes: jax.Array,
+    of_epilogue: epilogue.Vectors,
+    plan: GroupedPlan,
 ) -> jax.Array:
     """Multiplies the rows of each group by the group's matrix.
 
     Args:
-      lhs: [m, k].
+      lefts: [m, k]; or several of them, each for a right operand, with any k: their products are added.
       rhs_list: [groups, k, n], or two of them for an activation that takes both products.
       sizes: int32 [groups].
       of_epilogue: from `vectors`.
@@ -110,32 +115,40 @@ def rows(
     Returns:
       [m, n]. Rows behind all groups are zero, or undefined (`GroupedPlan.clears`).
     """
-    config, layouts, sides = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs), len(rhs_list)
-    (m, k), (_, n) = lhs.shape, layouts.k_n(rhs_list[0].shape)
-    out_dtype = jnp.dtype(plan.out_dtype)
-    types = OperandTypes(m, lhs.dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped="m")
-    columns, k_steps = ceil_div(sides * n, config.tile_n), ceil_div(k, tile_k(lhs.dtype))
+    config, layouts = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs)
+    dtype, m, (_, n) = lefts[0].dtype, lefts[0].shape[0], layouts.k_n(rhs_list[0].shape)
+    out_dtype, sides = jnp.dtype(plan.out_dtype), len(rhs_list) if len(lefts) == 1 else 1
+    types = OperandTypes(m, dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped="m")
+    columns, steps = ceil_div(sides * n, config.tile_n), [ceil_div(lhs.shape[1], tile_k(dtype)) for lhs in lefts]
     table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
-    most = StreamK.on(plan.target, config, table.shape[0], k_steps)
+    most = StreamK.on(plan.target, config, table.shape[0], sum(steps))
     zeros = _ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
-    inputs = _Rows(lhs, tuple(rhs_list), table, counts, jnp.zeros(zeros, out_dtype), of_epilogue)
+    inputs = _Rows(tuple(lefts), tuple(rhs_list), table, counts, jnp.zeros(zeros, out_dtype), of_epilogue)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
 
     def work_of(inputs: _Rows) -> GroupedWork:
-        return GroupedWork(most.tiles, k_steps, most.num_ctas, counts_gmem=inputs.counts)
+        return GroupedWork(most.tiles, most.k_steps, most.num_ctas, counts_gmem=inputs.counts)
 
-    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan), work_of)
+    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan, steps), work_of)
 
 
 @dataclasses.dataclass(frozen=True)
 class _RowsBody:
-    """The body of the product of rows: its tiles, and where the operands of a tile lie."""
+    """The body of the product of rows: its tiles, and where the operands of a tile lie.
+
+    Attributes:
+      kernel: the static properties of the kernel.
+      plan: the static data of the product.
+      steps: the k steps of each left operand. A tile goes through the left operands one after the other.
+      refs: the kernel's references.
+    """
 
     kernel: ProductKernel
     plan: GroupedPlan
+    steps: Sequence[int]
     refs: Refs[_Rows, GmemRef]
 
     def tile_at(self, index: Index) -> Tile:
@@ -146,16 +159,16 @@ class _RowsBody:
         of_columns = inputs.vectors.column_scale, inputs.vectors.bias, inputs.vectors.row_scale
         has_epilogue = self.plan.program is not None or any(x is not None for x in of_columns)
         return Hooks(
-            load_lhs=lambda tile, load: load(inputs.lhs),
+            load_lhs=lambda tile, load: load(of_pairs(inputs.lefts, self.steps)),
             rhs_at=self._rhs_at,
             out_at=lambda tile: self.refs.outputs,
             epilogue_at=self._epilogue_at if has_epilogue else None,
             communicate=self._clear if self.plan.clears else None,
         )
 
-    def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide:
+    def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide | ByKStep:
         of_group = [ref.at[tile.step] for ref in self.refs.inputs.rhs_list]
-        return of_group[0] if len(of_group) == 1 else SideBySide(of_group)
+        return SideBySide(of_group) if self.kernel.types.sides > 1 else of_pairs(of_group, self.steps)
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
         config, n = self.plan.config, self.refs.outputs.shape[1]

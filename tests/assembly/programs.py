@@ -251,16 +251,21 @@ def ladder(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
 
 def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
-    """A product of 16 groups of rows; with "contracts" the contraction over the rows of each group."""
+    """A product of 16 groups of rows; with "contracts" the contraction over the rows of each group.
+
+    With "pairs" the product is a sum of two, as in the backward pass of a gated product.
+    """
     import jax
     from jax.sharding import PartitionSpec as P
 
     import overlap
+    from overlap.kernels import epilogue
     from overlap.kernels.target import current_target
     from overlap.single_gpu import grouped_product
 
     fields, (m, n, k), groups = dict(case.config), case.shape, 16
-    contracts, gated, right = (fields.pop(name, False) for name in ("contracts", "gated", "transpose_rhs"))
+    options = "contracts", "gated", "pairs", "transpose_rhs"
+    contracts, gated, pairs, right = (fields.pop(name, False) for name in options)
     lhs, sizes, config = struct(mesh, (m, k), case.dtype), struct(mesh, (groups,), "int32"), overlap.Config(**fields)
     # The mesh says which GPU the kernel is for.
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -272,6 +277,13 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     if contracts:
         return on_mesh(contract), (lhs, struct(mesh, (m, n), case.dtype), sizes)
     rhs = struct(mesh, (groups, *((n, k) if right else (k, n))), case.dtype)
+    if pairs:
+
+        def of_pairs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+            plan = grouped_product.GroupedPlan(right, lhs.dtype, config, current_target())
+            return grouped_product.rows([lhs] * 2, [rhs] * 2, sizes, epilogue.Vectors(), plan)
+
+        return on_mesh(of_pairs), (lhs, rhs, sizes)
     keywords: dict[str, Any] = {"transpose_rhs": right, "config": config, "implementation": "fused"}
 
     def function(lhs: jax.Array, sizes: jax.Array, bias: jax.Array, *rhs: jax.Array) -> jax.Array:

@@ -158,6 +158,8 @@ for number, (dtype, config) in enumerate((
     ("bf16", dict(tile_m=128, tile_n=256, stages=4, gated=True)),
     ("bf16", dict(tile_m=160, tile_n=128, stages=5, **IN_TURN, **SWAPPED)),
     ("bf16", dict(tile_m=128, tile_n=128, stages=6, contracts=True, **IN_TURN)),
+    # What is chosen for the gradient of x in a gated product of Qwen3-30B's sizes.
+    ("bf16", dict(tile_m=160, tile_n=128, stages=5, pairs=True, transpose_rhs=True, **IN_TURN, **SWAPPED)),
     ("bf16", dict(tile_m=128, tile_n=256, stages=4, contracts=True)),
     ("float8_e4m3fn", dict(tile_m=128, tile_n=256, stages=4, transpose_rhs=True)),
     ("bf16", dict(tile_m=128, tile_n=128, stages=6, transpose_rhs=True, **IN_TURN)),
@@ -165,7 +167,7 @@ for number, (dtype, config) in enumerate((
     ("bf16", dict(tile_m=160, tile_n=256, stages=3, **SWAPPED)),
 )):  # fmt: skip
     row(f"groups {dtype} {config}", Case("grouped_matmul", 1, (65536, 1544, 2048), dtype, config=config),
-        slow=number > 2)  # fmt: skip
+        slow=number > 3)  # fmt: skip
 for number, (dtype, config) in enumerate((
     ("bf16", dict(tile_n=256, stages=4, gated=True)),
     ("bf16", dict(tile_n=128, stages=6, contracts=True)),

@@ -56,21 +56,26 @@ def emulated(gpu: Any) -> Iterator[None]:
         run.check()
 
 
-@pytest.mark.parametrize(("sizes", "on", "transpose_rhs"), some(CONFIGS, [False, True]), ids=str)
-def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "on", "transpose_rhs", "ks"), some(CONFIGS, [False, True], [(136,), (72, 136), (8, 64, 200)]), ids=str
+)
+def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: bool, ks: tuple[int, ...]) -> None:
+    """With several `ks` the products of as many pairs are added, in f32: the sum is rounded once."""
     gpu, config = on
-    m, k, n = sum(sizes) + 20, 136, 192
-    lhs, rhs = operands(sum(sizes), (m, k), (len(sizes), *((n, k) if transpose_rhs else (k, n))))
+    m, n = sum(sizes) + 20, 192
+    lefts = operands(sum(sizes), *((m, k) for k in ks))
+    rights = operands(sum(sizes) + 1, *((len(sizes), *((n, k) if transpose_rhs else (k, n))) for k in ks))
+    lefts = [lhs.at[sum(sizes) :].set(jnp.nan) for lhs in lefts]  # Rows of no group do not count, whatever they hold.
 
-    def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+    def run(lefts: list[jax.Array], rights: list[jax.Array], sizes: jax.Array) -> jax.Array:
         plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
-        return grouped_product.rows(lhs, [rhs], sizes, epilogue.Vectors(), plan)
+        return grouped_product.rows(lefts, rights, sizes, epilogue.Vectors(), plan)
 
     with emulated(gpu):
-        out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)), np.float32)
+        out = np.asarray(jax.jit(run)(lefts, rights, jnp.asarray(sizes)), np.float32)
     for group, span in enumerate(spans(sizes, m)):
-        right = np.asarray(rhs[group], np.float32)
-        expected = np.asarray(lhs, np.float32)[span] @ (right.T if transpose_rhs else right)
+        pairs = [(np.asarray(a, np.float32)[span], np.asarray(b[group], np.float32)) for a, b in zip(lefts, rights)]
+        expected = np.sum([a @ (b.T if transpose_rhs else b) for a, b in pairs], axis=0)
         np.testing.assert_array_equal(out[span], expected.astype(jnp.bfloat16).astype(np.float32))
     assert not out[sum(sizes) :].any()
 
@@ -92,7 +97,7 @@ def test_epilogue_of_each_group(gpu: Any) -> None:
     vectors = grouped_product.vectors(jnp.asarray(scale), of_columns[:2], of_columns[2:], config)
     with emulated(gpu):
         plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
-        run = jax.jit(lambda *x: grouped_product.rows(x[0], x[1:3], x[3], vectors, plan))
+        run = jax.jit(lambda *x: grouped_product.rows(x[:1], x[1:3], x[3], vectors, plan))
         out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
     for group, span in enumerate(spans(sizes, m)):
         left = np.asarray(lhs, np.float32)[span]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import Config
 from overlap.choice import dispatch
 from overlap.kernels.target import Target, emulating
+from overlap.single_gpu import grouped_matmul
 from tests import oracle
 from tests.ops.contract import BF16, E4M3, F32, assert_close
 
@@ -44,7 +47,7 @@ def plain(lhs, rhs, sizes, transpose_rhs=False):
         lhs[end - size : end].astype(F32) @ (matrix.T if transpose_rhs else matrix).astype(F32)
         for matrix, end, size in zip(rhs, ends, SIZES, strict=True)
     ]
-    return jnp.concatenate([*parts, jnp.zeros((M - ends[-1], N))])
+    return jnp.concatenate([*parts, jnp.zeros((M - ends[-1], parts[0].shape[1]))])
 
 
 def rows_of(vector):
@@ -179,6 +182,67 @@ def test_derivatives(implementation):
         return f(parts), jax.grad(loss)(parts), jax.grad(twice)(parts), jax.jvp(f, (parts,), (parts,))[1]
 
     assert_close(jax.jit(lambda: both(ours))(), jax.jit(lambda: both(by_hand))(), 2e-2)
+
+
+def products_in(program):
+    """Yields the result's type and the number of pairs of each bare product, and the type of each addition."""
+    for equation in program.eqns:
+        result = equation.outvars[0].aval.str_short(short_dtypes=True)
+        if equation.primitive.name == "overlap_grouped_matmul":
+            static = equation.params["static"]
+            pairs = len(jax.tree.unflatten(static.operands, equation.invars).lefts)
+            yield static.product.kind, result, pairs
+        elif equation.primitive.name.startswith("add"):
+            yield "addition", result, 0
+        for part in jaxprs_in_params(equation.params):
+            yield from products_in(part)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_the_gradient_of_a_left_operand_of_several_products_is_one_product(transpose_rhs, implementation, gpu):
+    """It is the sum of all pairs in float32, rounded once. Its rows behind all groups are zeros where the caller wants
+    zeros there, though not in the result.
+    """
+    given = drawn(4, transpose_rhs=transpose_rhs, sides=2)
+    how = {"clears": (False, True), "transpose_rhs": transpose_rhs, "implementation": implementation}
+
+    def loss(lhs, rhs, weights):
+        out = grouped_matmul.multiplied(lhs, rhs, given["sizes"], activation=jnp.add, **how)
+        return (jnp.where((jnp.arange(M) < sum(SIZES))[:, None], out, 0) * weights).sum()
+
+    weights = jnp.asarray(np.random.default_rng(5).integers(-99, 100, (M, N)), BF16)
+    gradient = jax.grad(loss, (0, 1))
+    with emulating(gpu):
+        d_lhs, _ = jax.jit(gradient)(given["lhs"], given["rhs"], weights)
+        program = jax.make_jaxpr(gradient)(given["lhs"], given["rhs"], weights).jaxpr
+    found = collections.Counter(products_in(program))
+    counted = np.where((np.arange(M) < sum(SIZES))[:, None], np.asarray(weights, np.float32), 0)
+    exact = sum(plain(counted, rhs, SIZES, not transpose_rhs) for rhs in given["rhs"])
+    np.testing.assert_array_equal(d_lhs, exact.astype(BF16))
+    ours = {key: count for key, count in found.items() if f"[{M},{K}]" in key[1]}
+    assert ours == {("rows", f"bf16[{M},{K}]", 2): 1}, found
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_the_transpose_of_a_sum_of_products(implementation):
+    """The sum is linear in each of its operands: its transpose with respect to them is the products again."""
+    given = drawn(7, sides=2)
+    call = functools.partial(overlap.grouped_matmul, implementation=implementation, activation=jnp.add)
+    _, pull = jax.vjp(lambda lhs: call(lhs, given["rhs"], given["sizes"]), given["lhs"])
+    (back,) = jax.linear_transpose(lambda g: pull(g)[0], jnp.zeros((M, N), BF16))(given["lhs"])
+    exact = sum(plain(given["lhs"], rhs, SIZES) for rhs in given["rhs"])
+    np.testing.assert_array_equal(back, exact.astype(BF16))
+
+
+@pytest.mark.one_jax
+def test_the_backward_pass_is_explained():
+    given = drawn(6, sides=2)
+    f = lambda lhs, rhs: two({**given, "lhs": lhs, "rhs": rhs}, "fused").astype(F32).sum()  # noqa: E731
+    forward, *backward = overlap.explain(jax.grad(f, (0, 1)), given["lhs"], given["rhs"])
+    assert forward.shapes.startswith(f"{GROUPS} groups")
+    shapes = [f"to {M}x{K} of 2 pairs bfloat16", *[f"to {GROUPS}x{K}x{N} bfloat16"] * 2]
+    assert sorted(x.shapes for x in backward) == sorted(shapes)
 
 
 def test_in_shard_map_and_vmap():

@@ -67,7 +67,6 @@ from overlap.collectives.reduce.blocks_operands import (
     k_steps,
     landing_place,
     lands_in_an_operand,
-    of_pairs,
     shape_in_blocks,
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
@@ -78,7 +77,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
-from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile
+from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile, of_pairs
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,10 @@ from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
-from overlap.kernels.hooks import ByKStep, OneOf
 from overlap.kernels.launch import sealed
 from overlap.primitives import addresses
 from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.integers import ceil_div
-from overlap.primitives.types import GmemRef, Index
 
 
 def shape_in_blocks(shape: tuple[int, int, int], schedule: ReduceScatterSchedule) -> tuple[int, int, int, int]:
@@ -71,24 +67,6 @@ def in_blocks(
 def k_steps(operands: Operands, plan: LaunchPlan) -> list[int]:
     """Returns the number of k steps of each pair of operands. A tile goes through the pairs one after the other."""
     return [ceil_div(plan.layouts.m_k(lhs.shape)[1], tile_k(lhs.dtype)) for lhs in operands.lefts]
-
-
-def of_pairs(refs: Sequence[GmemRef], steps: Sequence[int]) -> GmemRef | ByKStep:
-    """Returns an operand of a tile, given the references that hold it for each pair.
-
-    Where k of a pair is no multiple of a k step's, its last step is filled up with zeros, as at the end of any operand.
-    """
-    if len(refs) == 1:
-        return refs[0]
-
-    def where(k_step: Index) -> tuple[OneOf, Index]:
-        which, first = jnp.int32(0), jnp.int32(0)
-        for pair, start in enumerate(itertools.accumulate(steps[:-1]), 1):
-            which = jnp.where(k_step >= start, pair, which)
-            first = jnp.where(k_step >= start, start, first)
-        return OneOf(refs, which), (k_step - first) * tile_k(refs[0].dtype)
-
-    return ByKStep(where)
 
 
 def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:

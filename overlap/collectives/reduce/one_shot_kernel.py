@@ -40,7 +40,6 @@ from overlap.collectives.reduce.blocks_operands import (
     k_steps,
     landing_place,
     lands_in_an_operand,
-    of_pairs,
     padded,
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
@@ -50,7 +49,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
-from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks, OneOf, Tile
+from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks, OneOf, Tile, of_pairs
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK
