@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 from overlap.choice.problem import Problem
 from overlap.frame import sharded
-from overlap.frame.explain import explained_mesh
 from overlap.frame.operation import Call, Operation
+from overlap.frame.peers import require_peers, untried
 from overlap.frame.signatures import AxisName
 from overlap.kernels.config import Config
 from overlap.kernels.operations import Transport
 from overlap.kernels.target import Target
-from overlap.primitives import PeerGroup, windows
-from overlap.primitives.host_mesh import HostMesh, several_hosts
+from overlap.primitives import PeerGroup
 from overlap.primitives.peers import outside_shard_map
 
 XLA = 'use implementation="xla"'
@@ -85,25 +82,3 @@ class Collective(Operation):
     def untried(self) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""
         return untried(self.group)
-
-
-def require_peers(group: PeerGroup, target: Target) -> None:
-    """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
-    if group.size == 1 or target.platform != "gpu":
-        return
-    windows.require_shared_memory()
-    # Only the mesh of `explain` has devices. Inside `jax.shard_map` they are checked when the kernel is lowered.
-    if isinstance(mesh := explained_mesh(), jax.sharding.Mesh):
-        host_mesh = HostMesh.of(mesh, frozenset(name for name, _ in group.axes))
-        assert host_mesh is not None
-        host_mesh.require_known_ids()
-
-
-def untried(group: PeerGroup) -> str | None:
-    """Returns the reason not to choose a kernel with peers unless the caller asks for it; None: there is none."""
-    if group.size > 1 and several_hosts(explained_mesh()):
-        return (
-            "the GPUs are on several hosts, where the fused kernels have not run yet: "
-            'implementation="fused" runs them, along axes that lie within a host'
-        )
-    return None

@@ -24,13 +24,13 @@ from overlap.choice.choose import is_collecting
 from overlap.choice.crossover import NOTHING_MEASURED, Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.rates import rates_of
-from overlap.collectives.collective import require_peers, untried
 from overlap.experts.chunks import RowsPlan
 from overlap.experts.routing import Routing, device_count
 from overlap.experts.rows import Movement, added, copied
 from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
 from overlap.frame.explain import record
+from overlap.frame.peers import require_peers, untried
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
 from overlap.single_gpu.grouped_matmul import multiplied, require_operands

@@ -40,8 +40,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives.reduce.blocks_operands import landing_place, lands_in_an_operand
 from overlap.experts.chunks import Chunk, Refs, RowsPlan, launch
+from overlap.kernels.landing import landing_place, lands_in_an_operand
 from overlap.primitives import PeerGroup, semaphore_signal_peer, stalls, tma_load, tma_store, wait_stores_landed
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree

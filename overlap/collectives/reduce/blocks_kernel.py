@@ -65,8 +65,6 @@ from overlap.collectives.reduce.blocks_operands import (
     addends_in_blocks,
     in_blocks,
     k_steps,
-    landing_place,
-    lands_in_an_operand,
     shape_in_blocks,
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
@@ -78,6 +76,7 @@ from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, ByKStep, Epilogue, Exchange, Hooks, Tile, of_pairs
+from overlap.kernels.landing import landing_place, lands_in_an_operand
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import Dimension
 from overlap.kernels.product_kernel import ProductKernel, Refs

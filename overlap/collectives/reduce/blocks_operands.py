@@ -6,7 +6,6 @@ TMA then stores nothing beyond the edge of a block, and loads zeros there.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,6 @@ from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
-from overlap.kernels.launch import sealed
-from overlap.primitives import addresses
-from overlap.primitives.host_mesh import ON_HOST_MESHES
 from overlap.primitives.integers import ceil_div
 
 
@@ -83,14 +79,3 @@ def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScat
 def padded(vectors: jax.Array, unit: int) -> jax.Array:
     """Returns vectors, padded with zeros along the last dimension to a multiple of `unit` entries."""
     return jnp.pad(vectors, ((0, 0),) * (vectors.ndim - 1) + ((0, -vectors.shape[-1] % unit),))
-
-
-def landing_place(memory: jax.ShapeDtypeStruct, **kind: bool) -> jax.Array:
-    """Returns an `addresses.landing_place` of this shape and dtype, traced as a single operation of jax."""
-    make = functools.partial(addresses.landing_place, memory.shape, memory.dtype, **kind)
-    return sealed(make, "overlap_landing_place", patches=(ON_HOST_MESHES,))()
-
-
-def lands_in_an_operand() -> bool:
-    """Whether peers write to an operand instead of a result: so if each GPU has a process of its own."""
-    return jax.process_count() > 1

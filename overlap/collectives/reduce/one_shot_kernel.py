@@ -38,8 +38,6 @@ from jax.experimental import pallas as pl
 from overlap.collectives.communicator import wait_for_block
 from overlap.collectives.reduce.blocks_operands import (
     k_steps,
-    landing_place,
-    lands_in_an_operand,
     padded,
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
@@ -50,6 +48,7 @@ from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.grid import cta
 from overlap.kernels.hooks import Boxes, DirectSends, Epilogue, Exchange, Hooks, OneOf, Tile, of_pairs
+from overlap.kernels.landing import landing_place, lands_in_an_operand
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.stream_k import StreamK
