@@ -133,24 +133,10 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
     # By comparison, as in `tiles`.
     is_at = is_before.sum(axis=0, dtype=jnp.int32) == index[:, None]
     table = jnp.stack([jnp.where(is_at, x, 0).sum(axis=1, dtype=jnp.int32) for x in (starts, rows, k_steps, index)])
-    count = sizes.shape[0] * tiles
-    of_tiles = table[K_STEPS_OF_GROUP, paired(jnp.arange(count, dtype=jnp.int32), sizes.shape[0], tiles)[0]]
+    of_tiles = jnp.repeat(table[K_STEPS_OF_GROUP], tiles)
+    count = of_tiles.shape[0]
     waves = _turned(jnp.pad(of_tiles, (0, -count % num_ctas)).reshape(-1, num_ctas))
     return table, _turned(jnp.cumsum(waves, axis=0) - waves).reshape(-1)[:count]
-
-
-def paired(index: Index, groups: int, tiles: int) -> tuple[Index, Index]:
-    """Returns the group of a tile of a contraction, by its place in the table, and the tile within the group's result.
-
-    Tiles of the group with the most rows alternate with those of the group with the fewest, and so on inwards. Tiles of
-    few k steps take as long to store as the others. So one warpgroup stores while the other multiplies, and memory is
-    busy all the time.
-    """
-    pair = quotient(index, 2 * tiles)
-    within = index - pair * 2 * tiles
-    alone = pair * 2 == groups - 1  # An odd number of groups leaves one without a partner.
-    second = choose(alone, 0, remainder(within, 2))
-    return choose(second == 1, groups - 1 - pair, pair), choose(alone, within, quotient(within, 2))
 
 
 def _turned(waves: jax.Array) -> jax.Array:
@@ -163,8 +149,8 @@ def _turned(waves: jax.Array) -> jax.Array:
 class ContractedWork(StreamK):
     """The pieces of each CTA for contractions over the rows of a group: whole tiles, dealt out in turn.
 
-    Every second wave is dealt out from the last CTA to the first, since the first tiles of a wave may have more k steps
-    than the others. So CTAs have about the same work.
+    The groups with the most rows come first. Every second wave is dealt out from the last CTA to the first, since the
+    first tiles of a wave may have more k steps than the others. With random sizes CTAs then have about the same work.
 
     Attributes:
       groups_gmem: of each group its first row, rows, k steps and index.
@@ -176,14 +162,13 @@ class ContractedWork(StreamK):
     before_gmem: GmemRef = None
     tiles_of_group: int = 1
 
-    def _of_wave(self, cta: Index, wave: Index) -> Index:
+    def _place(self, cta: Index, wave: Index) -> Index:
         return cta + remainder(wave, 2) * (self.num_ctas - 1 - 2 * cta)
 
     def pieces(self, cta: Index) -> Index:
-        return self.full_waves + choose(self._of_wave(cta, self.full_waves) < self.left, 1, 0)
+        return self.full_waves + choose(self._place(cta, self.full_waves) < self.left, 1, 0)
 
     def piece(self, cta: Index, ordinal: Index, rank: Index = 0) -> Piece:
-        tile = self._of_wave(cta, ordinal) + ordinal * self.num_ctas
-        place, _ = paired(tile, self.groups_gmem.shape[1], self.tiles_of_group)
-        k_steps = self.groups_gmem[K_STEPS_OF_GROUP, place]
+        tile = self._place(cta, ordinal) + ordinal * self.num_ctas
+        k_steps = self.groups_gmem[K_STEPS_OF_GROUP, quotient(tile, self.tiles_of_group)]
         return Piece(tile, 0, k_steps, self.before_gmem[tile], ordinal=ordinal)

@@ -240,8 +240,8 @@ class _ContractionBody:
     refs: Refs[_Contraction, GmemRef]
 
     def tile_at(self, index: Index) -> Tile:
-        place, tile = groups.paired(index, self.refs.inputs.groups.shape[1], self.order.tiles)
-        return Tile(place, *self.order(tile))
+        place = quotient(index, self.order.tiles)
+        return Tile(place, *self.order(index - place * self.order.tiles))
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
