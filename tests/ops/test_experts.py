@@ -19,7 +19,18 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.experts import operations, rows
 from tests.ops.expert_cases import (
-    HIDDEN, IN, Case, exact, gated, kept, layer, on_devices, operands, oracle, program, routings,
+    HIDDEN,
+    IN,
+    Case,
+    exact,
+    gated,
+    kept,
+    layer,
+    on_devices,
+    operands,
+    oracle,
+    program,
+    routings,
 )  # fmt: skip
 from tests.oracle import make_mesh
 

@@ -113,7 +113,7 @@ def test_clean(name, schedule):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("joined", ONE_SHOT) else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("joined", ONE_SHOT, "rows added") else pytest.mark.slow)
         for name in sorted(ONE_AT_A_TIME & protocol_cases.KERNELS.keys())
     ],
 )
@@ -153,6 +153,8 @@ def test_as_many_ctas_suffice_as_a_tile_has_parts(name):
 LATE = {
     "raises late": (steps.raise_late, ("pull", "scatter m", "ring", ONE_SHOT, SUMS_BY_RING)),
     "copies late": (steps.copy_late, ("pull", "rhs n", "rhs k", "scatter m", "joined", "passenger")),
+    "raises late, rows": (steps.raise_late, ("rows added", "rows copied", "rows multiplied")),
+    "copies rows late": (steps.copy_late, ("rows copied", "rows multiplied")),
     "sends strips late": (steps.send_strips_late, (SPREAD,)),
     "sends parts late": (steps.send_parts_late, (ONE_SHOT,)),
 }
@@ -178,8 +180,8 @@ def test_clean_if_a_device_is_late(how, name, victim):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[] if n in ("pull", "scatter m") else pytest.mark.slow)
-        for n in ("pull", "joined", "rhs n", "rhs k", "scatter m", "ring", SPREAD)
+        pytest.param(n, marks=[] if n in ("pull", "scatter m", "rows added") else pytest.mark.slow)
+        for n in ("pull", "joined", "rhs n", "rhs k", "scatter m", "ring", SPREAD, "rows added", "rows copied")
     ],
 )
 def test_clean_if_a_cta_begins_when_all_is_over(name):
