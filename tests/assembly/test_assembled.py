@@ -184,7 +184,7 @@ for number, (kernel, target, features, processes) in enumerate((
 )):  # fmt: skip
     case = Case("expert_rows", 2, (8192, features, 8), "bf16", target, {"kernel": kernel}, processes=processes)
     row(f"rows {kernel} of {features} on {target}, {processes}", case, slow=number > 2, full=False,
-        name="overlap_products_of_rows" if kernel == "products" else f"overlap_{kernel}_rows", smem=(0, 75 << 10),
+        name="overlap_products_of_rows" if kernel == "products" else f"overlap_{kernel}_rows", smem=(0, 112 << 10),
         **{"words" if processes > 1 else "not_words": ("@differ trap",)})  # fmt: skip
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
