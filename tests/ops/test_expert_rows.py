@@ -27,7 +27,7 @@ FUSED: Any = {"features": 128, "hidden": 40, "implementation": "fused"}
 TWO = Case(2, 6, 3, 8, **FUSED)
 CASES = {
     "two devices, capacity": dataclasses.replace(TWO, capacity=4),
-    "no axis": Case(1, 5, 2, 3, axes=(), **FUSED | {"features": 384}),
+    "no axis": Case(1, 11, 2, 3, axes=(), **FUSED | {"features": 384}),
     "four devices in two axes, one expert": Case(4, 3, 1, 8, axes=("x", "y"), check_vma=False, **FUSED),
     "two devices": TWO,
 }
@@ -114,9 +114,11 @@ def gather(x: jax.Array, w: jax.Array, ids: jax.Array, **options: Any) -> jax.Ar
 
 REFUSED = {
     (100, jnp.bfloat16): (NotImplementedError, "rows of a multiple of 128 features, and there are 100"),
+    (192, jnp.float16): (NotImplementedError, "rows of a multiple of 128 features, and there are 192"),
     (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
     (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
     (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),
+    (2176, jnp.bfloat16): (NotImplementedError, "at most 8 equal parts .* and 2176 features make 17"),
     (8320, jnp.float32): (NotImplementedError, "rows of at most 8192 features of float32, and there are 8320"),
 }
 
@@ -211,3 +213,48 @@ def test_rows_are_added_in_float32_in_the_order_of_the_slots() -> None:
         with overlap.emulation.emulate():
             found = jax.jit(add)(given, np.ones((1, 3), np.float32))
         assert found.dtype == dtype and (np.asarray(found, np.float32) == total).all()
+
+
+def test_gates_are_not_rounded() -> None:
+    """In bfloat16 3 times 1 + 2^-8, which bfloat16 does not have, is 3.015625."""
+    routing = Routing(*(jnp.zeros(1, jnp.int32),) * 2, jnp.array([[0]]), jnp.array([1]), jnp.int32(0))
+    add = lambda r, gates: rows.added(r, gates, routing, rows.Movement(None, dispatch.target(), True))  # noqa: E731
+    three, gates = jnp.full((1, 128), 3, jnp.bfloat16), np.float32([[1 + 2**-8]])
+    with overlap.emulation.emulate():
+        out, of_rows = jax.jit(lambda x: (add(x, gates), jax.vjp(lambda x: add(x, gates), x)[1](x)[0]))(three)
+    assert (out == 3.015625).all() and (of_rows == 3.015625).all()
+
+
+def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
+    """In bfloat16 256 + 1 is 256, and the sum of 257 here and 1 from the peer is 258."""
+    movement = rows.Movement("x", dispatch.target(), True)
+
+    def add(given: jax.Array, positions: jax.Array) -> jax.Array:
+        routing = Routing(*(jnp.zeros(2, jnp.int32),) * 2, positions, jnp.array([2]), jnp.int32(0))
+        return rows.added(given, jnp.ones((1, 3), jnp.float32), routing, movement)
+
+    # The first device has two rows of its token, the second has one.
+    positions = np.array([[0, 1, 2], [2, 2, 2], [2, 2, 0], [2, 2, 2]], np.int32)
+    given = np.repeat(np.float32([256, 1, 1, 0])[:, None], 128, 1).astype(jnp.bfloat16)
+    mapped = jax.shard_map(add, mesh=make_mesh(x=2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with overlap.emulation.emulate():
+        found = jax.jit(mapped)(given, positions)
+    np.testing.assert_array_equal(found.astype(jnp.float32), np.repeat([[258.0], [0.0]], 128, 1))
+
+
+def test_with_64_bits_on() -> None:
+    """The lists stay in 32 bits, which the kernels read, and gates of 64 bits are rounded."""
+    with jax.enable_x64(True), overlap.emulation.emulate():
+        ids = jnp.array([[0, 2], [2, 1], [1, -1]])
+        routing = jax.jit(lambda ids: overlap.route(ids, 3, None, capacity=2))(ids)
+        assert {x.dtype.name for x in jax.tree.leaves(routing)} == {"int32"} and ids.dtype == jnp.int64
+        tokens, gates = jnp.ones((3, 128), jnp.bfloat16), jnp.arange(6.0).reshape(3, 2)
+        kernel, by_xla = rows.Movement(None, dispatch.target(), True), rows.Movement(None)
+
+        def both(movement: rows.Movement) -> Any:
+            summed = lambda gates: rows.added(rows.copied(tokens, routing, movement), gates, routing, movement)  # noqa: E731
+            out, pull = jax.vjp(summed, gates)
+            return out, pull(out)
+
+        assert gates.dtype == jnp.float64
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(both, static_argnums=0)(kernel), both(by_xla))

@@ -97,6 +97,18 @@ def test_results_and_gradients(name: str) -> None:
     assert not near(expected, exact(case)[1](given, other, kept(case, other))), seed
 
 
+def test_routes_of_many_tokens() -> None:
+    """They are counted in blocks of 128 tokens."""
+    for case in (Case(2, 150, 2, 6, capacity=70), Case(2, 200, 3, 4)):
+        ids = routings(case, secrets.randbits(32))["ids out of range"]
+        of_each = on_devices(case, functools.partial(lists, case))
+        check_routing(case, ids, kept(case, ids), jax.jit(of_each)(ids), case)
+
+
+def lists(case: Case, ids: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x[None], overlap.route(ids, case.experts, case.axis, capacity=case.capacity))
+
+
 def test_a_capacity_above_all_routes_drops_nothing() -> None:
     ids = np.array([[0, 0], [1, 0]], np.int32)
     unlimited = overlap.route(ids, 2, None)

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from overlap.collectives import communicator
 from overlap.collectives.gather.ring import RingTransport
 from overlap.emulation import DeadlockError
+from overlap.experts import chunks, row_kernels
 from overlap.kernels.blackwell import mainloop as blackwell
 from overlap.primitives import PeerGroup, handshake
 from tests.oracle import make_mesh
@@ -35,6 +37,7 @@ from tests.protocol.protocol_cases import (
     Form,
     Kernel,
     clean,
+    of_moved_rows,
     of_rows,
     of_sums,
     of_weights,
@@ -202,6 +205,24 @@ def test_the_own_rows_are_copied_while_peers_begin(monkeypatch):
     monkeypatch.setattr(communicator.Handshake, "await_peers", lambda self: order.append("wait") or awaits(self))
     of_rows(FEW, JOINED).run(cores=2)
     assert order[:3] == ["own", "wait", "peers"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kernels_of_rows_are_told_the_addresses_that_peers_access(processes, monkeypatch):
+    """Then the table precedes the flags."""
+    told, flags, params = [], chunks.shared_semaphores, chunks.addresses.Params
+    monkeypatch.setattr(row_kernels, "lands_in_an_operand", lambda: processes > 1)
+    monkeypatch.setattr(chunks, "shared_semaphores", lambda *s, told: noted(told) or flags(*s, told=told))
+    monkeypatch.setattr(chunks.addresses, "Params", lambda **given: noted(given["peers_read"]) or params(**given))
+
+    def noted(what):
+        told.append(what)
+
+    for name, place in {"copied": 1, "added": 1, "multiplied": 2}.items():
+        told.clear()
+        jax.make_jaxpr(of_moved_rows(name, 2, 2, 128, gated=name == "added").call)()
+        # The place of "tokens", or of "landing" behind "gates", among the operands in the order of their names.
+        assert told == ([False] if name == "added" and processes == 1 else [(place,), True]), name
 
 
 def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():
