@@ -31,6 +31,8 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, Se
 
 # A row is computed with in parts of at most so many features, by all threads of a warpgroup.
 _PART, _THREADS = 2048, 128
+# The most parts of a row: kernels with 17 parts take minutes to compile, and one with 11 spills.
+_PARTS = 8
 # The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
 # and twice these change nothing.
 _CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
@@ -106,6 +108,11 @@ class RowsPlan:
         if self.features * self.dtype.itemsize > _CHUNK_BYTES:
             most = _CHUNK_BYTES // self.dtype.itemsize
             return f"the kernels move rows of at most {most} features of {self.dtype}, and there are {self.features}"
+        if (parts := len(self.parts)) > _PARTS:
+            return (
+                f"the kernels move rows in at most {_PARTS} equal parts of up to {_PART} features, each a multiple of "
+                f"{_THREADS}, and {self.features} features make {parts}"
+            )
         return None
 
 
