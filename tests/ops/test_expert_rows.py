@@ -246,6 +246,13 @@ def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
     np.testing.assert_array_equal(found.astype(jnp.float32), np.repeat([[258.0], [0.0]], 128, 1))
 
 
+def test_tokens_and_rows_of_two_dtypes_are_multiplied_by_xla() -> None:
+    tokens, of_rows = jnp.full((3, 128), 2, jnp.bfloat16), jnp.full((4, 128), 1 + 2**-20, jnp.float32)
+    movement, routing = rows.Movement(None, dispatch.target(), True), jax.tree.map(jnp.asarray, ROUTING)
+    found = rows._derivative(rows.GATES, jnp.dtype(jnp.float32), movement, (tokens, of_rows, None), routing)
+    np.testing.assert_array_equal(found, 256 * (1 + 2**-20) * (POSITIONS < 4))
+
+
 def test_with_64_bits_on() -> None:
     """The lists stay in 32 bits, which the kernels read, and gates of 64 bits are rounded."""
     with jax.enable_x64(True), overlap.emulation.emulate():
