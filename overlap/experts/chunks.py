@@ -25,12 +25,14 @@ from overlap.kernels.target import Target
 from overlap.primitives import HANDSHAKE_FLAGS, Handshake, PeerGroup, addresses, converge_warp, draw, shared_semaphores
 from overlap.primitives.atomics import loop_while
 from overlap.primitives.host_mesh import ON_HOST_MESHES
-from overlap.primitives.integers import in_32_bits, largest_divisor, quotient, remainder
+from overlap.primitives.integers import ceil_div, in_32_bits, largest_divisor, quotient, remainder
 from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
 # A row is computed with in parts of at most so many features, by all threads of a warpgroup.
 _PART, _THREADS = 2048, 128
+# The most parts of a row: kernels with 17 parts take minutes to compile, and one with 11 spills.
+_PARTS = 8
 # The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
 # and twice these change nothing.
 _CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
@@ -79,6 +81,11 @@ class RowsPlan:
         return self.tokens // self.chunk
 
     @property
+    def ctas(self) -> int:
+        """CTAs of the grid."""
+        return min(_CTAS_PER_CORE * self.target.num_cores, self.devices * self.chunks)
+
+    @property
     def part(self) -> int:
         """Features of a part."""
         return _THREADS * largest_divisor(self.features // _THREADS, _PART // _THREADS)
@@ -106,6 +113,11 @@ class RowsPlan:
         if self.features * self.dtype.itemsize > _CHUNK_BYTES:
             most = _CHUNK_BYTES // self.dtype.itemsize
             return f"the kernels move rows of at most {most} features of {self.dtype}, and there are {self.features}"
+        if (parts := len(self.parts)) > _PARTS:
+            return (
+                f"the kernels move rows in at most {_PARTS} equal parts of up to {_PART} features, each a multiple of "
+                f"{_THREADS}, and {self.features} features make {parts}"
+            )
         return None
 
 
@@ -125,7 +137,8 @@ class Refs:
     Attributes:
       plan: sizes.
       name: of the kernel, for reports of long waits.
-      own_last: whether this device's own chunks are drawn last, instead of first.
+      own_last: whether this device's own chunks are drawn after the peers' chunks of the same index (`_own_later`),
+        instead of before all peers' chunks.
       inputs: the operands.
       outputs: the results.
       arrived: a flag for each device and chunk; only if there are peers.
@@ -163,12 +176,14 @@ class Refs:
     def at(self, number: Index) -> Chunk:
         """Returns a chunk, given its number from 0 on."""
         of_device, group = self.plan.chunks, self.plan.group
-        distance = quotient(number, of_device)
-        first = (number - distance * of_device) * self.plan.chunk
         if group is None:
-            return Chunk(0, 0, first)
-        distance = remainder(distance + 1, group.size) if self.own_last else distance
-        return Chunk(group.peer(distance), distance, first)
+            return Chunk(0, 0, number * self.plan.chunk)
+        if self.own_last:
+            index, distance = _own_later(number, of_device, group.size, self.plan.ctas)
+        else:
+            distance = quotient(number, of_device)
+            index = number - distance * of_device
+        return Chunk(group.peer(distance), distance, index * self.plan.chunk)
 
     def places(self, chunk: Chunk, index: Index) -> list[Index]:
         """The row of each slot of a chunk's token; C where this device has none."""
@@ -250,6 +265,28 @@ class Refs:
         loop_while(lambda state: state[0] < self._count, turn, (read(), jnp.int32(0)))
 
 
+def _own_later(number: Index, chunks: int, devices: int, ctas: int) -> tuple[Index, Index]:
+    """Returns which chunk of the device at which distance comes at a place of the order in which own chunks come later.
+
+    First come chunks of all peers, one for each CTA; then one own chunk and one of each peer in turn, so that the links
+    are busy all the time; at the end own chunks. An own chunk comes after the peers' chunks of the same index.
+    """
+    peers = devices - 1
+    lag = min(ceil_div(ctas, peers), chunks)
+    after = number - lag * peers
+    turn = quotient(jnp.maximum(after, 0), devices)
+    in_turn = after - turn * devices
+    # Own chunks until the end, from here on.
+    rest = after - (chunks - lag) * devices
+    of_turn = jnp.where(in_turn > 0, lag + turn, turn), in_turn
+    of_start = quotient(number, peers), remainder(number, peers) + 1
+    index, distance = (
+        jnp.where(after < 0, first, jnp.where(rest < 0, middle, last))
+        for first, middle, last in zip(of_start, of_turn, (chunks - lag + rest, 0), strict=True)
+    )
+    return index, distance
+
+
 @in_32_bits
 def launch(
     plan: RowsPlan,
@@ -279,7 +316,6 @@ def launch(
     leaves, structure = jax.tree.flatten(dict(inputs))
     types, out_structure = jax.tree.flatten(dict(outputs))
     told = (sorted(inputs).index(peers_read),) if plan.group is not None and peers_read is not None else ()
-    ctas = min(_CTAS_PER_CORE * plan.target.num_cores, plan.devices * plan.chunks)
 
     def kernel(*refs: GmemRef) -> None:
         given, refs = refs[: len(leaves)], refs[len(leaves) :]
@@ -299,7 +335,7 @@ def launch(
     launched = plgpu.kernel(
         kernel,
         out_type=types,
-        grid=(ctas,),
+        grid=(plan.ctas,),
         grid_names=(GRID_AXIS,),
         num_threads=2,
         thread_name=THREAD_AXIS,

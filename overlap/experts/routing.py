@@ -99,7 +99,7 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     # Routes that this device does not compute have a group of their own, the last one.
     group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
     before, chosen = _counted(group, owned)
-    ends = jnp.minimum(jnp.cumsum(chosen if capacity is None else jnp.minimum(chosen, capacity)), rows)
+    ends = jnp.minimum(jnp.cumsum(chosen if capacity is None else jnp.minimum(chosen, capacity), dtype=jnp.int32), rows)
     sizes = jnp.diff(ends, prepend=0)
     of_group = lambda values: jnp.append(values, 0).at[group].get(mode="promise_in_bounds")  # noqa: E731
     row = jnp.where(before < of_group(sizes), before + of_group(ends - sizes), rows)
@@ -121,13 +121,13 @@ def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
         "ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.bfloat16), blocks.astype(jnp.bfloat16),
         preferred_element_type=jnp.float32,
     ).astype(jnp.int32)  # fmt: skip
-    of_block = blocks.sum(1)
+    of_block = blocks.sum(1, dtype=jnp.int32)
     earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
     before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
     of_route = jnp.take_along_axis(before.reshape(-1, groups)[:tokens], group, axis=1, mode="clip")
     # A token should not choose an expert twice; if it does, its earlier slots come first.
     twice = ((group[:, :, None] == group[:, None, :]) & jnp.tri(k, k=-1, dtype=bool)).sum(2, dtype=jnp.int32)
-    return of_route + twice, of_block.sum(0)
+    return of_route + twice, of_block.sum(0, dtype=jnp.int32)
 
 
 def device_count(op: str, axis_name: Given) -> int:

@@ -23,8 +23,9 @@ Why this is correct (`overlap/primitives` has the rest of the argument):
 - `added` writes to a peer once it has begun. Sums have landed before the transfer warp is told; it raises the peer's
   flag with a release at system scope, and the peer's transfer warp acquires the flag before the sums are read. No
   device leaves before it has all its own results, so everything that peers write to its memory has come by then.
-- `added` takes the peers' chunks first, which wait for nothing but the peers' beginning. So all sums that own chunks
-  wait for are sent.
+- In `added`, chunks of peers wait for nothing but the peers' beginning. An own chunk waits for the peers' sums of its
+  tokens, which each peer draws at an earlier place of the order than the own chunk has. So of all chunks that are not
+  finished, one at the first place does not wait.
 
 T: tokens of one device. D: devices. k: slots of a token. C: rows. h: features.
 """

@@ -155,7 +155,7 @@ def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
 def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, gates = factors
     given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
-    given["gates"] = None if gates is None else movement.gathered(_wide(gates))
+    given["gates"] = None if gates is None else movement.gathered(gates.astype(jnp.float32))
     kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
     alone = movement.must_fuse or plan.group is not None
 

@@ -65,9 +65,11 @@ def pretend_processes(case: Case) -> None:
     traced for this number may be kept.
     """
     from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
+    from overlap.experts import row_kernels
     from overlap.frame import primitive
 
-    one_shot_kernel.lands_in_an_operand = blocks_kernel.lands_in_an_operand = lambda: case.processes > 1
+    for module in (blocks_kernel, one_shot_kernel, row_kernels):
+        module.lands_in_an_operand = lambda: case.processes > 1
     primitive.tracer_of.cache_clear()
 
 
@@ -303,6 +305,7 @@ def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
     from overlap.kernels.target import current_target
     from overlap.primitives import PeerGroup
 
+    pretend_processes(case)
     (tokens, features, slots), devices = case.shape, mesh.shape["x"]
     everything, rows = devices * tokens, tokens * slots
     types = {

@@ -178,6 +178,16 @@ for number, (dtype, config) in enumerate((
     row(f"groups on Blackwell {dtype} {config}", slow=number > 1, words=("tcgen05.mma.cta_group::1",),
         case=Case("grouped_matmul", 1, (65536, 1544, 2048), dtype, "b200", {"tile_m": 128, **config}),
         not_words=("wgmma",))  # fmt: skip
+# Several of these CTAs run on a core, and none waits for another one.
+for number, (kernel, target, features, processes) in enumerate((
+    ("added", "h200", 7168, 2), ("copied", "h200", 2048, 1), ("products", "b200", 2048, 1), ("added", "h200", 2048, 1),
+    ("products", "h200", 2048, 1), ("added", "b200", 7168, 1), ("copied", "h200", 7168, 2),
+    ("products", "h200", 16384, 2),
+)):  # fmt: skip
+    case = Case("expert_rows", 2, (8192, features, 8), "bf16", target, {"kernel": kernel}, processes=processes)
+    row(f"rows {kernel} of {features} on {target}, {processes}", case, slow=number > 2, full=False,
+        name="overlap_products_of_rows" if kernel == "products" else f"overlap_{kernel}_rows", smem=(0, 112 << 10),
+        **{"words" if processes > 1 else "not_words": ("@differ trap",)})  # fmt: skip
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
 row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))

@@ -18,7 +18,10 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
+from overlap.experts import row_kernels
+from overlap.experts.chunks import RowsPlan
 from overlap.kernels.target import current_target, emulating
+from overlap.primitives import PeerGroup
 from overlap.single_gpu.grouped_product import GroupedPlan, contraction
 from tests.oracle import make_mesh, on_mesh
 
@@ -291,6 +294,56 @@ def of_gradient(m: int, k: int, widths: tuple[int, ...], batch: int, devices: in
     return Kernel(lambda: function(x, weights, cotangents), _equals((of_x, of_weights), dtype))
 
 
+def of_moved_rows(
+    name: str, devices: int, tokens: int, features: int, *, slots: int = 2, dtype: Any = BF16, gated: bool = True
+) -> Kernel:
+    """Returns a kernel that moves rows of experts: "copied", "added" or "multiplied". `tokens` are those of a device.
+
+    Each route has a row on one device at most, and no device has a row of the first token. Nobody may read the rows
+    that no route has, and nobody writes them.
+    """
+    everything, chance = devices * tokens, np.random.default_rng(7)
+    owner = chance.integers(-1, devices, (everything, slots))
+    owner[0] = -1
+    counts = [(owner == device).sum() for device in range(devices)]
+    rows = max(counts) + 1
+    positions = np.full((devices, everything, slots), rows, np.int32)
+    for device, count in enumerate(counts):
+        positions[device][owner == device] = chance.permutation(rows)[:count]
+    given = {"tokens": integers(1, everything, features, dtype=dtype), "positions": positions.reshape(-1, slots)}
+    given |= {"rows": integers(2, devices * rows, features, dtype=dtype, most=2)}
+    gates = integers(3, everything, slots, dtype=np.float32, most=2)
+    is_row = np.zeros((devices, rows + 1), bool)
+    np.put_along_axis(is_row, positions.reshape(devices, -1), True, 1)
+    given["rows"][~is_row[:, :rows].ravel()] = np.nan
+    factors = gates if gated else np.ones_like(gates)
+    of_token, exact = (_f32(given[x]).reshape(devices, -1, features) for x in ("tokens", "rows"))
+    of_token, copies = of_token.reshape(everything, features), np.zeros((devices, rows + 1, features), np.float32)
+    here, slot = np.meshgrid(np.arange(everything), np.arange(slots), indexing="ij")
+    for device, at in enumerate(positions):
+        copies[device][at] = of_token[here] * factors[here, slot][..., None]
+    filled = np.pad(np.nan_to_num(exact), ((0, 0), (0, 1), (0, 0)))
+    of_slots = np.stack([filled[device][at] for device, at in enumerate(positions)])
+    kernel, unused, expected = {
+        "copied": (row_kernels.copied, "rows", np.where(is_row[..., None], copies, 0)[:, :rows]),
+        "added": (row_kernels.added, "tokens", (of_slots * factors[..., None]).sum((0, 2))),
+        "multiplied": (row_kernels.products, "gates", (of_slots * of_token[:, None]).sum(-1)),
+    }[name]
+    given = {x: value for x, value in given.items() if x != unused}
+    given |= {"gates": gates} if gated and unused != "gates" else {}
+
+    def call(given: dict[str, jax.Array], is_row: jax.Array) -> jax.Array:
+        group = PeerGroup.of("x") if devices > 1 else None
+        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), current_target(), group)
+        found = kernel(given, plan)[{"copied": "rows", "added": "sums"}.get(name, "products")]
+        return jnp.where(is_row[0, :-1, None], found, 0) if name == "copied" else found
+
+    specs = {x: P() if x == "gates" else P("x") for x in given}
+    function = on_mesh(make_mesh(x=devices), call, (specs, P("x")), P("x"))
+    check = _equals(expected.reshape(-1, expected.shape[-1]), jnp.float32 if name == "multiplied" else dtype)
+    return Kernel(lambda: function(given, is_row), check)
+
+
 ONE = Form(72, (64,), 136)
 FEW = Form(16, (136,), 136)
 KERNELS: dict[str, Callable[[int], Kernel]] = {
@@ -306,6 +359,10 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     SPREAD: lambda devices: of_sums(SPREAD, devices=devices, block=(16, 72)),
     ONE_SHOT: lambda devices: of_sums(ONE_SHOT, devices=devices),
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
+    # Several chunks per CTA, rows of one part or of several, and rings of buffers that wrap around.
+    "rows copied": lambda devices: of_moved_rows("copied", devices, 9, 128, slots=3),
+    "rows added": lambda devices: of_moved_rows("added", devices, 4, 8192),
+    "rows multiplied": lambda devices: of_moved_rows("multiplied", devices, 4, 4096, dtype=np.float32),
 }
 
 

@@ -26,6 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.emulation import EmulationError, Launch, emulate, run_sequence
+from overlap.experts import row_kernels
+from overlap.experts.chunks import RowsPlan
+from overlap.kernels.target import current_target
+from overlap.primitives import PeerGroup
 
 Axes = str | tuple[str, ...]
 
@@ -124,6 +128,8 @@ class Call:
                 return lambda a, b: overlap.matmul_all_reduce(a, b, self.axes, **fused)
             case "several":
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
+            case "rows copied" | "rows added":
+                return self._move_rows
             case "passenger":
                 gather = functools.partial(overlap.all_gather_lhs_matmul, axis_name=self.axes, implementation="fused")
                 # The gradient is a sum of two products, beside which the left operand travels.
@@ -131,6 +137,16 @@ class Call:
             case _:
                 transport = "ring" if self.kind == "ring" else "pull"
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
+
+    def _move_rows(self, a: jax.Array, _: jax.Array) -> jax.Array:
+        """Gives each device every D-th token of all devices."""
+        group, (tokens, _, features) = PeerGroup.of(self.axes), self.shape
+        token = jnp.arange(group.size * tokens)
+        given = {"positions": jnp.where(token % group.size == group.me(), token // group.size, tokens)[:, None]}
+        plan = RowsPlan(tokens, 1, tokens, features, a.dtype, current_target(), group)
+        if self.kind == "rows copied":
+            return row_kernels.copied({"tokens": a, **given}, plan)["rows"]
+        return row_kernels.added({"rows": a, **given}, plan)["sums"]
 
     def operands(self) -> tuple[np.ndarray, np.ndarray]:
         """Draws the operands of all devices: small integers, different on each device."""

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from overlap.collectives import communicator
 from overlap.collectives.gather.ring import RingTransport
 from overlap.emulation import DeadlockError
+from overlap.experts import chunks, row_kernels
 from overlap.kernels.blackwell import mainloop as blackwell
 from overlap.primitives import PeerGroup, handshake
 from tests.oracle import make_mesh
@@ -35,6 +37,7 @@ from tests.protocol.protocol_cases import (
     Form,
     Kernel,
     clean,
+    of_moved_rows,
     of_rows,
     of_sums,
     of_weights,
@@ -113,7 +116,7 @@ def test_clean(name, schedule):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("joined", ONE_SHOT) else pytest.mark.slow)
+        pytest.param(name, marks=[] if name in ("joined", ONE_SHOT, "rows added") else pytest.mark.slow)
         for name in sorted(ONE_AT_A_TIME & protocol_cases.KERNELS.keys())
     ],
 )
@@ -153,6 +156,8 @@ def test_as_many_ctas_suffice_as_a_tile_has_parts(name):
 LATE = {
     "raises late": (steps.raise_late, ("pull", "scatter m", "ring", ONE_SHOT, SUMS_BY_RING)),
     "copies late": (steps.copy_late, ("pull", "rhs n", "rhs k", "scatter m", "joined", "passenger")),
+    "raises late, rows": (steps.raise_late, ("rows added", "rows copied", "rows multiplied")),
+    "copies rows late": (steps.copy_late, ("rows copied", "rows multiplied")),
     "sends strips late": (steps.send_strips_late, (SPREAD,)),
     "sends parts late": (steps.send_parts_late, (ONE_SHOT,)),
 }
@@ -178,8 +183,8 @@ def test_clean_if_a_device_is_late(how, name, victim):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[] if n in ("pull", "scatter m") else pytest.mark.slow)
-        for n in ("pull", "joined", "rhs n", "rhs k", "scatter m", "ring", SPREAD)
+        pytest.param(n, marks=[] if n in ("pull", "scatter m", "rows added") else pytest.mark.slow)
+        for n in ("pull", "joined", "rhs n", "rhs k", "scatter m", "ring", SPREAD, "rows added", "rows copied")
     ],
 )
 def test_clean_if_a_cta_begins_when_all_is_over(name):
@@ -200,6 +205,24 @@ def test_the_own_rows_are_copied_while_peers_begin(monkeypatch):
     monkeypatch.setattr(communicator.Handshake, "await_peers", lambda self: order.append("wait") or awaits(self))
     of_rows(FEW, JOINED).run(cores=2)
     assert order[:3] == ["own", "wait", "peers"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_kernels_of_rows_are_told_the_addresses_that_peers_access(processes, monkeypatch):
+    """Then the table precedes the flags."""
+    told, flags, params = [], chunks.shared_semaphores, chunks.addresses.Params
+    monkeypatch.setattr(row_kernels, "lands_in_an_operand", lambda: processes > 1)
+    monkeypatch.setattr(chunks, "shared_semaphores", lambda *s, told: noted(told) or flags(*s, told=told))
+    monkeypatch.setattr(chunks.addresses, "Params", lambda **given: noted(given["peers_read"]) or params(**given))
+
+    def noted(what):
+        told.append(what)
+
+    for name, place in {"copied": 1, "added": 1, "multiplied": 2}.items():
+        told.clear()
+        jax.make_jaxpr(of_moved_rows(name, 2, 2, 128, gated=name == "added").call)()
+        # The place of "tokens", or of "landing" behind "gates", among the operands in the order of their names.
+        assert told == ([False] if name == "added" and processes == 1 else [(place,), True]), name
 
 
 def test_no_signal_but_the_flags_and_no_more_of_them_than_pieces_need():

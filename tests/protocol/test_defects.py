@@ -54,6 +54,11 @@ REASONS = {
     "texts and numbers for reports and traces: test_waits.py":
         [r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'",
          "_why_", "MOST_DEVICES", "oldest - begin", "number - begin"],
+    "chunks of rows, and buffers: any sizes will do, and one device has no distances":
+        [r"RowsPlan\.(chunk|part|buffers):", "Refs.at: one more than 0 #1"],
+    "a device tells itself of its own sums, or waits for peers too early": [
+        r"row_kernels\.(_added_body|_await_peers): .*chunk\.distance > 0"],
+    "the compute warpgroup finds nothing left to draw": ["Refs.run: always @pl.when\\(thread == _TRANSFER"],
     "any order of tiles will do": [r"placement\.", r"tile_order\.", r"grid\.cta", "_begin: (other side|always)"],
     "tables with room for more, and copies that end at the end of an array":
         [r"groups\.(most_tile_rows|tiles):", "_clear: (one|always)", "contraction: one", "clear_rows: always"],

@@ -13,7 +13,7 @@ HARMLESS = GROUPS.pop("harmless")
 # jax refuses the shapes of these kernels.
 REFUSED = {"row scales along columns", "row scales along columns, joined"}
 # `make test` runs each n-th defect of a group, in one kernel.
-FAST = {"handshakes": 2, "gathers": 4, "rings": 4, "sums": 7, "mainloops": 8}
+FAST = {"handshakes": 2, "gathers": 4, "rings": 4, "sums": 7, "mainloops": 8, "experts": 5}
 
 
 def _cases():

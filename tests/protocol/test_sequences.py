@@ -40,17 +40,20 @@ def test_the_calls_are_of_all_kinds():
 
 
 SQUARE, TRANSPOSED, LINE, THREE = layout(x=2, y=2), layout(0, 2, 1, 3, x=2, y=2), layout(x=4, y=1), layout(x=3)
-SMALL = (16, 64, 64)
+SMALL, ROWS = (16, 64, 64), (9, 8, 128)
 # Pairs of launches that could be mistaken for each other. The first four have other members, or the same members in
-# another order. In the last two, whose handshakes have flags at the same addresses, a launch that needs one
-# neighbour's memory comes before one that needs all peers'. A device that needs only one neighbour leaves without
-# waiting for the others, whose ready flags may still be raised. So the key of the ready flag also says which peers a
-# launch looks for.
+# another order. The next ones share flags of peers' rows. In "sums" and in the last one, whose handshakes have flags at
+# the same addresses, a launch that needs one neighbour's memory comes before one that needs all peers'. A device that
+# needs only one neighbour leaves without waiting for the others, whose ready flags may still be raised. So the key of
+# the ready flag also says which peers a launch looks for.
 PAIRS = {
     "axes": (Call(SQUARE, "y", "pull", SMALL), Call(SQUARE, "x", "pull", SMALL)),
     "meshes": (Call(SQUARE, "x", "pull", SMALL), Call(TRANSPOSED, "x", "pull", SMALL)),
     "orders": (Call(SQUARE, ("x", "y"), "pull", SMALL), Call(SQUARE, ("y", "x"), "pull", SMALL)),
     "shapes": (Call(SQUARE, ("x", "y"), "pull", SMALL), Call(LINE, "x", "pull", SMALL)),
+    "rows, then sums": (Call(THREE, "x", "rows added", ROWS), Call(THREE, "x", "scatter by ring", SMALL)),
+    "rows along other axes": (Call(SQUARE, "y", "rows added", ROWS), Call(SQUARE, "x", "rows added", ROWS)),
+    "rows, there and back": (Call(THREE, "x", "rows copied", ROWS), Call(THREE, "x", "rows added", ROWS)),
     "sums": (Call(THREE, "x", "scatter by ring", SMALL), Call(THREE, "x", "scatter m", SMALL)),
     "gather, then sums": (Call(THREE, "x", "ring", (136, 64, 64)), Call(THREE, "x", "one shot", (72, 40, 72))),
 }

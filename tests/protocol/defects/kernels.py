@@ -20,6 +20,7 @@ from tests.protocol.protocol_cases import (
     Kernel,
     of_gradient,
     of_groups,
+    of_moved_rows,
     of_product,
     of_rows,
     of_sums,
@@ -67,7 +68,12 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "groups contracted": (lambda: of_groups((70, 0, 130), _TILE, contracts=True), 2),
     "groups contracted in turn": (
         lambda: of_groups((70, 0, 130), _TILE.replace(schedule="pingpong"), contracts=True), 2),
-    **{name: (lambda make=make: make(3), 2) for name, make in protocol_cases.KERNELS.items()},
+    # A core has four CTAs that move rows.
+    **{name: (lambda make=make: make(3), 1 if name.startswith("rows") else 2)
+       for name, make in protocol_cases.KERNELS.items()},
+    "rows copied, one device": (lambda: of_moved_rows("copied", 1, 9, 128, gated=False), 1),
+    "rows added, one device": (lambda: of_moved_rows("added", 1, 9, 4096, gated=False), 1),
+    "rows multiplied, one device": (lambda: of_moved_rows("multiplied", 1, 9, 4096), 1),
     "ring, sums": (lambda: of_sums(SUMS_BY_RING), 2),
     "pull, pingpong": (lambda: of_rows(ONE, PULL.replace(tile_m=64, schedule="pingpong")), 2),
     "pull, several": (lambda: of_rows(dataclasses.replace(ONE, widths=(64, 136), container=list), PULL), 2),
@@ -89,9 +95,11 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """Returns "matmul" (a product of one device), "gather", "sum" or "blackwell"."""
+    """Returns "matmul" (a product of one device), "gather", "sum", "blackwell", or the name if it moves rows."""
     if name.startswith("blackwell"):
         return "blackwell"
+    if name.startswith("rows"):
+        return name
     if name in protocol_cases.KERNELS or "," in name or name == "passenger":
         return "sum" if any(part in name for part in ("scatter", "spread", "shot", "sums", "passenger")) else "gather"
     return "matmul"

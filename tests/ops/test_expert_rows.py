@@ -1,0 +1,271 @@
+"""Layers of experts whose rows move by kernels: results, gradients, transforms, refusals, and where XLA runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.choice import dispatch
+from overlap.experts import rows
+from overlap.experts.routing import Routing
+from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
+from tests.oracle import ALLOWED, make_mesh
+
+pytestmark = pytest.mark.one_jax
+FUSED: Any = {"features": 128, "hidden": 40, "implementation": "fused"}
+TWO = Case(2, 6, 3, 8, **FUSED)
+CASES = {
+    "two devices, capacity": dataclasses.replace(TWO, capacity=4),
+    "no axis": Case(1, 11, 2, 3, axes=(), **FUSED | {"features": 384}),
+    "four devices in two axes, one expert": Case(4, 3, 1, 8, axes=("x", "y"), check_vma=False, **FUSED),
+    "two devices": TWO,
+}
+# Of a case, the routing of every run.
+FAST = {"two devices, capacity": "to one", "four devices in two axes, one expert": "drawn"}
+SOME = [
+    pytest.param(name, kind, marks=[] if kind == FAST.get(name) else pytest.mark.slow)
+    for name, case in CASES.items()
+    for kind in routings(case, 0)
+]
+
+
+def half(given: dict[str, Any]) -> dict[str, jax.Array]:
+    """In bfloat16, but for the gates."""
+    return {name: jnp.asarray(x, None if name == "gates" else jnp.bfloat16) for name, x in given.items()}
+
+
+def assert_as_near(found: Any, by_xla: Any, right: Any, context: Any) -> None:
+    for ours, theirs, expected in zip(*map(jax.tree.leaves, (found, by_xla, right)), strict=True):
+        ours, theirs, expected = (np.asarray(x, np.float32) for x in (ours, theirs, expected))
+        off, allowed = np.linalg.norm(ours - expected), np.linalg.norm(theirs - expected)
+        assert off <= ALLOWED * allowed, (off, allowed, ours.shape, context)
+
+
+@pytest.mark.parametrize(("name", "kind"), SOME)
+def test_results_and_gradients(name: str, kind: str) -> None:
+    case, seed = CASES[name], secrets.randbits(32)
+    given, ids, context = half(operands(case, seed)), routings(case, seed)[kind], (name, kind, seed)
+    weights = np.random.default_rng(seed + 1).standard_normal(given["x"].shape, np.float32)
+    (_, (out, hidden, routing)), grads = program(case)(given, ids, weights)
+    (_, (out_xla, *_)), grads_xla = program(dataclasses.replace(case, implementation="xla"))(given, ids, weights)
+    wide = {name: x.astype(jnp.float32) for name, x in given.items() if name != "shift"}
+    expected_grads, expected = (f(wide, ids, kept(case, ids), *more) for f, more in zip(exact(case), ((weights,), ())))
+    # Rows that are not in use are zero, and so are their cotangents.
+    for device, places in enumerate(np.split(np.arange(len(hidden)), case.devices)):
+        unused = places[np.asarray(routing.group_sizes)[device].sum() :]
+        assert not np.asarray(hidden)[unused].any() and not np.asarray(grads["shift"])[unused].any(), context
+    for all_grads in (grads, grads_xla):
+        del all_grads["shift"]
+    assert_as_near((out, grads), (out_xla, grads_xla), (expected, expected_grads), context)
+    again = program(case)(given, ids, weights)
+    np.testing.assert_array_equal(again[0][1][0], out)
+
+
+def scanned(run: Any, given: Any, ids: Any) -> Any:
+    step = lambda x, ids: (x + jax.checkpoint(run)(given | {"x": x}, ids), None)  # noqa: E731
+    return lax.scan(step, given["x"], ids)[0]
+
+
+def mapped(run: Any, given: Any, ids: Any) -> Any:
+    axes = {name: 0 if name == "x" else None for name in given}
+    return jax.vmap(run, in_axes=(axes, 0))(given | {"x": jnp.stack([given["x"], given["x"][::-1]])}, ids)
+
+
+@pytest.mark.parametrize("transformed", [scanned, pytest.param(mapped, marks=pytest.mark.slow)])
+def test_transforms(transformed: Any) -> None:
+    """`jax.checkpoint` in `lax.scan`, and `jax.vmap` over tokens and routings, forward and backward."""
+    case = dataclasses.replace(TWO, tokens=3, experts=4, k=2)
+    given, ids = half(operands(case, 3)), np.stack([routings(case, seed)["drawn"] for seed in (4, 5)])
+    del given["shift"]
+
+    def results(implementation: Any, given: Any) -> Any:
+        of = dataclasses.replace(case, implementation=implementation)
+        run = on_devices(of, lambda given, ids: layer(of, given, ids)[0])
+        return jax.jit(
+            jax.value_and_grad(lambda given: (transformed(run, given, ids) * 0.25).astype(jnp.float32).sum())
+        )(given)
+
+    wide = {name: x.astype(jnp.float32) for name, x in given.items()}
+    assert_as_near(results("fused", given), results("xla", given), results("xla", wide), transformed.__name__)
+
+
+def one_device(tokens: int, k: int, experts: int, features: int, dtype: Any) -> tuple[Any, ...]:
+    """Types of a layer's operands on one device."""
+    of = jax.ShapeDtypeStruct
+    return of((tokens, features), dtype), of((experts, features, features), dtype), of((tokens, k), jnp.int32)
+
+
+def gather(x: jax.Array, w: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
+    routing = overlap.route(ids, w.shape[0], None)
+    return overlap.all_gather_lhs_grouped_matmul(x, w, routing, None, **options)
+
+
+REFUSED = {
+    (100, jnp.bfloat16): (NotImplementedError, "rows of a multiple of 128 features, and there are 100"),
+    (192, jnp.float16): (NotImplementedError, "rows of a multiple of 128 features, and there are 192"),
+    (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
+    (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
+    (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),
+    (2176, jnp.bfloat16): (NotImplementedError, "at most 8 equal parts .* and 2176 features make 17"),
+    (8320, jnp.float32): (NotImplementedError, "rows of at most 8192 features of float32, and there are 8320"),
+}
+
+
+@pytest.mark.parametrize(("features", "dtype"), REFUSED, ids=str)
+def test_what_the_kernels_cannot_move(features: int, dtype: Any) -> None:
+    error, message = REFUSED[features, dtype]
+    with jax.enable_x64(dtype == jnp.float64):
+        types = one_device(4, 2, 3, features, dtype)
+        with pytest.raises(error, match=message):
+            jax.eval_shape(functools.partial(gather, implementation="fused"), *types)
+        if error is NotImplementedError:  # By XLA it is right.
+            assert jax.eval_shape(gather, *types).shape == (8, features)
+
+
+def test_no_tokens() -> None:
+    x, w, ids = (jnp.zeros(of.shape, of.dtype) for of in one_device(0, 2, 3, 128, jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match='at least 1, got m=0: use implementation="xla"'):
+        gather(x, w, ids, implementation="fused")
+    movement, routing = rows.Movement(None, dispatch.target(), True), overlap.route(ids, 3, None)
+    move = jax.jit(lambda x, gates: (rows.copied(x, routing, movement), rows.added(x, gates, routing, movement)))
+    assert [found.shape for found in move(x, jnp.zeros((0, 2)))] == [(0, 128)] * 2
+
+
+def test_explain_names_the_rows() -> None:
+    def both(x: jax.Array, w: jax.Array, ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, 3, None)
+        h = overlap.all_gather_lhs_grouped_matmul(x, w, routing, None, implementation="fused")
+        return overlap.grouped_matmul_reduce_scatter(
+            h, w, jnp.ones(ids.shape), routing, None, implementation="fused", preferred_element_type=jnp.float32
+        )
+
+    found = overlap.explain(both, *one_device(4, 2, 3, 128, jnp.bfloat16))
+    of_rows = [(x.op, x.shapes, x.implementation) for x in found if x.op != "grouped_matmul"]
+    assert of_rows == [
+        ("all_gather_lhs_grouped_matmul", "8 rows of 128 bfloat16", "fused"),
+        ("grouped_matmul_reduce_scatter", "8 rows of 128 float32", "fused"),
+    ]
+    by_xla = overlap.explain(gather, *one_device(4, 2, 3, 128, jnp.bfloat16))[0]
+    assert (by_xla.op, by_xla.implementation) == ("all_gather_lhs_grouped_matmul", "xla")
+
+
+# Row 2 belongs to nobody, and nothing may depend on it.
+POSITIONS = np.array([[3, 4], [1, 0], [4, 4]], np.int32)
+ROUTING = Routing(np.array([1, 1, 0, 0]), np.array([1, 0, 0, 0]), POSITIONS, np.array([4]), np.int32(2))  # pyright: ignore[reportArgumentType]
+
+
+def of_all_maps(movement: rows.Movement) -> Any:
+    """Returns the three maps, with gates that are not finite on routes that are not computed."""
+
+    def call(tokens: jax.Array, of_rows: jax.Array, gates: jax.Array) -> Any:
+        routing = jax.tree.map(jnp.asarray, ROUTING)
+        added, pull = jax.vjp(lambda of_rows, gates: rows.added(of_rows, gates, routing, movement), of_rows, gates)
+        of_added, of_gates = pull(tokens)
+        is_row = (jnp.arange(4) != 2)[:, None]
+        zeroed = (jnp.where(is_row, x, 0) for x in (rows.copied(tokens, routing, movement), of_added))
+        return added, of_gates, *zeroed
+
+    return call
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_where_xla_splits_the_program(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under jit without `shard_map` XLA runs in place of kernels of one device, if there are several."""
+    ran = []
+    monkeypatch.setattr(rows, "_on_one_device", lambda *args, f=rows._on_one_device: ran.append(args[0]) or f(*args))
+    movement = rows.Movement(None, dispatch.target())
+    chance = np.random.default_rng(0)
+    tokens, of_rows = (chance.integers(-3, 4, (n, 256)).astype(jnp.bfloat16) for n in (3, 4))
+    of_rows[2], gates = np.nan, np.float32([[2, np.nan], [3, -1], [np.inf, -np.inf]])
+    mesh = make_mesh(x=devices)
+    given = jax.device_put((tokens, of_rows, gates), NamedSharding(mesh, P(None, "x")))
+    given = (*given[:2], jax.device_put(gates, NamedSharding(mesh, P())))
+    with overlap.emulation.emulate() as run:
+        added, of_gates, copied, of_added = jax.jit(of_all_maps(movement))(*given)
+    assert run.counts["launches"] == (4 if devices == 1 else 0) and set(ran) == {0, 1, 2}
+    wide, of_rows, row_of = tokens.astype(np.float32), of_rows.astype(np.float32), POSITIONS
+    np.testing.assert_array_equal(added, [2 * of_rows[3], 3 * of_rows[1] - of_rows[0], 0 * of_rows[0]])
+    np.testing.assert_array_equal(copied, [wide[1], wide[1], 0 * wide[0], wide[0]])
+    np.testing.assert_array_equal(of_added, [-wide[1], 3 * wide[1], 0 * wide[0], 2 * wide[0]])
+    products = [[wide[t] @ of_rows[row] if row < 4 else 0 for row in row_of[t]] for t in range(3)]
+    np.testing.assert_array_equal(of_gates, products)
+
+
+def add_with(positions: Any, count: int, axis_name: str | None = None) -> Any:
+    """Returns `rows.added` by the kernel, for `count` rows at these positions."""
+    none = jnp.zeros(count, jnp.int32)
+    routing = Routing(none, none, jnp.asarray(positions, jnp.int32), jnp.array([count]), jnp.int32(0))
+    movement = rows.Movement(axis_name, dispatch.target(), True)
+    return lambda of_rows, gates: rows.added(of_rows, gates, routing, movement)
+
+
+def test_rows_are_added_in_float32_in_the_order_of_the_slots() -> None:
+    add = add_with([[1, 2, 0]], 3)
+    # By slot: 2^24 + 1 rounds to 2^24. In the order of rows, or of slots from the last one on, the sum is 1. In
+    # bfloat16 256 + 1 is 256.
+    for dtype, of_rows, total in ((jnp.float32, [-(2**24), 2**24, 1], 0), (jnp.bfloat16, [1, 256, 1], 258)):
+        given = np.repeat(np.float32(of_rows)[:, None], 128, 1).astype(dtype)
+        with overlap.emulation.emulate():
+            found = jax.jit(add)(given, np.ones((1, 3), np.float32))
+        assert found.dtype == dtype and (np.asarray(found, np.float32) == total).all()
+
+
+def test_gates_are_not_rounded() -> None:
+    """In bfloat16 3 times 1 + 2^-8, which bfloat16 does not have, is 3.015625. The axis has one device."""
+
+    def both(x: jax.Array) -> Any:
+        add = lambda x: add_with([[0]], 1, "x")(x, jnp.float32([[1 + 2**-8]]))  # noqa: E731
+        return add(x), jax.vjp(add, x)[1](x)[0]
+
+    with overlap.emulation.emulate() as run:
+        mapped = jax.shard_map(both, mesh=make_mesh(x=1), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        out, of_rows = jax.jit(mapped)(jnp.full((1, 128), 3, jnp.bfloat16))
+    assert (out == 3.015625).all() and (of_rows == 3.015625).all() and run.counts["launches"] == 2
+
+
+def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
+    """In bfloat16 256 + 1 is 256, and the sum of 257 here and 1 from the peer is 258."""
+    add = lambda given, positions: add_with(positions, 2, "x")(given, jnp.ones((1, 3)))  # noqa: E731
+    # The first device has two rows of its token, the second has one.
+    positions = np.array([[0, 1, 2], [2, 2, 2], [2, 2, 0], [2, 2, 2]], np.int32)
+    given = np.repeat(np.float32([256, 1, 1, 0])[:, None], 128, 1).astype(jnp.bfloat16)
+    mapped = jax.shard_map(add, mesh=make_mesh(x=2), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    with overlap.emulation.emulate():
+        found = jax.jit(mapped)(given, positions)
+    np.testing.assert_array_equal(found.astype(jnp.float32), np.repeat([[258.0], [0.0]], 128, 1))
+
+
+def test_tokens_and_rows_of_two_dtypes_are_multiplied_by_xla() -> None:
+    tokens, of_rows = jnp.full((3, 128), 2, jnp.bfloat16), jnp.full((4, 128), 1 + 2**-20, jnp.float32)
+    movement, routing = rows.Movement(None, dispatch.target(), True), jax.tree.map(jnp.asarray, ROUTING)
+    found = rows._derivative(rows.GATES, jnp.dtype(jnp.float32), movement, (tokens, of_rows, None), routing)
+    np.testing.assert_array_equal(found, 256 * (1 + 2**-20) * (POSITIONS < 4))
+
+
+def test_with_64_bits_on() -> None:
+    """The lists stay in 32 bits, which the kernels read, and gates of 64 bits are rounded."""
+    with jax.enable_x64(True), overlap.emulation.emulate():
+        ids = jnp.array([[0, 2], [2, 1], [1, -1]])
+        routing = jax.jit(lambda ids: overlap.route(ids, 3, None, capacity=2))(ids)
+        assert {x.dtype.name for x in jax.tree.leaves(routing)} == {"int32"} and ids.dtype == jnp.int64
+        tokens, gates = jnp.ones((3, 128), jnp.bfloat16), jnp.arange(6.0).reshape(3, 2)
+        kernel, by_xla = rows.Movement(None, dispatch.target(), True), rows.Movement(None)
+
+        def both(movement: rows.Movement) -> Any:
+            summed = lambda gates: rows.added(rows.copied(tokens, routing, movement), gates, routing, movement)  # noqa: E731
+            out, pull = jax.vjp(summed, gates)
+            return out, pull(out)
+
+        assert gates.dtype == jnp.float64
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(both, static_argnums=0)(kernel), both(by_xla))
