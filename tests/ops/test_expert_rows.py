@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.experts import rows
+from overlap.choice.crossover import Cause
+from overlap.experts import operations, rows
 from overlap.experts.routing import Routing
 from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
 from tests.oracle import ALLOWED, make_mesh
@@ -160,6 +161,18 @@ def test_explain_names_the_rows() -> None:
     assert (by_xla.op, by_xla.implementation) == ("all_gather_lhs_grouped_matmul", "xla")
 
 
+def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are chosen, XLA may still run in their place."""
+    chosen = lambda op, moved, plan, _: dispatch.Explanation(op, "fused", None, "", Cause.PREDICTED, plan.target)  # noqa: E731
+    found: list[bool] = []
+    monkeypatch.setattr(operations, "_decide", chosen)
+    monkeypatch.setattr(operations, "copied", lambda x, r, how: found.append(how.must_fuse) or rows.copied(x, r, how))
+    for implementation in (None, "fused"):
+        jax.eval_shape(functools.partial(gather, implementation=implementation),
+                       *one_device(4, 2, 3, 128, jnp.bfloat16))  # fmt: skip
+    assert found == [False, True]
+
+
 # Row 2 belongs to nobody, and nothing may depend on it.
 POSITIONS = np.array([[3, 4], [1, 0], [4, 4]], np.int32)
 ROUTING = Routing(np.array([1, 1, 0, 0]), np.array([1, 0, 0, 0]), POSITIONS, np.array([4]), np.int32(2))  # pyright: ignore[reportArgumentType]
@@ -247,10 +260,10 @@ def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
 
 
 def test_tokens_and_rows_of_two_dtypes_are_multiplied_by_xla() -> None:
-    tokens, of_rows = jnp.full((3, 128), 2, jnp.bfloat16), jnp.full((4, 128), 1 + 2**-20, jnp.float32)
+    tokens, of_rows = jnp.full((3, 128), 2, jnp.bfloat16), jnp.full((4, 128), 1 + 2**-12, jnp.float32)
     movement, routing = rows.Movement(None, dispatch.target(), True), jax.tree.map(jnp.asarray, ROUTING)
     found = rows._derivative(rows.GATES, jnp.dtype(jnp.float32), movement, (tokens, of_rows, None), routing)
-    np.testing.assert_array_equal(found, 256 * (1 + 2**-20) * (POSITIONS < 4))
+    np.testing.assert_array_equal(found, 256 * (1 + 2**-12) * (POSITIONS < 4))
 
 
 def test_with_64_bits_on() -> None:
