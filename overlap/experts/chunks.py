@@ -31,8 +31,6 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, Se
 
 # A row is computed with in parts of at most so many features, by all threads of a warpgroup.
 _PART, _THREADS = 2048, 128
-# The most parts of a row: kernels with 17 parts take minutes to compile, and one with 11 spills.
-_PARTS = 8
 # The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
 # and twice these change nothing.
 _CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
@@ -86,14 +84,10 @@ class RowsPlan:
         return min(_CTAS_PER_CORE * self.target.num_cores, self.devices * self.chunks)
 
     @property
-    def part(self) -> int:
-        """Features of a part."""
-        return _THREADS * largest_divisor(self.features // _THREADS, _PART // _THREADS)
-
-    @property
     def parts(self) -> list[pl.Slice]:
-        """The parts of a row."""
-        return [pl.ds(first, self.part) for first in range(0, self.features, self.part)]
+        """The parts of a row. The last one may be shorter."""
+        firsts = range(0, self.features, _PART)
+        return [pl.ds(first, min(_PART, self.features - first)) for first in firsts]
 
     @property
     def buffers(self) -> int:
@@ -113,11 +107,6 @@ class RowsPlan:
         if self.features * self.dtype.itemsize > _CHUNK_BYTES:
             most = _CHUNK_BYTES // self.dtype.itemsize
             return f"the kernels move rows of at most {most} features of {self.dtype}, and there are {self.features}"
-        if (parts := len(self.parts)) > _PARTS:
-            return (
-                f"the kernels move rows in at most {_PARTS} equal parts of up to {_PART} features, each a multiple of "
-                f"{_THREADS}, and {self.features} features make {parts}"
-            )
         return None
 
 

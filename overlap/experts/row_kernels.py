@@ -148,7 +148,7 @@ def _added_body(refs: Refs) -> None:
             return tuple(a + (b if gate is None else gate * b) for a, b in zip(totals, rows, strict=True))
 
         def of_token(index: Index, loads: Index) -> Index:
-            totals = tuple(jnp.zeros(plan.part, jnp.float32) for _ in plan.parts)
+            totals = tuple(jnp.zeros(part.size, jnp.float32) for part in plan.parts)
             loads, totals = ring.each_row(chunk, index, loads, totals, add)
             for part, total in zip(plan.parts, totals, strict=True):
                 do(index, part, total)
@@ -216,8 +216,12 @@ def _products_body(refs: Refs) -> None:
 
         def product(index: Index, slot: int, sums: Tree, rows: list[jax.Array]) -> Tree:
             token = [refs.chunk_smem[index, part].astype(jnp.float32) for part in plan.parts]
-            of_parts = functools.reduce(jnp.add, [a * b for a, b in zip(token, rows, strict=True)])
-            return (*sums[:slot], of_parts.sum(), *sums[slot + 1 :])
+            of_parts = [a * b for a, b in zip(token, rows, strict=True)]
+            # A sum over threads takes long, so parts are added before; the last one may be shorter.
+            alike = [x for x in of_parts if x.shape == of_parts[0].shape]
+            total = functools.reduce(jnp.add, alike).sum()
+            total = total if len(alike) == len(of_parts) else total + of_parts[-1].sum()
+            return (*sums[:slot], total, *sums[slot + 1 :])
 
         def of_token(index: Index, loads: Index) -> Index:
             loads, sums = ring.each_row(chunk, index, loads, (jnp.float32(0),) * plan.slots, product)

@@ -118,7 +118,6 @@ REFUSED = {
     (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
     (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
     (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),
-    (2176, jnp.bfloat16): (NotImplementedError, "at most 8 equal parts .* and 2176 features make 17"),
     (8320, jnp.float32): (NotImplementedError, "rows of at most 8192 features of float32, and there are 8320"),
 }
 
