@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.choice.crossover import Cause
+from overlap.experts import chunks as chunks_of_rows
 from overlap.experts import operations, rows
 from overlap.experts.routing import Routing
 from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
@@ -256,6 +257,17 @@ def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
     with overlap.emulation.emulate():
         found = jax.jit(mapped)(given, positions)
     np.testing.assert_array_equal(found.astype(jnp.float32), np.repeat([[258.0], [0.0]], 128, 1))
+
+
+@pytest.mark.parametrize(("chunks", "devices", "ctas"), [(5, 2, 2), (7, 3, 3), (4, 2, 9), (6, 4, 1), (1, 2, 4)])
+def test_own_chunks_come_after_those_of_the_peers(chunks: int, devices: int, ctas: int) -> None:
+    index, distance = chunks_of_rows._own_later(np.arange(chunks * devices), chunks, devices, ctas)
+    order = list(zip(np.asarray(index).tolist(), np.asarray(distance).tolist(), strict=True))
+    assert sorted(order) == [(chunk, distance) for chunk in range(chunks) for distance in range(devices)]
+    place = {item: number for number, item in enumerate(order)}
+    waits = [place[chunk, 0] - place[chunk, peer] for chunk in range(chunks) for peer in range(1, devices)]
+    # At least as many chunks are between them as CTAs may be at work on.
+    assert min(waits) >= min(ctas, (devices - 1) * chunks) - devices + 2
 
 
 def test_tokens_and_rows_of_two_dtypes_are_multiplied_by_xla() -> None:

@@ -361,7 +361,7 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
     # Several chunks per CTA, rows of one part or of several, and rings of buffers that wrap around.
     "rows copied": lambda devices: of_moved_rows("copied", devices, 9, 128, slots=3),
-    "rows added": lambda devices: of_moved_rows("added", devices, 4, 4224),
+    "rows added": lambda devices: of_moved_rows("added", devices, 8, 4224),
     "rows multiplied": lambda devices: of_moved_rows("multiplied", devices, 4, 2176, dtype=np.float32),
 }
 
