@@ -120,6 +120,9 @@ def complete(options: Options, *, devices: int, gpus: bool) -> None:
       WrongArguments: they do not fit together.
     """
     emulated = not gpus and (options.compare or options.implementation == "fused")
+    # The kernels that move tokens to experts take multiples of 128 features.
+    if emulated and options.experts and options.features is None:
+        options.features = 128
     for name, default in (_ON_GPUS if gpus else _EMULATED if emulated else _ON_CPUS).items():
         setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
     options.warmup = options.steps // 10 if options.warmup is None else options.warmup

@@ -101,12 +101,15 @@ class RowsPlan:
     def why_not(self) -> str | None:
         """Says why the kernels cannot move such rows; None if they can."""
         if self.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            return f"the kernels move rows of bfloat16, float16 or float32, not of {self.dtype}"
+            return f"the kernels move rows of bfloat16, float16 or float32, not of {self.dtype}: cast them"
         if self.features % _THREADS or not self.features:
-            return f"the kernels move rows of a multiple of {_THREADS} features, and there are {self.features}"
+            return (
+                f"the kernels move rows of a multiple of {_THREADS} features, and there are {self.features}: pad them"
+            )
         if self.features * self.dtype.itemsize > _CHUNK_BYTES:
             most = _CHUNK_BYTES // self.dtype.itemsize
-            return f"the kernels move rows of at most {most} features of {self.dtype}, and there are {self.features}"
+            there_are = f"and there are {self.features}: split them"
+            return f"the kernels move rows of at most {most} features of {self.dtype}, {there_are}"
         return None
 
 

@@ -25,7 +25,7 @@ from overlap.choice.crossover import NOTHING_MEASURED, Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.rates import rates_of
 from overlap.experts.chunks import RowsPlan
-from overlap.experts.routing import Routing, device_count
+from overlap.experts.routing import Routing, axis_of
 from overlap.experts.rows import Movement, added, copied
 from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
@@ -33,7 +33,7 @@ from overlap.frame.explain import record
 from overlap.frame.peers import require_peers, untried
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
-from overlap.single_gpu.grouped_matmul import multiplied, require_operands
+from overlap.single_gpu.grouped_matmul import multiplied, require_one_device, require_operands
 
 
 def all_gather_lhs_grouped_matmul(
@@ -93,7 +93,7 @@ def all_gather_lhs_grouped_matmul(
         raise ValueError(
             f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
         )
-    _require_tokens("x", tokens, routing, device_count(op, axis_name))
+    axis_name = _require_tokens("x", tokens, routing, op, axis_name)
     movement = _movement(op, tokens, routing, axis_name, implementation)
     return multiplied(
         copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
@@ -157,7 +157,7 @@ def grouped_matmul_reduce_scatter(
     lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
-    _require_tokens("gates", factors, routing, device_count(op, axis_name))
+    axis_name = _require_tokens("gates", factors, routing, op, axis_name)
     rows, k = routing.tokens.shape[0], routing.positions.shape[1]
     if lhs.shape[0] != rows:
         raise ValueError(
@@ -225,6 +225,7 @@ def _movement(
       NotImplementedError: the caller asked for the kernels, and they cannot serve the call.
     """
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    require_one_device(op, [moved], implementation)
     movement = Movement(axis_name, dispatch.target(), implementation == "fused")
     choice = _decide(op, moved, movement.plan(moved.shape[1], moved.dtype, routing), implementation)
     record(dataclasses.replace(choice, shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}"))
@@ -257,11 +258,20 @@ def _decide(op: str, moved: jax.Array, plan: RowsPlan, implementation: Implement
     return Explanation(op, "fused", None, reason, Cause.ASKED_FOR, target)
 
 
-def _require_tokens(name: str, value: jax.Array, routing: Routing, devices: int) -> None:
+def _require_tokens(
+    name: str, value: jax.Array, routing: Routing, op: str, axis_name: AxisName | None
+) -> AxisName | None:
+    """Checks that `value` has a row for each token of the routing. Returns the axis."""
+    axis_name, devices = axis_of(op, axis_name)
+    if axis_name != routing.axis_name:
+        raise ValueError(
+            f"`axis_name` must be that of `routing`, got {axis_name!r}, and `route` got {routing.axis_name!r}: pass "
+            "the same axes in the same order"
+        )
     tokens = routing.positions.shape[0]
     if value.ndim != 2 or value.shape[0] * devices != tokens:
         raise ValueError(
             f"`{name}` must have a row for each of this device's {tokens // devices} tokens, as `routing` says (on "
-            f"{devices} devices), got shape {value.shape}: pass the tokens that `route` got the experts of, and the "
-            "same axis"
+            f"{devices} devices), got shape {value.shape}: pass the tokens that `route` got the experts of"
         )
+    return axis_name

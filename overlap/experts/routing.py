@@ -41,6 +41,7 @@ class Routing:
         another device, or there is no such expert, or the route was dropped.
       group_sizes: [E / D], the number of rows of each expert of this device.
       dropped: [], the number of routes to experts of this device that got no row.
+      axis_name: the mesh axis of the devices, or several in their order; static. The operations check it.
     """
 
     tokens: jax.Array
@@ -48,6 +49,7 @@ class Routing:
     positions: jax.Array
     group_sizes: jax.Array
     dropped: jax.Array
+    axis_name: AxisName | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def filled(self) -> jax.Array:
@@ -87,11 +89,10 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
       >>> jax.jit(jax.shard_map(sizes, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(chosen).tolist()
       [1, 1, 1, 0, 0, 3, 1, 1]
     """
-    devices = device_count("route", axis_name)
+    axis_name, devices = axis_of("route", axis_name)
     experts, owned, capacity = _checked(experts, num_experts, capacity, devices)
     first = 0 if axis_name is None else lax.axis_index(axis_name) * owned
-    if axis_name is not None:
-        experts = lax.all_gather(experts, axis_name, axis=0, tiled=True)
+    experts = gathered(experts, axis_name)
     tokens, k = experts.shape
     routes, rows = tokens * k, tokens * min(k, owned)
     rows = rows if capacity is None else min(rows, owned * capacity)
@@ -105,22 +106,20 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     row = jnp.where(before < of_group(sizes), before + of_group(ends - sizes), rows)
     # Not computed by XLA where nobody asks for it: the kernels go by positions.
     route = jnp.zeros(rows, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
-    return Routing(route // k, route % k, row, sizes, chosen.sum(dtype=jnp.int32) - ends[-1])
+    return Routing(route // k, route % k, row, sizes, chosen.sum(dtype=jnp.int32) - ends[-1], axis_name)
 
 
 def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
     """Returns for each route, [tokens, k], how many routes before it have its group; and the routes of each group.
 
     A sort would be many kernels of XLA. Here a product with a triangular matrix counts within blocks of tokens, which
-    is exact: the addends are small integers, and sums are in float32.
+    is exact also where XLA rounds operands to bfloat16 or TF32: they are integers up to k, and sums are in float32.
     """
     (tokens, k), size = group.shape, max(1, min(_BLOCK, group.shape[0]))
     is_of = (group[..., None] == jnp.arange(groups)).sum(1, dtype=jnp.int32)
     blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
-    within = jnp.einsum(
-        "ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.bfloat16), blocks.astype(jnp.bfloat16),
-        preferred_element_type=jnp.float32,
-    ).astype(jnp.int32)  # fmt: skip
+    within = jnp.einsum("ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.float32), blocks.astype(jnp.float32))
+    within = within.astype(jnp.int32)
     of_block = blocks.sum(1, dtype=jnp.int32)
     earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
     before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
@@ -130,16 +129,33 @@ def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
     return of_route + twice, of_block.sum(0, dtype=jnp.int32)
 
 
-def device_count(op: str, axis_name: Given) -> int:
-    """The devices along `axis_name`; 1 for None.
+def gathered(value: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Returns the values of all devices, one after the other."""
+    if axis_name is None:
+        return value
+    if not value.size:  # XLA gathers no empty arrays.
+        return jnp.zeros((value.shape[0] * lax.axis_size(axis_name), *value.shape[1:]), value.dtype)
+    return lax.all_gather(value, axis_name, axis=0, tiled=True)
+
+
+def axis_of(op: str, axis_name: Given) -> tuple[AxisName | None, int]:
+    """Returns the axis, or the tuple of several, and the number of devices along it; 1 for None.
 
     Raises:
-      ValueError: there is no such axis, or it is no name. `op` is the operation's name, for the message.
+      ValueError: there is no such axis, or it is no name, or is named twice. `op` is the operation's name, for the
+        message.
     """
     if axis_name is None:
-        return 1
+        return None, 1
+    names = arguments.axis_name(axis_name)
+    names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    if not names or len(set(names)) < len(names):
+        raise ValueError(
+            f"`axis_name` must name at least one axis, and each once, got {axis_name!r}: name each axis once"
+        )
     try:
-        return lax.axis_size(arguments.axis_name(axis_name))
+        first, *more = names
+        return names if more else first, lax.axis_size(names)
     except NameError:
         raise ValueError(
             f"`{op}` must be called inside `jax.shard_map` over axis {axis_name!r}, and there is no such axis here: "
@@ -183,6 +199,16 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
             f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
             "calls"
         )
-    capacity = arguments.count("capacity", capacity)
+    capacity = _capacity(capacity)
     # An expert never has more rows than there are routes.
     return experts.astype(jnp.int32), count // devices, None if capacity is None or capacity >= routes else capacity
+
+
+def _capacity(value: Given) -> int | None:
+    is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if value is not None and not (is_number and value >= 1):
+        raise ValueError(
+            f"`capacity` must be None or an integer of at least 1, got {shown(value)}: round it up to a number that is "
+            "known while the program is traced, or pass None to drop nothing"
+        )
+    return None if value is None else int(value)

@@ -31,9 +31,12 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation
 from overlap.experts import row_kernels
 from overlap.experts.chunks import RowsPlan
-from overlap.experts.routing import Routing
+from overlap.experts.routing import Routing, gathered
+from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
 from overlap.kernels.target import Target
@@ -71,12 +74,14 @@ class Movement:
 
     def gathered(self, value: jax.Array) -> jax.Array:
         """Returns the values of all devices, one after the other."""
-        return value if self.axis_name is None else lax.all_gather(value, self.axis_name, axis=0, tiled=True)
+        return gathered(value, self.axis_name)
 
     def scattered(self, value: jax.Array) -> jax.Array:
         """Returns this device's part of the sum over devices."""
         if self.axis_name is None:
             return value
+        if not value.size:  # XLA scatters no empty arrays.
+            return value[: value.shape[0] // lax.axis_size(self.axis_name)]
         return lax.psum_scatter(value, self.axis_name, scatter_dimension=0, tiled=True)
 
 
@@ -93,12 +98,19 @@ def added(rows: jax.Array, gates: jax.Array, routing: Routing, movement: Movemen
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _derivative(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     """The partial derivative of the form by one argument, in `dtype`."""
-    moved = next(x for x in factors[:GATES] if x is not None)
-    if movement.target is not None and routing.tokens.size and routing.positions.size:
-        plan = movement.plan(moved.shape[1], moved.dtype, routing)
-        if plan.why_not() is None and all(x is None or x.dtype == moved.dtype for x in factors[:GATES]):
-            return _by_kernel(by, movement, plan, factors, routing).astype(dtype)
+    plan = _plan_of(movement, factors, routing)
+    if plan is not None:
+        return _by_kernel(by, movement, plan, factors, routing).astype(dtype)
     return (_by_tokens, _by_rows, _by_gates)[by](movement, factors, routing, dtype)
+
+
+def _plan_of(movement: Movement, factors: _Factors, routing: Routing) -> RowsPlan | None:
+    """The plan of the kernel; None if XLA computes the map."""
+    given = [x for x in factors[:GATES] if x is not None]
+    if movement.target is None or not routing.tokens.size or not routing.positions.size:
+        return None
+    plan = movement.plan(given[0].shape[1], given[0].dtype, routing)
+    return plan if plan.why_not() is None and all(x.dtype == plan.dtype for x in given) else None
 
 
 def _tangent(
@@ -140,6 +152,12 @@ def _linear(
     ) -> list[jax.Array]:
         others, routing = jax.tree.unflatten(structure, residuals)
         given = _with(others, by, ad.instantiate_zeros(cotangents[0]))
+        if (plan := _plan_of(movement, given, routing)) is not None:
+            name = ("rows added to tokens", "tokens copied to rows", "tokens times their rows")[index]
+            shapes = f"{plan.rows} rows of {plan.features} {plan.dtype}"
+            why = "the kernels of the forward pass serve these rows"
+            record(Explanation(name, "fused", None, why, Cause.PREDICTED, plan.target, plan="backward pass",
+                               shapes=shapes))  # fmt: skip
         return [_derivative(index, wanted[0], movement, given, routing)]
 
     return linear_map(forward, transpose, residuals, [direction])[0]

@@ -69,6 +69,10 @@ def check(operands: Grouped, product: Product, config: Config | None) -> None:
     lhs, rhs, sides = operands.lhs, operands.rhs_list[0], operands.sides
     target, contracts = product.target, product.kind == "contraction"
     layouts = OperandLayouts(transpose_lhs=contracts, transpose_rhs=product.transpose_rhs)
+    if sides > 2:
+        raise NotImplementedError(
+            f'the kernel takes at most two right operands, got {sides}: make several calls, or use implementation="xla"'
+        )
     if contracts and lhs.dtype in FLOAT8:
         raise NotImplementedError('8-bit operands cannot be contracted along rows: use implementation="xla"')
     (m, k), n = lhs.shape, product.shape(lhs.shape, rhs.shape, operands.sizes.shape[0])[-1]

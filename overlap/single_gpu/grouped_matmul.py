@@ -141,7 +141,7 @@ def multiplied(
     if after is not None:
         product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
     choice = _decide(operands, product, implementation)
-    _require_one_device(operands, choice.implementation)
+    require_one_device(NAME, [operands.lhs, *operands.rhs_list], choice.implementation)
     record(choice)
     product = dataclasses.replace(product, implementation=choice.implementation)
     if after is None:
@@ -171,6 +171,8 @@ def require_operands(
 
 def _combines(activation: Given, rhs: Given, container: type | None, names: Names) -> bool:
     """Whether the activation takes an array for each right operand. If not, there must be one right operand."""
+    if activation is not None and not callable(activation):
+        raise ValueError(f"`activation` must be a function of arrays, got {arguments.shown(activation)}: pass one")
     combines = activations.takes_all(activation, rhs)
     if container is not None and not combines:
         raise ValueError(
@@ -293,16 +295,16 @@ def _per_rhs(
     return tuple(entries)
 
 
-def _require_one_device(operands: Grouped, implementation: Implementation) -> None:
+def require_one_device(name: str, operands: Sequence[Leaf], implementation: Implementation | None) -> None:
     """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
 
-    A kernel can run if the mesh has one device.
+    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
     """
-    mesh = sharded.mesh_of(operands.lhs, *operands.rhs_list) or jax.sharding.get_abstract_mesh()
+    mesh = sharded.mesh_of(*operands) or jax.sharding.get_abstract_mesh()
     if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
         return
     raise NotImplementedError(
-        f"`{NAME}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
         f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
     )
 

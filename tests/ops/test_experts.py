@@ -273,6 +273,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: overlap.route(IDS, 3, None, capacity=0), "`capacity` must be None or an integer of at least 1, got 0"),
     (lambda r: overlap.route(IDS, 3, "z"), "`route` must be called inside `jax.shard_map` over axis 'z'.*None on one"),
     (lambda r: overlap.route(IDS, 3, 1.5j * X), "`axis_name` must be the name of a mesh axis"),  # pyright: ignore[reportArgumentType]
+    (lambda r: overlap.route(IDS, 3, ("x", "x")), r"`axis_name` must name .* each once, got \('x', 'x'\)"),
+    (lambda r: overlap.route(IDS, 3, ()), r"`axis_name` must name at least one axis"),
+    (lambda r: on_two(lambda ids: gather(X[:2], W[:2], overlap.route(ids, 4, "x"), "y"), IDS),
+     "`axis_name` must be that of `routing`, got 'y', and `route` got 'x': pass the same"),
     (lambda r: jax.shard_map(lambda i: overlap.route(i, 3, "x").tokens, mesh=make_mesh(x=2), in_specs=P("x"),
                              out_specs=P("x"))(IDS),
      "`num_experts` must be a multiple of the 2 devices along the axis, got 3: use 4 experts"),
@@ -305,6 +309,22 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: reduce(H, W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
     (lambda r: reduce(H, W2, IDS, r, None), "`gates` must be floating-point"),
 ]  # fmt: skip
+
+
+def on_two(run: Callable[[Any], Any], given: Any) -> Any:
+    """Runs on two devices along x, and one along y."""
+    mesh = make_mesh(x=2, y=1)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False))(given)
+
+
+def test_no_tokens_on_two_devices() -> None:
+    """XLA gathers and scatters no empty arrays."""
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        routing = overlap.route(jnp.zeros((0, 2), jnp.int32), 4, ["x"])  # pyright: ignore[reportArgumentType]
+        return gather(x, W[:2], routing, "x"), reduce(jnp.zeros((0, 5)), W2[:2], jnp.zeros((0, 2)), routing, "x")
+
+    assert [out.shape for out in on_two(run, jnp.zeros((0, 6)))] == [(0, 5), (0, 6)]
 
 
 def test_refusals() -> None:

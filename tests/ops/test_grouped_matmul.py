@@ -351,3 +351,12 @@ def test_the_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA B200", 148))
     (asked,) = overlap.explain(functools.partial(overlap.grouped_matmul, implementation="fused"), *types, sizes)
     assert asked.implementation == "fused" and asked.config.tile_m == 128 and asked.config.cluster == 1
+
+
+def test_more_than_two_right_operands_are_left_to_xla():
+    given = jnp.ones((M, K), BF16), [jnp.ones((GROUPS, K, N), BF16)] * 3, jnp.asarray(SIZES)
+    combined = functools.partial(overlap.grouped_matmul, activation=lambda a, b, c: a * b + c)
+    with pytest.raises(NotImplementedError, match="at most two right operands, got 3: make several calls"):
+        combined(*given, implementation="fused")
+    with overlap.emulation.emulate():
+        assert combined(*given)[0, 0] == K * K + K
