@@ -151,6 +151,9 @@ class ContractedWork(StreamK):
 
     The groups with the most rows come first. Every second wave is dealt out from the last CTA to the first, since the
     first tiles of a wave may have more k steps than the others. With random sizes CTAs then have about the same work.
+    Two other ways were measured (H100, 64 groups, 65536 rows): tiles that CTAs draw from a counter take 17% longer with
+    equal groups and 7% with a Zipf distribution; tiles of the longest group that alternate with those of the shortest
+    one, 14% and 2%.
 
     Attributes:
       groups_gmem: of each group its first row, rows, k steps and index.
