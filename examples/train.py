@@ -52,8 +52,7 @@ _EMULATION_THREADS = 8
 _HEARD = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 # Of the data sheets, for dense products in bfloat16.
 _FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
-# Runs that differ in rounding alone drift apart, by chance. The comparison fails if the fused run drifts more than this
-# many times as far from XLA's first run as XLA's second run does.
+# Rounding alone drives runs apart. The fused run may drift this many times as far from XLA's first as its second does.
 _MOST_TIMES = 3.0
 
 
@@ -107,8 +106,7 @@ def start(options: Options) -> None:
         options.data, options.tensor = options.data or 2, options.tensor or 2
         count = options.data * options.tensor * options.fsdp
         jax.config.update("jax_num_cpu_devices", count)
-        # XLA's thread pool has a thread for each core, or as many as NPROC says. A thread inside an emulated kernel
-        # waits for the other devices, which need threads of their own to reach that kernel.
+        # NPROC: XLA's threads. One inside an emulated kernel waits for other devices, which need threads to reach it.
         os.environ.setdefault("NPROC", str(_EMULATION_THREADS * count))
     complete(options, devices=jax.device_count(), gpus=jax.default_backend() == "gpu")
 
@@ -120,9 +118,8 @@ def complete(options: Options, *, devices: int, gpus: bool) -> None:
       WrongArguments: they do not fit together.
     """
     emulated = not gpus and (options.compare or options.implementation == "fused")
-    # The kernels that move tokens to experts take multiples of 128 features.
-    if emulated and options.experts and options.features is None:
-        options.features = 128
+    if emulated and options.experts:  # The kernels that move tokens to experts take multiples of 128 features.
+        options.features = 128 if options.features is None else options.features
     for name, default in (_ON_GPUS if gpus else _EMULATED if emulated else _ON_CPUS).items():
         setattr(options, name, default if getattr(options, name) is None else getattr(options, name))
     options.warmup = options.steps // 10 if options.warmup is None else options.warmup
@@ -226,8 +223,7 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
         if not done and leads:
             file.write_text(json.dumps(sizes))
         if done:
-            # Older runs have no experts.
-            if (before := {"experts": 0} | json.loads(file.read_text())) != sizes:
+            if (before := {"experts": 0} | json.loads(file.read_text())) != sizes:  # Older runs have no experts.
                 raise WrongArguments(f"train: {options.out} is of another model, {before}: choose another --out")
             state = checkpoints.restore(done, args=ocp.args.StandardRestore(program.abstract_state))
             say(f"{'all steps are done' if done >= options.steps else 'goes on'} after step {done}")

@@ -50,9 +50,7 @@ from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, 
 type Arrays = Mapping[str, jax.Array]
 
 
-def copied(
-    inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays] | None = None
-) -> Mapping[str, jax.Array]:
+def copied(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays] | None = None) -> Arrays:
     """Copies the tokens of all devices, times their gates, to the rows of this device.
 
     Args:
