@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import pathlib
 import random
 import signal
@@ -46,7 +45,6 @@ _ON_GPUS = {"layers": 8, "features": 2048, "heads": 16, "hidden": 6144, "sequenc
             "learning_rate": 3e-4, "dtype": "bfloat16"}  # fmt: skip
 _EMULATED = _ON_CPUS | {"layers": 1, "features": 64, "hidden": 128, "sequence": 32, "batch": 4, "steps": 20,
                         "dtype": "bfloat16"}  # fmt: skip
-_EMULATION_THREADS = 8
 # Open MPI's mpirun kills its processes a second after SIGINT or SIGTERM, but it passes SIGUSR1 on. Slurm can send
 # SIGUSR1 before the time limit.
 _HEARD = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
@@ -106,8 +104,6 @@ def start(options: Options) -> None:
         options.data, options.tensor = options.data or 2, options.tensor or 2
         count = options.data * options.tensor * options.fsdp
         jax.config.update("jax_num_cpu_devices", count)
-        # NPROC: XLA's threads. One inside an emulated kernel waits for other devices, which need threads to reach it.
-        os.environ.setdefault("NPROC", str(_EMULATION_THREADS * count))
     complete(options, devices=jax.device_count(), gpus=jax.default_backend() == "gpu")
 
 

@@ -14,9 +14,6 @@ import pytest
 
 from tests.budget import Budget
 
-# A thread of XLA's pool that is inside an emulated kernel waits for the other devices, and these need threads to get to
-# that kernel. By default the pool has a thread for each core, or each device (docs/troubleshooting.md).
-os.environ.setdefault("NPROC", "64")
 # jax keeps what it traces. At Python's default thresholds the garbage collector's passes over it take a fifth of the
 # time.
 gc.set_threshold(200_000, 20, 100)

@@ -84,10 +84,8 @@ def mapped(run: Any, given: Any, ids: Any) -> Any:
     return jax.vmap(run, in_axes=(axes, 0))(given | {"x": jnp.stack([given["x"], given["x"][::-1]])}, ids)
 
 
-# In about every second run, `scanned` waits for ever: emulated devices meet at different ones of the backward pass's
-# kernels, which do not depend on each other. On a GPU they run in the order of the stream.
 @pytest.mark.slow
-@pytest.mark.parametrize("transformed", [pytest.param(scanned, marks=pytest.mark.skip(reason="hangs")), mapped])
+@pytest.mark.parametrize("transformed", [scanned, mapped])
 def test_transforms(transformed: Any) -> None:
     """`jax.checkpoint` in `lax.scan`, and `jax.vmap` over tokens and routings, forward and backward."""
     case = dataclasses.replace(TWO, tokens=3, experts=4, k=2)

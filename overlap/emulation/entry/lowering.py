@@ -1,7 +1,7 @@
 """Makes kernels reach the emulator, by a lowering for CPU devices of the primitive that `plgpu.kernel` binds.
 
-Each device's program calls back to the host once per launch. The callbacks of all devices of the mesh meet. The last
-one to arrive emulates the launch on all devices; then each callback returns the outputs of its device.
+Each device's program calls back to the host twice per launch: once with its inputs, and, when XLA has gathered from all
+devices of the mesh that they came, for its outputs. The first of these second calls emulates the launch on all devices.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import functools
 import itertools
 import logging
 import math
-import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import SupportsInt
 
@@ -34,8 +34,8 @@ from ..state import runs
 from ..state.memory import poison
 from .sequence import World
 
-# How long the other devices wait for devices that do not reach a launch: until a warning, until an error.
-_REPORT_AFTER_S, _MEETING_TIMEOUT_S = 30.0, 600.0
+# After this time the log names the devices that have not come to a launch. XLA ends the process after 40 s.
+_REPORT_AFTER_S = 30.0
 _logger = logging.getLogger(__name__)
 _enable_lock = threading.Lock()
 _enabled = False
@@ -72,25 +72,53 @@ def enable() -> None:
         if not _enabled:
             primitive = _kernel_primitive()
             mlir.register_lowering(primitive, functools.partial(_lower, primitive), platform="cpu")
-            threading.Thread(target=runs.run_fence_at_exit, name="overlap-emulation-end").start()
+            threading.Thread(target=runs.run_fence_at_exit, args=[_report], name="overlap-emulation-end").start()
             _enabled = True
     interrupt.install()  # At each call, since only the main thread can install it.
 
 
-def _threads_of_xla(devices: int) -> int:
-    """How many threads XLA has for the CPU devices of this process: NPROC, or one for each core or device."""
-    nproc = os.environ.get("NPROC", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(int(nproc) if nproc.isdecimal() else cores, devices)
+@dataclasses.dataclass
+class _Arrival:
+    """A device that has reached a launch."""
+
+    kernel: str
+    devices: int  # in the mesh
+    device: int
+    inputs: list[np.ndarray]
+    time: float
+    is_reported: bool = False
+
+
+_tickets = itertools.count()
+_arrivals: dict[int, _Arrival] = {}  # by ticket
+_arrivals_lock = threading.Lock()
+
+
+def _report() -> None:
+    """Logs which devices have not come to a launch to which others came long ago."""
+    with _arrivals_lock:
+        arrivals = list(_arrivals.values())
+    for arrival in arrivals:
+        if arrival.is_reported or time.monotonic() - arrival.time < _REPORT_AFTER_S:
+            continue
+        there = [other for other in arrivals if other.kernel == arrival.kernel]
+        for other in there:
+            other.is_reported = True
+        missing = sorted(set(range(arrival.devices)) - {other.device for other in there})
+        _logger.warning(
+            "kernel %r: after %g s devices %s of %d have not reached it, and the others wait for them. XLA ends the "
+            "process when they have waited 40 s (--xla_cpu_collective_call_terminate_timeout_seconds in XLA_FLAGS). "
+            "Expected: all devices of the mesh run the kernel, and reach it at about the same time",
+            *(arrival.kernel, _REPORT_AFTER_S, missing, arrival.devices),
+        )
 
 
 class _Meeting:
-    """The state of one launch from the arrival of its first device until the launch has ended."""
+    """A launch that all devices have reached, until each has its outputs."""
 
-    def __init__(self, count: int):
-        self.inputs: dict[int, list[np.ndarray]] = {}
-        self.missing = count
-        self.is_reported = False
+    def __init__(self, inputs: list[list[np.ndarray]]):
+        self.inputs = inputs
+        self.missing = len(inputs)  # devices that have not fetched their outputs
         self.interrupts = interrupt.count()
         self.done = threading.Event()
         self.outputs: list[list[np.ndarray]] = []
@@ -98,74 +126,58 @@ class _Meeting:
 
 
 class _Launcher:
-    """Runs the launches of one kernel in one compiled program. Each device calls it once per launch."""
+    """Runs the launches of one kernel in one compiled program. Each device calls `arrive` and `run` once per launch.
+
+    Between them XLA gathers what `arrive` returned. So no callback waits for another device to come: a device whose
+    thread waited in one kernel would not get to another kernel, where the others may be.
+    """
 
     def __init__(self, program: Program, mesh_shape: dict[AxisName, int], name: str):
         self._program, self._mesh_shape, self._name = program, mesh_shape, name
         self._stop = interrupt.stop_event()
         self._devices = math.prod(mesh_shape.values())
         self._lock = threading.Lock()
-        self._open: list[_Meeting] = []
+        self._meetings: dict[tuple[int, ...], _Meeting] = {}
 
-    def __call__(self, device: SupportsInt, *inputs: npt.ArrayLike) -> list[np.ndarray]:
-        device = int(device)
-        values = [np.asarray(x) for x in inputs]
+    def arrive(self, device: SupportsInt, *inputs: npt.ArrayLike) -> np.ndarray:
+        """Takes a device's inputs, and returns the ticket for them. XLA reuses their memory after the call."""
+        arrival = _Arrival(self._name, self._devices, int(device), [np.array(x) for x in inputs], time.monotonic())
+        ticket = next(_tickets) % 2**31
+        with _arrivals_lock:
+            _arrivals[ticket] = arrival
+        return np.full(1, ticket, np.int32)
+
+    def run(self, device: SupportsInt, tickets: npt.ArrayLike) -> list[np.ndarray]:
+        """Returns the device's outputs of the launch to which the devices, in order, came with `tickets`."""
+        key = tuple(np.asarray(tickets).tolist())
         with self._lock:
-            # A device reaches its launches in order, so it joins the first meeting that it has not joined yet.
-            meeting = next((m for m in self._open if device not in m.inputs), None)
-            if meeting is None:
-                meeting = _Meeting(self._devices)
-                self._open.append(meeting)
-            meeting.inputs[device] = values
+            meeting = self._meetings.get(key)
+            if must_run := meeting is None:
+                with _arrivals_lock:
+                    inputs = [_arrivals.pop(ticket).inputs for ticket in key]
+                meeting = self._meetings[key] = _Meeting(inputs)
             meeting.missing -= 1
-            if meeting.missing == 0:
-                self._open.remove(meeting)
-            must_run = meeting.missing == 0 and not meeting.done.is_set()
+            if not meeting.missing:
+                del self._meetings[key]
         if must_run:
             try:
                 with _one_at_a_time:
                     self._emulate(meeting)
             finally:
                 meeting.done.set()
-        else:
-            self._wait(meeting)
+        meeting.done.wait()  # The launch has a limit, `step_limit`.
         if meeting.error is not None:
             raise meeting.error
-        return meeting.outputs[device]
-
-    def _wait(self, meeting: _Meeting) -> None:
-        """Waits until the launch has ended. Logs which devices are missing if that takes long, and at last gives up."""
-        if meeting.done.wait(_REPORT_AFTER_S):
-            return
-        with self._lock:
-            reports, meeting.is_reported = meeting.missing > 0 and not meeting.is_reported, True
-        if reports:
-            _logger.warning("%s", self._who_is_missing(meeting, _REPORT_AFTER_S))
-        if not meeting.done.wait(_MEETING_TIMEOUT_S - _REPORT_AFTER_S):
-            with self._lock:
-                if meeting.missing and not meeting.done.is_set():
-                    self._give_up(meeting)
-            meeting.done.wait()  # All devices have come. The launch itself has another limit, `step_limit`.
-
-    def _who_is_missing(self, meeting: _Meeting, seconds: float) -> str:
-        missing = sorted(set(range(self._devices)) - meeting.inputs.keys())
-        count = jax.local_device_count("cpu")
-        return (
-            f"kernel {self._name!r}: after {seconds:g} s devices {missing} of {self._devices} have not reached it, and "
-            "the others wait for them. Either the program does not run it on all devices of its mesh, or XLA has no "
-            f"thread left to bring them there: it has {_threads_of_xla(count)} threads for {count} devices, and each "
-            f"device that waits keeps one. Expected: all devices of the mesh run the kernel; and NPROC={8 * count} in "
-            "the environment before Python starts, or fewer devices"
-        )
+        return meeting.outputs[int(device)]
 
     def _emulate(self, meeting: _Meeting) -> None:
         run, in_context = runs.current_run()
         interrupts = run.interrupts if in_context else meeting.interrupts
         try:
             repetition = run.repetition(self)
-            inputs = [meeting.inputs[device] for device in range(self._devices)]
             world, laps = World(run.settings, run, self._name, repetition), run.settings.laps
-            launch = Launch(self._program, self._name, self._mesh_shape, tuple(range(self._devices)), inputs, [])
+            devices = tuple(range(self._devices))
+            launch = Launch(self._program, self._name, self._mesh_shape, devices, meeting.inputs, [])
             for lap in range(laps):
                 world.add(launch, is_real=lap == laps - 1)
             simulation = world.simulation
@@ -177,8 +189,8 @@ class _Launcher:
             if in_context:
                 run.warnings += simulation.warnings
                 if run.settings.keep:
-                    devices = self._program.device_ids
-                    run.launches.append(dataclasses.replace(launch, devices=devices, outputs=outputs))
+                    ids = self._program.device_ids
+                    run.launches.append(dataclasses.replace(launch, devices=ids, outputs=outputs))
         except KeyboardInterrupt:
             # Another handler than the emulator's may have raised the exception.
             if not (self._must_stop or interrupt.stopped(interrupts)):
@@ -197,17 +209,6 @@ class _Launcher:
             run.errors += errors
         elif errors:
             meeting.error = errors[0]
-
-    def _give_up(self, meeting: _Meeting) -> None:
-        """Ends a launch that some devices have not reached, with an error."""
-        meeting.outputs = self._no_outputs()
-        error = EmulationError(f"{self._who_is_missing(meeting, _MEETING_TIMEOUT_S)}. Given up")
-        run, in_context = runs.current_run()
-        if in_context:
-            run.errors.append(error)
-        else:
-            meeting.error = error
-        meeting.done.set()
 
     @property
     def _must_stop(self) -> bool:
@@ -266,9 +267,11 @@ def _lower(
     results = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out)
 
     def call(*operands: jax.Array) -> Sequence[jax.Array]:
-        device = 0
+        device = np.int32(0)
         for axis, size in axes.items():
             device = device * size + lax.axis_index(axis)
-        return io_callback(launcher, results, np.int32(0) + device, *operands)
+        ticket = io_callback(launcher.arrive, jax.ShapeDtypeStruct((1,), np.int32), device, *operands)
+        tickets = lax.all_gather(ticket, tuple(axes), tiled=True) if axes else ticket
+        return io_callback(launcher.run, results, device, tickets)
 
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

@@ -117,6 +117,7 @@ class Run:
                 event.start = thread.blocked_at
 
 
+_WATCH_EVERY_S = 2.0
 _lock = threading.Lock()
 _active: list[Run] = []
 _background = Run(Settings())  # the run of launches outside any context
@@ -151,13 +152,17 @@ def _run_fence() -> None:
     jax.block_until_ready(function(argument))
 
 
-def run_fence_at_exit() -> None:
+def run_fence_at_exit(watch: Callable[[], None]) -> None:
     """Waits for the end of the program, and then for its launches. Runs in a thread that is started beforehand.
+
+    It calls `watch` now and then while it waits for the end of the program.
 
     jax waits only for calls that leave a token. Python ends the process by SIGABRT if a callback still runs when the
     interpreter is gone. It starts no thread any more when exit handlers run.
     """
-    threading.main_thread().join()
+    while (main := threading.main_thread()).is_alive():
+        watch()
+        main.join(_WATCH_EVERY_S)
     interrupt.end()
     _run_fence()
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 
-os.environ.setdefault("NPROC", "64")
 import jax
 
 from tests.protocol.defects import table
