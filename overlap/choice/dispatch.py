@@ -12,8 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from overlap.choice.choose import choose_config, is_collecting, verdict
-from overlap.choice.crossover import Cause, Verdict
+from overlap.choice.crossover import NOTHING_MEASURED, Cause, Verdict
 from overlap.choice.problem import Problem
+from overlap.choice.rates import rates_of
 from overlap.choice.space import candidates
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target, current_target
@@ -231,6 +232,46 @@ def leave_to_xla(op: str, implementation: str | None, device: Target, reason: st
     choice = Explanation(op, "xla", None, reason, Cause.NOT_SERVED, device)
     _log(choice, None)
     return choice
+
+
+def decide_unmodeled(
+    op: str,
+    implementation: str | None,
+    device: Target,
+    serve: Callable[[], tuple[Config | None, str]],
+    *,
+    reason: str,
+    why_not_by_default: str | None = None,
+    shapes: str = "",
+) -> Explanation:
+    """As `decide`, for an operation of whose times there is no model: the kernels, wherever they serve a measured GPU.
+
+    `serve()` returns the kernels' configuration and its source, or raises NotImplementedError. `reason` says why the
+    kernels are chosen, if the caller does not ask for them.
+    """
+
+    def by_xla(reason: str, cause: Cause) -> Explanation:
+        return Explanation(op, "xla", None, reason, cause, device, shapes=shapes)
+
+    if implementation == "xla":
+        return by_xla("asked for", Cause.ASKED_FOR)
+    if implementation is None and device.platform == "cpu" and not is_collecting():
+        return by_xla(Cause.EMULATED.value, Cause.EMULATED)
+    try:
+        config, source = serve()
+    except NotImplementedError as cannot:
+        if implementation == "fused":
+            raise
+        choice = by_xla(str(cannot), Cause.NOT_SERVED)
+        _log(choice, None)
+        return choice
+    if implementation is None and source != "given" and not is_collecting():
+        if why_not_by_default:
+            return by_xla(why_not_by_default, Cause.NOT_BY_DEFAULT)
+        if not rates_of(device).measured:
+            return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
+    reason = "asked for" if implementation == "fused" else reason
+    return Explanation(op, "fused", config, reason, Cause.ASKED_FOR, device, source, shapes=shapes)
 
 
 def _log(choice: Explanation, problem: Problem | None) -> None:

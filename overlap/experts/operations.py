@@ -7,12 +7,11 @@ Per token and direction, an all-gather moves D - 1 rows, and an exchange of the 
 gather moves no more, and it needs neither counts on the wire nor shapes that depend on the data.
 
 Each operation is the other's backward pass, since `overlap/experts/rows.py` and jax's collectives are each other's
-transposes. XLA communicates, and the products are `grouped_matmul`'s.
+transposes. The products are `grouped_matmul`'s.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -20,11 +19,7 @@ from jax.typing import DTypeLike
 
 from overlap import emulation
 from overlap.choice import dispatch
-from overlap.choice.choose import is_collecting
-from overlap.choice.crossover import NOTHING_MEASURED, Cause
-from overlap.choice.dispatch import Explanation, Implementation
-from overlap.choice.rates import rates_of
-from overlap.experts.chunks import RowsPlan
+from overlap.choice.dispatch import Implementation
 from overlap.experts.routing import Routing, axis_of
 from overlap.experts.rows import Movement, added, copied
 from overlap.frame import arguments, sharded
@@ -227,35 +222,28 @@ def _movement(
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     require_one_device(op, [moved], implementation)
     movement = Movement(axis_name, dispatch.target(), implementation == "fused")
-    choice = _decide(op, moved, movement.plan(moved.shape[1], moved.dtype, routing), implementation)
-    record(dataclasses.replace(choice, shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}"))
+    plan = movement.plan(moved.shape[1], moved.dtype, routing)
+
+    def serve() -> tuple[None, str]:
+        why_not = plan.why_not()
+        if why_not:
+            raise NotImplementedError(f'{why_not}, or use implementation="xla"')
+        sharded.require_no_partitioner_axes()
+        if plan.group is not None:
+            require_peers(plan.group, plan.target)
+        return None, ""
+
+    choice = dispatch.decide_unmodeled(
+        op, implementation, plan.target, serve, reason="XLA also moves the rows that are not in use",
+        why_not_by_default=None if plan.group is None else untried(plan.group),
+        shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}",
+    )  # fmt: skip
+    record(choice)
     if choice.implementation == "xla":
         return Movement(axis_name)
     if choice.target.platform == "cpu":
         emulation.enable()
     return movement
-
-
-def _decide(op: str, moved: jax.Array, plan: RowsPlan, implementation: Implementation | None) -> Explanation:
-    target, group = plan.target, plan.group
-    if implementation is None and target.platform == "cpu" and not is_collecting():
-        return Explanation(op, "xla", None, Cause.EMULATED.value, Cause.EMULATED, target)
-    why_not = plan.why_not()
-    try:
-        sharded.require_no_partitioner_axes()
-        if group is not None:
-            require_peers(group, target)
-    except NotImplementedError as cannot:
-        why_not = why_not or str(cannot)
-    if implementation == "xla" or why_not:
-        return dispatch.leave_to_xla(op, implementation, target, why_not or "")
-    if implementation is None and not is_collecting():
-        if reason := None if group is None else untried(group):
-            return Explanation(op, "xla", None, reason, Cause.NOT_BY_DEFAULT, target)
-        if not rates_of(target).measured:
-            return Explanation(op, "xla", None, NOTHING_MEASURED.reason, NOTHING_MEASURED.cause, target)
-    reason = "asked for" if implementation == "fused" else "XLA also moves the rows that are not in use"
-    return Explanation(op, "fused", None, reason, Cause.ASKED_FOR, target)
 
 
 def _require_tokens(

@@ -174,16 +174,20 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
     tokens, rows, gates = factors
     given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
     given["gates"] = None if gates is None else movement.gathered(gates.astype(jnp.float32))
+    out = _launched(by, plan, movement.must_fuse, {name: x for name, x in given.items() if x is not None})
+    return movement.scattered(out) if by == GATES else out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # Equal kernels are traced once, and lowered once per program.
+def _launched(by: _Argument, plan: RowsPlan, must_fuse: bool, given: dict[str, jax.Array]) -> jax.Array:
     kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
-    alone = movement.must_fuse or plan.group is not None
+    otherwise = None if must_fuse or plan.group is not None else functools.partial(_on_one_device, by, plan)
 
     @sequential_vmap
     def run(given: dict[str, jax.Array]) -> jax.Array:
-        found = kernel(given, plan, None if alone else functools.partial(_on_one_device, by, plan))
-        return found[("sums", "rows", "products")[by]]
+        return kernel(given, plan, otherwise)[("sums", "rows", "products")[by]]
 
-    out = run({name: x for name, x in given.items() if x is not None})
-    return movement.scattered(out) if by == GATES else out
+    return run(given)
 
 
 def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> row_kernels.Arrays:

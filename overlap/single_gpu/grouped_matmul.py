@@ -12,10 +12,7 @@ from jax.typing import DTypeLike
 
 from overlap import _settings
 from overlap.choice import dispatch
-from overlap.choice.choose import is_collecting
-from overlap.choice.crossover import NOTHING_MEASURED, Cause
 from overlap.choice.dispatch import Explanation, Implementation
-from overlap.choice.rates import rates_of
 from overlap.frame import activation as activations
 from overlap.frame import arguments, sharded
 from overlap.frame.explain import record
@@ -311,34 +308,22 @@ def require_one_device(name: str, operands: Sequence[Leaf], implementation: Impl
 
 def _decide(operands: Grouped, product: Product, implementation: Implementation | None) -> Explanation:
     """Chooses between the kernel and XLA."""
-    lhs, target = operands.lhs, product.target
+    lhs, given = operands.lhs, product.config
     (m, k), n = lhs.shape, operands.rhs_list[0].shape[1 if product.transpose_rhs else 2]
-    shapes = f"{operands.sizes.shape[0]} groups, {m}x{n}x{k} {lhs.dtype.name}"
 
-    def by_xla(reason: str, cause: Cause) -> Explanation:
-        return Explanation(NAME, "xla", None, reason, cause, target, shapes=shapes)
-
-    if implementation == "xla":
-        return by_xla("asked for", Cause.ASKED_FOR)
-    if implementation is None and target.platform == "cpu" and not is_collecting():
-        return by_xla(Cause.EMULATED.value, Cause.EMULATED)
-    try:
+    def serve() -> tuple[Config, str]:
         sharded.require_no_partitioner_axes()
         if lhs.dtype in FLOAT8 and not product.transpose_rhs:
             raise NotImplementedError(
                 "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
                 'so and pass transpose_rhs=True, or use implementation="xla"'
             )
-        if product.config is not None:
-            grouped_choice.check(operands, product, product.config)
-        config = product.config or grouped_choice.config_of(operands, product)
-    except NotImplementedError as cannot:
-        if implementation == "fused":
-            raise
-        choice = dispatch.leave_to_xla(NAME, None, target, str(cannot))
-        return dataclasses.replace(choice, shapes=shapes)
-    if not (implementation or product.config or is_collecting() or rates_of(target).measured):
-        return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
-    source = "heuristic" if product.config is None else "given"
-    reason = "asked for" if implementation == "fused" else "XLA multiplies all rows with all matrices"
-    return Explanation(NAME, "fused", config, reason, Cause.ASKED_FOR, target, source, shapes=shapes)
+        if given is None:
+            return grouped_choice.config_of(operands, product), "heuristic"
+        grouped_choice.check(operands, product, given)
+        return given, "given"
+
+    return dispatch.decide_unmodeled(
+        NAME, implementation, product.target, serve, reason="XLA multiplies all rows with all matrices",
+        shapes=f"{operands.sizes.shape[0]} groups, {m}x{n}x{k} {lhs.dtype.name}",
+    )  # fmt: skip

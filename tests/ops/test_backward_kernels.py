@@ -64,7 +64,8 @@ def test_the_gradient_gathers_by_xla_only_where_no_kernel_does(fields, check_vma
     program = call.program(mesh, arrays, jax.grad(total), call.specs(arrays), check_vma=check_vma)
     with running() as run:
         jax.block_until_ready(program(arrays))
-        by_xla = program.lower(arrays).as_text().count("stablehlo.all_gather")
+        # The emulator itself gathers once for each kernel.
+        by_xla = program.lower(arrays).as_text().count("stablehlo.all_gather") - launches
     assert run.counts["launches"] == launches
     assert (by_xla > 0) == (rows[0] in ("lhs_scale", "transport"))
 

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.choice.crossover import Cause
 from overlap.experts import chunks as chunks_of_rows
-from overlap.experts import operations, rows
+from overlap.experts import operations, row_kernels, rows
 from overlap.experts.routing import Routing
 from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
 from tests.oracle import ALLOWED, make_mesh
@@ -164,9 +163,8 @@ def test_explain_names_the_rows() -> None:
 
 def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are chosen, XLA may still run in their place."""
-    chosen = lambda op, moved, plan, _: dispatch.Explanation(op, "fused", None, "", Cause.PREDICTED, plan.target)  # noqa: E731
     found: list[bool] = []
-    monkeypatch.setattr(operations, "_decide", chosen)
+    monkeypatch.setattr(dispatch, "is_collecting", lambda: True)  # As if this were a measured GPU.
     monkeypatch.setattr(operations, "copied", lambda x, r, how: found.append(how.must_fuse) or rows.copied(x, r, how))
     for implementation in (None, "fused"):
         jax.eval_shape(functools.partial(gather, implementation=implementation),
@@ -258,6 +256,26 @@ def test_sums_of_peers_are_added_before_the_own_one_is_rounded() -> None:
     with overlap.emulation.emulate():
         found = jax.jit(mapped)(given, positions)
     np.testing.assert_array_equal(found.astype(jnp.float32), np.repeat([[258.0], [0.0]], 128, 1))
+
+
+def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, launch = [], row_kernels.launch
+    monkeypatch.setattr(row_kernels, "launch", lambda plan, name, *args, **options: (
+        names.append(name), launch(plan, name, *args, **options))[1])  # fmt: skip
+    _, _, ids = one_device(5, 2, 3, 128, jnp.bfloat16)
+
+    def layers(x: jax.Array, gates: jax.Array, ids: jax.Array) -> jax.Array:
+        movement = rows.Movement(None, dispatch.target(), True)
+        for _ in range(3):
+            routing = overlap.route(ids, 3, None)
+            x = rows.added(rows.copied(x, routing, movement), gates, routing, movement)
+        return x.astype(jnp.float32).sum()
+
+    of = jax.ShapeDtypeStruct((5, 128), jnp.bfloat16), jax.ShapeDtypeStruct(ids.shape, jnp.float32), ids
+    jax.jit(jax.grad(layers, (0, 1))).trace(*of)
+    # With gates and without.
+    assert sorted(name.removeprefix("overlap_") for name in names) == [
+        "added_rows", "added_rows", "copied_rows", "copied_rows", "products_of_rows"]  # fmt: skip
 
 
 @pytest.mark.parametrize(("chunks", "devices", "ctas"), [(5, 2, 2), (7, 3, 3), (4, 2, 9), (6, 4, 1), (1, 2, 4)])
