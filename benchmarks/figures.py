@@ -61,7 +61,8 @@ def _axes() -> Axes:
 
 def _svg(axes: Axes) -> str:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, frameon=False, loc="upper left")
+    many = len(axes.get_legend_handles_labels()[1]) > 9
+    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3 if many else 1)
     text = io.StringIO()
     figure = axes.get_figure(root=True)
     assert figure is not None

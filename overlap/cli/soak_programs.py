@@ -82,8 +82,7 @@ class Experts:
 
     All values but the result and the gradient are whole numbers of at most 2 · hidden, or twice such a number; both are
     exact in bfloat16.
-    Other gradients are left out: that of the tokens has parts that are rounded before they are added, and without a
-    GPU two emulated kernels that do not depend on each other may need more threads than XLA has.
+    Other gradients are left out: that of the tokens has parts that are rounded before they are added.
 
     Attributes:
       name: the name in messages.
