@@ -79,6 +79,7 @@ MODELS = {
     "mixtral-8x7b": Experts(4096, 14336, 4, 1.0),
     "deepseek-v3": Experts(7168, 2048, 128, 4.0),
     "llama4-scout": Experts(5120, 8192, 8, 0.5),
+    "gpt-oss-120b": Experts(2880, 2880, 64, 2.0),
     "tiny": Experts(64, 128, 4, 2.0),
 }
 type Call = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -114,7 +114,7 @@ def complete(options: Options, *, devices: int, gpus: bool) -> None:
       WrongArguments: they do not fit together.
     """
     emulated = not gpus and (options.compare or options.implementation == "fused")
-    if emulated and options.experts:  # The kernels that move tokens to experts take multiples of 128 features.
+    if emulated and options.experts:  # The kernels that move tokens to experts take at least 128 features.
         options.features = 128 if options.features is None else options.features
     for name, default in (_ON_GPUS if gpus else _EMULATED if emulated else _ON_CPUS).items():
         setattr(options, name, default if getattr(options, name) is None else getattr(options, name))

@@ -29,8 +29,9 @@ from overlap.primitives.integers import ceil_div, in_32_bits, largest_divisor, q
 from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
-# A row is computed with in parts of at most so many features, by all threads of a warpgroup.
-_PART, _THREADS = 2048, 128
+# A row is computed with in parts of so many features, by all threads of a warpgroup. A row begins at a multiple of so
+# many bytes of shared memory, for the copy engine.
+_PARTS, _ROW_BYTES = (2048, 1024, 512, 256, 128), 128
 # The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
 # and twice these change nothing.
 _CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
@@ -85,9 +86,17 @@ class RowsPlan:
 
     @property
     def parts(self) -> list[pl.Slice]:
-        """The parts of a row. The last one may be shorter."""
-        firsts = range(0, self.features, _PART)
-        return [pl.ds(first, min(_PART, self.features - first)) for first in firsts]
+        """The parts of a row, of which the first is as long as any. The last one may begin with features of others."""
+        parts, first = [], 0
+        while (left := self.features - first) >= _PARTS[-1]:
+            parts.append(pl.ds(first, next(size for size in _PARTS if size <= left)))
+            first += parts[-1].size
+        return [*parts, pl.ds(self.features - _PARTS[-1], _PARTS[-1])] if left else parts
+
+    @property
+    def twice(self) -> int:
+        """How many features of the last part are in others, too: its first ones."""
+        return sum(part.size for part in self.parts) - self.features
 
     @property
     def buffers(self) -> int:
@@ -102,10 +111,10 @@ class RowsPlan:
         """Says why the kernels cannot move such rows; None if they can."""
         if self.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"the kernels move rows of bfloat16, float16 or float32, not of {self.dtype}: cast them"
-        if self.features % _THREADS or not self.features:
-            return (
-                f"the kernels move rows of a multiple of {_THREADS} features, and there are {self.features}: pad them"
-            )
+        unit, least = _ROW_BYTES // self.dtype.itemsize, _PARTS[-1]
+        if self.features % unit or self.features < least:
+            there_are = f"from {least} on, and there are {self.features}: pad them"
+            return f"the kernels move rows of a multiple of {unit} features of {self.dtype}, {there_are}"
         if self.features * self.dtype.itemsize > _CHUNK_BYTES:
             most = _CHUNK_BYTES // self.dtype.itemsize
             there_are = f"and there are {self.features}: split them"

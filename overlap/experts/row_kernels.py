@@ -79,16 +79,17 @@ def _copied_body(refs: Refs) -> None:
 
         @pl.loop(0, plan.chunk)
         def _token(index: jax.Array) -> None:
-            value = refs.chunk_smem[index]
+            values = [refs.chunk_smem[index, part] for part in plan.parts]
             for slot, place in enumerate(refs.places(chunk, index)):
-                pl.when(place < plan.rows)(functools.partial(store, chunk, index, slot, place, value))
+                pl.when(place < plan.rows)(functools.partial(store, chunk, index, slot, place, values))
 
         return loads
 
-    def store(chunk: Chunk, index: Index, slot: int, place: Index, value: jax.Array) -> None:
+    def store(chunk: Chunk, index: Index, slot: int, place: Index, values: list[jax.Array]) -> None:
         gate = refs.gate(chunk, index, slot)
-        gated = value if gate is None else value.astype(jnp.float32) * gate
-        refs.outputs["rows"][place] = gated.astype(plan.dtype)
+        for part, value in zip(plan.parts, values, strict=True):
+            gated = value if gate is None else value.astype(jnp.float32) * gate
+            refs.outputs["rows"][place, part] = gated.astype(plan.dtype)
 
     refs.run(spread, load, functools.partial(_await_peers, refs))
 
@@ -214,11 +215,14 @@ def _products_body(refs: Refs) -> None:
 
         def product(index: Index, slot: int, sums: Tree, rows: list[jax.Array]) -> Tree:
             token = [refs.chunk_smem[index, part].astype(jnp.float32) for part in plan.parts]
-            of_parts = [a * b for a, b in zip(token, rows, strict=True)]
-            # A sum over threads takes long, so parts are added before; the last one may be shorter.
-            alike = [x for x in of_parts if x.shape == of_parts[0].shape]
-            total = functools.reduce(jnp.add, alike).sum()
-            total = total if len(alike) == len(of_parts) else total + of_parts[-1].sum()
+            *others, last = (a * b for a, b in zip(token, rows, strict=True))
+            if plan.twice:
+                last = jnp.where(lax.broadcasted_iota(jnp.int32, last.shape, 0) < plan.twice, 0, last)
+            # A sum over threads takes long, so parts of one size are added before.
+            of_sizes: dict[int, jax.Array] = {}
+            for part in (*others, last):
+                of_sizes[part.size] = of_sizes[part.size] + part if part.size in of_sizes else part
+            total = functools.reduce(jnp.add, (part.sum() for part in of_sizes.values()))
             return (*sums[:slot], total, *sums[slot + 1 :])
 
         def of_token(index: Index, loads: Index) -> Index:

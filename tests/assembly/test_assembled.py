@@ -180,8 +180,8 @@ for number, (dtype, config) in enumerate((
         not_words=("wgmma",))  # fmt: skip
 # Several of these CTAs run on a core, and none waits for another one.
 for number, (kernel, target, features, processes) in enumerate((
-    ("added", "h200", 7296, 2), ("copied", "h200", 2048, 1), ("products", "b200", 2048, 1), ("added", "h200", 2048, 1),
-    ("products", "h200", 2048, 1), ("added", "b200", 7168, 1), ("copied", "h200", 7168, 2),
+    ("added", "h200", 2880, 2), ("copied", "h200", 2048, 1), ("products", "b200", 2880, 1), ("added", "h200", 2048, 1),
+    ("products", "h200", 2880, 1), ("added", "b200", 7168, 1), ("copied", "h200", 2880, 2),
     ("products", "h200", 16384, 2),
 )):  # fmt: skip
     case = Case("expert_rows", 2, (8192, features, 8), "bf16", target, {"kernel": kernel}, processes=processes)

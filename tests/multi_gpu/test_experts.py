@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from tests.oracle import make_mesh
 
-HIDDEN, WIDTH, EXPERTS, SLOTS, TOKENS = 512, 384, 16, 4, 300
+HIDDEN, WIDTH, EXPERTS, SLOTS, TOKENS = 576, 384, 16, 4, 300
 
 
 def gated(gate, up):

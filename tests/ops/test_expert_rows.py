@@ -28,9 +28,9 @@ FUSED: Any = {"features": 128, "hidden": 40, "implementation": "fused"}
 TWO = Case(2, 6, 3, 8, **FUSED)
 CASES = {
     "two devices, capacity": dataclasses.replace(TWO, capacity=4),
-    "no axis": Case(1, 11, 2, 3, axes=(), **FUSED | {"features": 384}),
+    "no axis": Case(1, 11, 2, 3, axes=(), **FUSED | {"features": 320}),
     "four devices in two axes, one expert": Case(4, 3, 1, 8, axes=("x", "y"), check_vma=False, **FUSED),
-    "two devices": TWO,
+    "two devices": dataclasses.replace(TWO, features=192),
 }
 # Of a case, the routing of every run.
 FAST = {"two devices, capacity": "to one", "four devices in two axes, one expert": "drawn"}
@@ -114,8 +114,8 @@ def gather(x: jax.Array, w: jax.Array, ids: jax.Array, **options: Any) -> jax.Ar
 
 
 REFUSED = {
-    (100, jnp.bfloat16): (NotImplementedError, "rows of a multiple of 128 features, and there are 100"),
-    (192, jnp.float16): (NotImplementedError, "rows of a multiple of 128 features, and there are 192"),
+    (100, jnp.bfloat16): (NotImplementedError, "a multiple of 64 features of bfloat16, from 128 on, and there are 100"),
+    (64, jnp.float16): (NotImplementedError, "a multiple of 64 features of float16, from 128 on, and there are 64"),
     (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
     (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
     (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),

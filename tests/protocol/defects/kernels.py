@@ -71,9 +71,9 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     # A core has four CTAs that move rows.
     **{name: (lambda make=make: make(3), 1 if name.startswith("rows") else 2)
        for name, make in protocol_cases.KERNELS.items()},
-    "rows copied, one device": (lambda: of_moved_rows("copied", 1, 9, 128, gated=False), 1),
+    "rows copied, one device": (lambda: of_moved_rows("copied", 1, 9, 320, gated=False), 1),
     "rows added, one device": (lambda: of_moved_rows("added", 1, 9, 4096, gated=False), 1),
-    "rows multiplied, one device": (lambda: of_moved_rows("multiplied", 1, 9, 4096), 1),
+    "rows multiplied, one device": (lambda: of_moved_rows("multiplied", 1, 9, 4160), 1),
     "ring, sums": (lambda: of_sums(SUMS_BY_RING), 2),
     "pull, pingpong": (lambda: of_rows(ONE, PULL.replace(tile_m=64, schedule="pingpong")), 2),
     "pull, several": (lambda: of_rows(dataclasses.replace(ONE, widths=(64, 136), container=list), PULL), 2),
