@@ -86,17 +86,18 @@ class RowsPlan:
 
     @property
     def parts(self) -> list[pl.Slice]:
-        """The parts of a row, of which the first is as long as any. The last one may begin with features of others."""
+        """The parts of a row. The last one may begin with features that the one before has, too."""
         parts, first = [], 0
         while (left := self.features - first) >= _PARTS[-1]:
-            parts.append(pl.ds(first, next(size for size in _PARTS if size <= left)))
-            first += parts[-1].size
+            size = next(size for size in _PARTS if size <= left)
+            parts.append(pl.ds(first, size))
+            first += size
         return [*parts, pl.ds(self.features - _PARTS[-1], _PARTS[-1])] if left else parts
 
     @property
     def twice(self) -> int:
-        """How many features of the last part are in others, too: its first ones."""
-        return sum(part.size for part in self.parts) - self.features
+        """How many features of the last part the one before has, too."""
+        return -self.features % _PARTS[-1]
 
     @property
     def buffers(self) -> int:
@@ -138,7 +139,7 @@ class Refs:
     Attributes:
       plan: sizes.
       name: of the kernel, for reports of long waits.
-      own_last: whether this device's own chunks are drawn after the peers' chunks of the same index (`_own_later`),
+      own_later: whether this device's own chunks are drawn after the peers' chunks of the same index (`_own_later`),
         instead of before all peers' chunks.
       inputs: the operands.
       outputs: the results.
@@ -153,7 +154,7 @@ class Refs:
 
     plan: RowsPlan
     name: str
-    own_last: bool
+    own_later: bool
     inputs: Mapping[str, GmemRef]
     outputs: Mapping[str, GmemRef]
     arrived: SemaphoreRef
@@ -179,7 +180,7 @@ class Refs:
         of_device, group = self.plan.chunks, self.plan.group
         if group is None:
             return Chunk(0, 0, number * self.plan.chunk)
-        if self.own_last:
+        if self.own_later:
             index, distance = _own_later(number, of_device, group.size, self.plan.ctas)
         else:
             distance = quotient(number, of_device)
@@ -296,7 +297,7 @@ def launch(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     *,
-    own_last: bool,
+    own_later: bool,
     smem: Sequence[ScratchType],
     peers_read: str | None = None,
     otherwise: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None = None,
@@ -309,7 +310,7 @@ def launch(
       body: is called with the kernel's references. It calls `Refs.run`.
       inputs: the operands.
       outputs: the types of the results.
-      own_last: as in `Refs`.
+      own_later: as in `Refs`.
       smem: types of further shared memory and barriers.
       peers_read: the name of the operand that peers read or write.
       otherwise: computes the results by XLA, for a program that XLA's partitioner splits; None: that is refused.
@@ -325,7 +326,7 @@ def launch(
         flags = shared_semaphores(*shapes, told=bool(told))
         trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
         title = f"{name.removeprefix('overlap_')} {plan.tokens}x{plan.features}"
-        body(Refs(plan, title, own_last, *trees, flags[0], flags[-1], number, posted, done, chunk, more))
+        body(Refs(plan, title, own_later, *trees, flags[0], flags[-1], number, posted, done, chunk, more))
 
     def by_xla(*given: jax.Array) -> list[jax.Array]:
         assert otherwise is not None

@@ -63,7 +63,7 @@ def copied(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays]
       "rows": [C, h]. Rows that no position names are undefined.
     """
     rows = {"rows": jax.ShapeDtypeStruct((plan.rows, plan.features), plan.dtype)}
-    return launch(plan, "overlap_copied_rows", _copied_body, inputs, rows, own_last=False,
+    return launch(plan, "overlap_copied_rows", _copied_body, inputs, rows, own_later=False,
                   smem=[plgpu.Barrier(num_arrivals=1)], peers_read="tokens", otherwise=otherwise)  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def added(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays] 
     elif plan.group is not None:
         outputs["landing"] = landing
     peers_read = "landing" if "landing" in inputs else None
-    return launch(plan, "overlap_added_rows", _added_body, inputs, outputs, own_last=True, smem=_ring_types(plan),
+    return launch(plan, "overlap_added_rows", _added_body, inputs, outputs, own_later=True, smem=_ring_types(plan),
                   peers_read=peers_read, otherwise=otherwise)  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def products(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Array
     """
     types = {"products": jax.ShapeDtypeStruct((plan.devices * plan.tokens, plan.slots), jnp.float32)}
     smem = [*_ring_types(plan), plgpu.Barrier(num_arrivals=1)]
-    return launch(plan, "overlap_products_of_rows", _products_body, inputs, types, own_last=False, smem=smem,
+    return launch(plan, "overlap_products_of_rows", _products_body, inputs, types, own_later=False, smem=smem,
                   peers_read="tokens", otherwise=otherwise)  # fmt: skip
 
 

@@ -55,7 +55,7 @@ REASONS = {
         [r"primitives\.(windows|stalls|addresses|peers)", "_ticks", "_write_record", r"\.sender:", "'asked for'",
          "_why_", "MOST_DEVICES", "oldest - begin", "number - begin"],
     "chunks of rows, and buffers: any sizes will do, and one device has no distances":
-        [r"RowsPlan\.(chunk|buffers|ctas):", r"RowsPlan\.parts: .*self\.features - first", "Refs.at: one more than 0 #1",
+        [r"RowsPlan\.(chunk|buffers|ctas):", "RowsPlan.parts: .*features - first", "Refs.at: one more than 0 #1",
          "_own_later: (other side of rest|one more than 0)"],
     "a device tells itself of its own sums, or waits for peers too early": [
         r"row_kernels\.(_added_body|_await_peers): .*chunk\.distance > 0"],
