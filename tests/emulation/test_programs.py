@@ -1,5 +1,6 @@
 """Kernels inside whole programs: jit, loops, meshes, aliases; the context `emulate`; devices that never come."""
 
+import gc
 import logging
 import re
 import subprocess
@@ -197,6 +198,7 @@ def test_a_device_that_does_not_come_to_a_launch_is_named(monkeypatch, caplog):
         end = time.monotonic() + 20
         while not caplog.text and time.monotonic() < end:
             time.sleep(0.01)
+        time.sleep(0.3)  # It is said once.
         return x
 
     def late(x):
@@ -213,3 +215,27 @@ def test_a_device_that_does_not_come_to_a_launch_is_named(monkeypatch, caplog):
         out = on_mesh(make_mesh(x=2), program, P(), P("x"))(jnp.zeros(128))
         np.testing.assert_array_equal(np.asarray(out), 7)
     assert "'seven': after 0.1 s devices [1] of 2 have not reached it" in caplog.text
+    assert len(caplog.records) == 1
+    # Nothing is kept of a launch.
+    assert not lowering._arrivals and not any(isinstance(x, lowering._Meeting) for x in gc.get_objects())
+
+
+def test_launches_of_different_devices_run_one_after_the_other(monkeypatch):
+    def body(out):
+        out[...] = jnp.full((128,), 7, jnp.float32)
+
+    execute, running, most = lowering.World.execute, [], []
+
+    def slow(*args):
+        running.append(1)
+        time.sleep(0.2)
+        most.append(len(running))
+        running.pop()
+        return execute(*args)
+
+    monkeypatch.setattr(lowering.World, "execute", slow)
+    with emulate():
+        kernel = jax.jit(lambda x: plgpu.kernel(body, out_type=out_type((128,)))() + x)
+        outs = [kernel(jax.device_put(np.zeros(128, np.float32), device)) for device in jax.devices()[:2]]
+        assert all((np.asarray(out) == 7).all() for out in outs)
+    assert most == [1, 1]

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.one_jax
 FUSED: Any = {"features": 128, "hidden": 40, "implementation": "fused"}
 TWO = Case(2, 6, 3, 8, **FUSED)
 CASES = {
-    "two devices, capacity": dataclasses.replace(TWO, capacity=4),
+    "two devices, capacity": dataclasses.replace(TWO, capacity=4, features=192),
     "no axis": Case(1, 11, 2, 3, axes=(), **FUSED | {"features": 320}),
     "four devices in two axes, one expert": Case(4, 3, 1, 8, axes=("x", "y"), check_vma=False, **FUSED),
-    "two devices": dataclasses.replace(TWO, features=192),
+    "two devices": TWO,
 }
 # Of a case, the routing of every run.
 FAST = {"two devices, capacity": "to one", "four devices in two axes, one expert": "drawn"}
@@ -116,6 +116,7 @@ def gather(x: jax.Array, w: jax.Array, ids: jax.Array, **options: Any) -> jax.Ar
 REFUSED = {
     (100, jnp.bfloat16): (NotImplementedError, "a multiple of 64 features of bfloat16, from 128 on, and there are 100"),
     (64, jnp.float16): (NotImplementedError, "a multiple of 64 features of float16, from 128 on, and there are 64"),
+    (144, jnp.float32): (NotImplementedError, "a multiple of 32 features of float32, from 128 on, and there are 144"),
     (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
     (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
     (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),
@@ -132,6 +133,14 @@ def test_what_the_kernels_cannot_move(features: int, dtype: Any) -> None:
             jax.eval_shape(functools.partial(gather, implementation="fused"), *types)
         if error is NotImplementedError:  # By XLA it is right.
             assert jax.eval_shape(gather, *types).shape == (8, features)
+
+
+def test_where_xla_splits_the_program_no_kernel_runs() -> None:
+    types = one_device(4, 2, 3, 128, jnp.bfloat16)
+    mapped = jax.shard_map(functools.partial(gather, implementation="fused"), mesh=make_mesh(x=1, y=2),
+                           in_specs=P(), out_specs=P("x"), axis_names={"x"}, check_vma=False)  # fmt: skip
+    with pytest.raises(NotImplementedError, match="y"):
+        jax.eval_shape(jax.jit(mapped), *types)
 
 
 def test_no_tokens() -> None:

@@ -351,6 +351,9 @@ def test_the_choice(monkeypatch):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA B200", 148))
     (asked,) = overlap.explain(functools.partial(overlap.grouped_matmul, implementation="fused"), *types, sizes)
     assert asked.implementation == "fused" and asked.config.tile_m == 128 and asked.config.cluster == 1
+    # A caller who gives a config wants the kernel.
+    (given,) = overlap.explain(functools.partial(overlap.grouped_matmul, config=asked.config), *types, sizes)
+    assert (given.implementation, given.source) == ("fused", "given")
 
 
 def test_more_than_two_right_operands_are_left_to_xla():

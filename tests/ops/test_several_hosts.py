@@ -147,6 +147,14 @@ def test_nobody_is_given_the_kernel_there_unasked(two_hosts, caplog):
     for asked in ({"implementation": "fused"}, {"config": overlap.Config()}):
         assert answer(*call, **given, **asked).implementation == "fused"
 
+    def experts(x, w, ids):
+        return overlap.all_gather_lhs_grouped_matmul(x, w, overlap.route(ids, 4, "x"), "x")
+
+    of = jax.ShapeDtypeStruct
+    arrays = of((16, 256), jnp.bfloat16), of((1, 256, 64), jnp.bfloat16), of((16, 2), jnp.int32)
+    moved = overlap.explain(experts, *arrays, mesh=given["mesh"])[0]
+    assert moved.implementation == "xla" and "several hosts" in moved.reason
+
 
 def test_ranks_are_turned_into_positions_and_back(two_hosts, monkeypatch):
     """Done on two hosts each time Mosaic asks for the rank or for a peer's memory; never done on one host."""
