@@ -34,6 +34,11 @@ def _loop_s() -> float:
     return time.process_time() - start
 
 
+def slowness() -> float:
+    """Returns how many times slower this machine is now than the one where the budget was written."""
+    return max(1.0, _loop_s() / tomllib.loads(_FILE.read_text())["loop_s"])
+
+
 class Budget:
     """A plugin of pytest. With xdist the workers measure, and the controller adds what their reports say."""
 
