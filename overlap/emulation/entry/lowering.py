@@ -102,9 +102,11 @@ def _report() -> None:
         if arrival.is_reported or time.monotonic() - arrival.time < _REPORT_AFTER_S:
             continue
         there = [other for other in arrivals if other.kernel == arrival.kernel]
+        missing = sorted(set(range(arrival.devices)) - {other.device for other in there})
+        if not missing:  # They wait for a launch that runs.
+            continue
         for other in there:
             other.is_reported = True
-        missing = sorted(set(range(arrival.devices)) - {other.device for other in there})
         _logger.warning(
             "kernel %r: after %g s devices %s of %d have not reached it, and the others wait for them. XLA ends the "
             "process when they have waited 40 s (--xla_cpu_collective_call_terminate_timeout_seconds in XLA_FLAGS). "
