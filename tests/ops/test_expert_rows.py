@@ -168,17 +168,22 @@ def test_explain_names_the_rows() -> None:
     ]
     by_xla = overlap.explain(gather, *one_device(4, 2, 3, 128, jnp.bfloat16))[0]
     assert (by_xla.op, by_xla.implementation) == ("all_gather_lhs_grouped_matmul", "xla")
+    assert by_xla.shapes == "8 rows of 128 bfloat16"
 
 
 def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are chosen, XLA may still run in their place."""
-    found: list[bool] = []
+    found: list[tuple[bool, bool]] = []
     monkeypatch.setattr(dispatch, "is_collecting", lambda: True)  # As if this were a measured GPU.
-    monkeypatch.setattr(operations, "copied", lambda x, r, how: found.append(how.must_fuse) or rows.copied(x, r, how))
+    monkeypatch.setattr(
+        operations,
+        "copied",
+        lambda x, r, how: found.append((how.target is not None, how.must_fuse)) or rows.copied(x, r, how),
+    )
     for implementation in (None, "fused"):
         jax.eval_shape(functools.partial(gather, implementation=implementation),
                        *one_device(4, 2, 3, 128, jnp.bfloat16))  # fmt: skip
-    assert found == [False, True]
+    assert found == [(True, False), (True, True)]
 
 
 # Row 2 belongs to nobody, and nothing may depend on it.
