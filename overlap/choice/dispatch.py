@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Literal, get_args
 
 import jax
@@ -23,6 +24,7 @@ Implementation = Literal["fused", "xla"]
 IMPLEMENTATIONS = get_args(Implementation)
 logger = logging.getLogger("overlap")
 _logged: set[tuple[Problem | None, Explanation]] = set()
+_quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 # For these causes users of this library, who expect the fused kernel, are warned that XLA runs.
 _MISSED = (Cause.NOT_SERVED, Cause.NOT_BY_DEFAULT, Cause.NOT_MEASURED)
 
@@ -64,6 +66,7 @@ class Explanation:
     scratch_bytes: int = 0
     plan: str = ""
     shapes: str = ""
+    ratio: float = dataclasses.field(default=1.0, compare=False)
 
     @property
     def why(self) -> str:
@@ -215,7 +218,7 @@ def decide(
             choice = Explanation(op, "xla", None, found.reason, found.cause, device)
         else:
             choice = fused(found.reason, found.cause)
-    _log(choice, problem)
+    log(choice, problem)
     return choice
 
 
@@ -230,7 +233,7 @@ def leave_to_xla(op: str, implementation: str | None, device: Target, reason: st
     if implementation == "xla":
         return Explanation(op, "xla", None, "asked for", Cause.ASKED_FOR, device)
     choice = Explanation(op, "xla", None, reason, Cause.NOT_SERVED, device)
-    _log(choice, None)
+    log(choice)
     return choice
 
 
@@ -263,7 +266,7 @@ def decide_unmodeled(
         if implementation == "fused":
             raise
         choice = by_xla(str(cannot), Cause.NOT_SERVED)
-        _log(choice, None)
+        log(choice)
         return choice
     if implementation is None and source != "given" and not is_collecting():
         if why_not_by_default:
@@ -274,9 +277,19 @@ def decide_unmodeled(
     return Explanation(op, "fused", config, reason, Cause.ASKED_FOR, device, source, shapes=shapes)
 
 
-def _log(choice: Explanation, problem: Problem | None) -> None:
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Logs no decision inside the block: those about a call of which another decision is said."""
+    token = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(token)
+
+
+def log(choice: Explanation, problem: Problem | None = None) -> None:
     """Logs a decision, once for each problem."""
-    if (problem, choice) in _logged or is_collecting():
+    if (problem, choice) in _logged or is_collecting() or _quiet.get():
         return
     _logged.add((problem, choice))
     is_served = choice.target.platform == "gpu" and (choice.target.is_hopper or choice.target.is_blackwell)

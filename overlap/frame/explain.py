@@ -13,7 +13,7 @@ import numpy as np
 
 from overlap.choice.choose import is_collecting
 from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation
+from overlap.choice.dispatch import Explanation, quietly
 from overlap.choice.session import explaining, session
 from overlap.choice.space import differences
 from overlap.frame import arguments
@@ -85,7 +85,8 @@ def settled(choice: Explanation) -> Iterator[None]:
     record(choice)
     token = _found.set(None)
     try:
-        yield
+        with quietly():
+            yield
     finally:
         _found.reset(token)
 

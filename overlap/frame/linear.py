@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import Leaf, Operands, Results
+from overlap.frame.operands import Leaf, Results
 from overlap.kernels.varying import summed_like
 
 # The dtype in which a cotangent is wanted; None if it is not wanted.
@@ -145,15 +145,15 @@ ad.primitive_transposes[_linear_p] = _transposed
 batching.primitive_batchers[_linear_p] = _batched
 
 
-def tangents_of(
-    outs: Results,
-    operands: Operands,
-    tangents: Operands,
+def tangents_of[Given, Found](
+    outs: Found,
+    operands: Given,
+    tangents: Given,
     *,
-    by_xla: Callable[[Operands], Results],
-    backward: Callable[..., Operands],
+    by_xla: Callable[[Given], Found],
+    backward: Callable[..., Given],
     saved: Leaf = None,
-) -> Results:
+) -> Found:
     """Returns the tangents of an operation's results, for `derivative`.
 
     Args:

@@ -12,18 +12,21 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from overlap.choice.dispatch import Implementation
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Implementation, log
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
-from overlap.frame.explain import recorded
+from overlap.frame.explain import recorded, settled
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
 from overlap.frame.signatures import AnyArray, AnyMesh, Arguments, PerRhs, Sides
 from overlap.kernels.config import Config
 from overlap.sharded import checks, partitions
 from overlap.sharded.checks import NAME
+from overlap.sharded.decide import decide
 from overlap.sharded.dimensions import Dimensions, dimensions_of
 from overlap.sharded.parts import Product
+from overlap.sharded.plain import PlainProduct
 from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
 Sharding = PartitionSpec | jax.NamedSharding
@@ -51,19 +54,37 @@ class _Call:
 
     def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the results."""
-        specs = dict(self.specs)
         # The caller's own scopes stay around this scope.
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
-            cut = {name: self._cut(x, specs[name]) for name, x in operands.items()}
-            axes = partitions.open_axes(self.mesh)
+            product = self.product
+            if product.implementation is None or product.implementation == "xla":
+                choice = decide(self._of_parts(product), operands, product.plan)
+                if product.implementation is None:
+                    log(choice)
+                if choice.implementation == "xla":
+                    with settled(choice):
+                        return self._plain().compute(operands, product.out_dtype, product.activation, product.combines)
+                if choice.cause is not Cause.ASKED_FOR:
+                    product = dataclasses.replace(product, decided=choice)
+            return self._of_parts(product)(operands)
 
-            def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
-                self._require_all_manual()
-                merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
-                outs = self.product.compute(merged)
-                return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
+    def _of_parts(self, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
+        """The product inside `shard_map`, where kernels can run."""
+        specs = dict(self.specs)
 
-            return sharded.enter(of_parts, self.mesh, specs, self.out_spec, axes)(cut)
+        def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
+            self._require_all_manual()
+            merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
+            outs = product.compute(merged)
+            return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
+
+        entered = sharded.enter(of_parts, self.mesh, specs, self.out_spec, partitions.open_axes(self.mesh))
+        return lambda operands: entered({name: self._cut(x, specs[name]) for name, x in operands.items()})
+
+    def _plain(self) -> PlainProduct:
+        product = self.product
+        specs = dict(self.specs)
+        return PlainProduct(self.mesh, specs, self.out_spec, self.dimensions, product.plan, product.keep_gathered)
 
     def _cut(self, x: jax.Array, spec: jax.P) -> jax.Array:
         """Reshards an operand so that its type has the partition `spec` along Explicit axes.

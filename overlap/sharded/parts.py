@@ -62,6 +62,7 @@ class Product:
       implementation: `implementation` as the caller gave it.
       keep_gathered: whether gathered operands are kept for the backward pass.
       why_xla: why only XLA can run, whatever the sizes; empty if a kernel may.
+      decided: the decision for the kernels, forward and backward; None: each call is still to be decided.
     """
 
     plan: ShardingPlan
@@ -72,6 +73,7 @@ class Product:
     implementation: Implementation | None
     keep_gathered: bool
     why_xla: str = ""
+    decided: Explanation | None = None
 
     def compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the result for each right operand from a device's parts of the operands. Call it inside `shard_map`.
@@ -191,18 +193,10 @@ class Product:
         return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], epilogues)
 
     def _one(self, lhs: jax.Array, rhs: jax.Array, epilogue: _Epilogue) -> jax.Array:
-        plan, given = self.plan, self._arguments(lhs, rhs)
+        given = self._arguments(lhs, rhs)
         choice = self._decide(given, epilogue)
         if choice.implementation == "fused" and self._is_behind(epilogue):
             return self._finished([self._run(given, choice)], [epilogue])[0]
-        if choice.implementation == "xla" and plan.spec.gathers_rhs:
-            # XLA gathers the weights here and not inside the operation, so that the policy of `jax.checkpoint` sees the
-            # gather, and does not keep its result.
-            gathered = self._gathered(rhs, lhs, ((plan.dimension, plan.axes),))
-            whole = dataclasses.replace(
-                self, plan=ShardingPlan(plan.lhs, plan.rhs, plan.out), implementation="xla", config=None
-            )
-            return whole._run(epilogue.of(whole._arguments(lhs, gathered)), choice)
         return self._run(epilogue.of(given), choice)
 
     def _is_behind(self, epilogue: _Epilogue) -> bool:
@@ -211,13 +205,21 @@ class Product:
 
     def _decide(self, given: Arguments, epilogue: _Epilogue) -> Explanation:
         given = given if self._is_behind(epilogue) else epilogue.of(given)
-        choice = call.explain(PUBLIC[self.plan.operation].prepare, given)
+        prepare = PUBLIC[self.plan.operation].prepare
+        if self.decided is not None:
+            # The kernel runs, also where XLA would be faster in this one of the three products.
+            choice = call.explain(prepare, dataclasses.replace(given, implementation="fused"))
+            given_by = {name: getattr(self.decided, name) for name in ("reason", "cause", "ratio")}
+            return dataclasses.replace(choice, plan=str(self.plan), **given_by)
+        choice = call.explain(prepare, given)
         if self.why_xla:
             choice = dataclasses.replace(choice, reason=self.why_xla, cause=Cause.NOT_SERVED)
         return dataclasses.replace(choice, plan=str(self.plan))
 
     def _run(self, given: Arguments, choice: Explanation) -> Any:
         """Runs the operation. `choice`: the decision about it, for `overlap.explain`."""
+        if self.decided is not None:
+            given = dataclasses.replace(given, config=choice.config)
         with settled(choice):
             return call.run(PUBLIC[self.plan.operation].prepare, given)
 

@@ -1,5 +1,8 @@
 """Meshes, operands and NumPy oracles for the tests of products of global arrays."""
 
+import re
+from collections import Counter
+
 import jax
 import numpy as np
 from jax.sharding import AxisType
@@ -59,3 +62,9 @@ def relu_product(lhs, rhs, bias, addend, cotangent):
     leading = tuple(range(d.ndim - addend.ndim))
     rows = d.reshape(-1, d.shape[-1])
     return np.maximum(z, 0), (d @ rhs.T, flat.T @ rows, rows.sum(0), d.sum(leading))
+
+
+def collectives(compiled):
+    """How often each collective occurs in a compiled program, with the dtypes of its results."""
+    pattern = r" = \(?(\w+)\[\S* .*?(all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\("
+    return Counter(re.findall(pattern, compiled.as_text()))

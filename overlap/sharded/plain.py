@@ -1,0 +1,192 @@
+"""A product of global arrays as XLA's partitioner computes it: dots and sharding constraints, without `shard_map`.
+
+This is the program that a user would write without this library. XLA sees all of it: it shares gathers between
+products, moves them, and starts them early.
+
+Operands are constrained as well as results. The transpose of a constraint is a constraint, so cotangents are sharded
+as their operands are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from overlap.frame import by_xla, sharded
+from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
+from overlap.frame.linear import Wanted, tangents_of
+from overlap.frame.operands import F32, Leaf, Operands, accumulator
+from overlap.frame.signatures import AnyMesh
+from overlap.sharded import partitions
+from overlap.sharded.dimensions import Dimensions
+from overlap.sharded.plan import ShardingPlan
+
+F16 = jnp.dtype(jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainProduct:
+    """What is known of a product when it is traced.
+
+    Attributes:
+      mesh: the mesh. Some of its axes may be manual already.
+      specs: for each operand, by name, its partition.
+      out_spec: the partition of each result.
+      dimensions: which dimensions of the operands count as one.
+      plan: what is communicated.
+      keep_gathered: whether gathered weights are kept for the backward pass.
+    """
+
+    mesh: AnyMesh
+    specs: dict[str, jax.P]
+    out_spec: jax.P
+    dimensions: Dimensions
+    plan: ShardingPlan
+    keep_gathered: bool
+
+    def compute(
+        self, operands: dict[str, jax.Array], out_dtype: DTypeLike, activation: Activation | None, combines: bool
+    ) -> tuple[jax.Array, ...]:
+        """Computes the results from global operands, named as `parts.Product` names them."""
+        placed = {name: self.placed(x, self.specs[name]) for name, x in operands.items()}
+        if isinstance(self.mesh, Mesh) and not jax.sharding.get_abstract_mesh().axis_names:
+            # No context says on which devices the program runs, and types do not. An empty `shard_map` does.
+            spec = self.specs["lhs"]
+            placed["lhs"] = sharded.enter(lambda x: x, self.mesh, spec, spec, self.mesh.axis_names)(placed["lhs"])
+        count = sum(name.startswith("rhs") for name in placed)
+        biases, addends = (tuple(placed.get(f"{name}[{i}]") for i in range(count)) for name in ("bias", "addend"))
+        scalars = tuple(x for name, x in placed.items() if name.startswith("scalars"))
+        products = tuple(self._product(placed, f"rhs[{i}]", out_dtype) for i in range(count))
+        if activation is None and all(x is None for x in (*biases, *addends)):
+            return products
+        if activation is not None:
+            products = tuple(checkpoint_name(x, BEFORE_ACTIVATION) for x in products)
+
+        def finished(
+            products: Sequence[jax.Array], biases: Sequence[Leaf], addends: Sequence[Leaf], scalars: Sequence[Leaf]
+        ) -> tuple[jax.Array, ...]:
+            wide = tuple(x.astype(accumulator(x.dtype)) for x in products)
+            rest = Operands(wide[0], wide, biases=tuple(biases), addends=tuple(addends))
+            applied = activation and on_all(lambda *values: activation(*values, scalars=scalars), combines)
+            return by_xla.finish(wide, rest, out_dtype, applied)
+
+        if activation is not None:
+            # Keep what goes into the activation for the backward pass, in its own dtype, and no values in float32.
+            policy = jax.checkpoint_policies.nothing_saveable
+            finished = jax.checkpoint(finished, policy=policy, prevent_cse=False)
+        return tuple(self.placed(x, self.out_spec) for x in finished(products, biases, addends, scalars))
+
+    def placed(self, x: jax.Array, spec: jax.P) -> jax.Array:
+        """An array, sharded as `spec` says: along Explicit axes by its type, along Auto axes by a constraint."""
+        wanted = self._explicit(spec)
+        if sharded.explicit_axes(self.mesh) and not (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
+            x = jax.reshard(x, jax.NamedSharding(self.mesh, wanted))
+        auto = self._auto(spec)
+        return x if auto is None else lax.with_sharding_constraint(x, auto)
+
+    def _explicit(self, spec: jax.P) -> jax.P:
+        return sharded.spec(partitions.only(sharded.axes_of_spec(spec), sharded.explicit_axes(self.mesh)))
+
+    def _auto(self, spec: jax.P) -> jax.NamedSharding | None:
+        """The sharding along the Auto axes; None if there are none."""
+        explicit = sharded.explicit_axes(self.mesh)
+        axes = [axis for axis in partitions.open_axes(self.mesh) if axis not in explicit]
+        if not axes:
+            return None
+        return jax.NamedSharding(self.mesh, sharded.spec(partitions.only(sharded.axes_of_spec(spec), axes)))
+
+    # --- One product ---
+
+    def _product(self, placed: dict[str, jax.Array], name: str, out_dtype: DTypeLike) -> jax.Array:
+        """The product with the right operand `name`, in the dtype of the result, in which sums over devices travel."""
+        lhs = placed["lhs"]
+        rhs = placed[name]
+        rows = lhs.ndim - self.dimensions.k
+        is_transposed = self.dimensions.transpose_rhs
+        k_of_lhs = range(rows, lhs.ndim)
+        k_of_rhs = range(rhs.ndim - self.dimensions.k, rhs.ndim) if is_transposed else range(self.dimensions.k)
+        n_of_rhs = [i for i in range(rhs.ndim) if i not in k_of_rhs]
+        n_of_out = range(rows, rows + self.dimensions.n)
+
+        def multiplied(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return self._dot(*pair, (k_of_lhs, k_of_rhs), out_dtype, self.out_spec)
+
+        def backward(
+            pair: tuple[jax.Array, jax.Array],
+            saved: tuple[jax.Array, jax.Array] | None,
+            d_out: jax.Array,
+            wanted: tuple[Wanted, Wanted],
+        ) -> tuple[jax.Array | None, jax.Array | None]:
+            # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
+            # result it would then keep.
+            lhs, rhs = saved or (pair[0], lax.optimization_barrier(pair[1]) if self.gathers_rhs else pair[1])
+            d_lhs = d_rhs = None
+            if wanted[0] is not None:
+                d_lhs = self._dot(d_out, rhs, (n_of_out, n_of_rhs), wanted[0], self.specs["lhs"])
+            if wanted[1] is not None:
+                factors = (d_out, lhs) if is_transposed else (lhs, d_out)
+                d_rhs = self._dot(*factors, (range(rows), range(rows)), wanted[1], self.specs[name])
+            return d_lhs, d_rhs
+
+        @jax.custom_jvp
+        def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return multiplied((lhs, rhs))
+
+        def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
+            saved = self._gathered(pair, name) if self.keep_gathered else None
+            out = multiplied(saved or pair)
+            moved = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
+            return out, tangents_of(out, pair, moved, by_xla=multiplied, backward=backward, saved=saved)
+
+        product.defjvp(derivative, symbolic_zeros=True)
+        return product(lhs, rhs)
+
+    @property
+    def gathers_rhs(self) -> bool:
+        """Whether the right operand is gathered."""
+        return bool(self.plan.gathers) or self.plan.spec.gathers_rhs
+
+    def _gathered(self, pair: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, jax.Array]:
+        """The operands of the product that one device computes: gathered along the axes that `plan` names."""
+        lhs, rhs = pair
+        if self.plan.spec.gathers == "m":
+            lhs = self.placed(lhs, _without(self.specs["lhs"], self.plan.axes))
+        of_weights = [axis for _, axes in self.plan.gathers for axis in axes]
+        of_weights += self.plan.axes if self.plan.spec.gathers_rhs else ()
+        return lhs, self.placed(rhs, _without(self.specs[name], of_weights)) if of_weights else rhs
+
+    def _dot(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        contracted: tuple[Sequence[int], Sequence[int]],
+        dtype: DTypeLike,
+        spec: jax.P,
+    ) -> jax.Array:
+        """A product over the `contracted` dimensions of both operands, of `dtype`, sharded as `spec` says."""
+        # In float16 a sum over devices could overflow or lose small terms.
+        is_summed = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype))
+        out = lax.dot_general(
+            lhs,
+            rhs,
+            (contracted, ((), ())),
+            preferred_element_type=F32 if is_summed else dtype,
+            out_sharding=jax.NamedSharding(self.mesh, self._explicit(spec))
+            if sharded.explicit_axes(self.mesh)
+            else None,
+        )
+        return self.placed(out, spec).astype(dtype)
+
+
+def _without(spec: jax.P, axes: Sequence[str]) -> jax.P:
+    """A partition, whole along `axes`."""
+    return sharded.spec(tuple(axis for axis in part if axis not in axes) for part in sharded.axes_of_spec(spec))
