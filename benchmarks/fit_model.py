@@ -1,7 +1,8 @@
 """Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
     python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model/h200
-    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv.xz
+    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv.xz, and the
+                                                  choice of XLA on overlap/choice/crossover.csv, each problem left out
 
 With `--gpu h100` it does the same for an H100.
 
@@ -91,6 +92,8 @@ _USUAL_LAUNCH_MS = 12.0
 _ALONE_US, _LEAST_ALONE_US = {"h200": 1.6, "h100": 1.9}, 18.0
 # The weight of the mean time of a problem's configurations, relative to the weight of their ratios.
 _WEIGHT_OF_ALL = 0.3
+# A choice of the kernel is a loss if XLA's time over the kernel's is below this.
+LOSS = 0.98
 # Relative errors above this are taken for noise: in the fit, their weight falls with their size.
 _NOISE = 0.05
 
@@ -262,6 +265,29 @@ def judgement(times: Times, with_rates: Rates | None = None) -> str:
     return "\n".join(lines)
 
 
+def judgement_of_choices(gpu: str) -> str:
+    """Says in words how much the choice between the kernel and XLA gains, each measured problem left out in turn.
+
+    The losses are counted, and those of collectives listed: the kernel is chosen, though XLA is more than 2% faster.
+    """
+    lines = []
+    for name, communicates in (("collectives", True), ("matmul", False)):
+        rows = [row for row in crossover.measurements() if (row.gpu, row.problem.communicates) == (gpu, communicates)]
+        always = {row.problem: row.ratio for row in rows}
+        best = {problem: max(ratio, 1.0) for problem, ratio in always.items()}
+        gains = {
+            problem: 1.0 if crossover.verdict(problem, gpu, left_out=True).xla_runs else ratio
+            for problem, ratio in always.items()
+        }
+        lost = {problem: gain for problem, gain in gains.items() if gain < LOSS}
+        lines += [f"{name}, {len(rows)} problems, each left out, {len(lost)} losses:"]
+        if communicates:
+            lines += [f"    {gain:.3f} {problem}" for problem, gain in sorted(lost.items(), key=lambda pair: pair[1])]
+        for what, ratios in (("what is chosen", gains), ("always the kernel", always), ("the faster one", best)):
+            lines.append(_ratios(f"  XLA / {what}", ratios))
+    return "\n".join(lines)
+
+
 def _ratios(name: str, ratios: dict[Problem, float]) -> str:
     values = list(ratios.values())
     return (
@@ -298,6 +324,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
                     f"{100 * statistics.mean(parts):.1f}% in the mean, {100 * _at(parts, 0.95):.1f}% at the 95th "
                     "percentile"
                 )
+        print(judgement_of_choices(given.gpu))
         return 0
     found = fit(sessions, rates.rates_of(TARGETS[given.gpu]))
     for times in sessions:
