@@ -265,6 +265,21 @@ def judgement(times: Times, with_rates: Rates | None = None) -> str:
     return "\n".join(lines)
 
 
+def left_out(gpu: str, communicates: bool) -> dict[Problem, tuple[float, float]]:
+    """Chooses for each measured problem of a GPU by the measurements of all others.
+
+    Args:
+      gpu: the GPU.
+      communicates: True for the collectives, False for plain products.
+
+    Returns:
+      For each problem XLA's time over that of what is chosen, and over the kernel's.
+    """
+    rows = [row for row in crossover.measurements() if (row.gpu, row.problem.communicates) == (gpu, communicates)]
+    xla_runs = [crossover.verdict(row.problem, gpu, left_out=True).xla_runs for row in rows]
+    return {row.problem: (1.0 if xla else row.ratio, row.ratio) for row, xla in zip(rows, xla_runs)}
+
+
 def judgement_of_choices(gpu: str) -> str:
     """Says in words how much the choice between the kernel and XLA gains, each measured problem left out in turn.
 
@@ -272,19 +287,13 @@ def judgement_of_choices(gpu: str) -> str:
     """
     lines = []
     for name, communicates in (("collectives", True), ("matmul", False)):
-        rows = [row for row in crossover.measurements() if (row.gpu, row.problem.communicates) == (gpu, communicates)]
-        always = {row.problem: row.ratio for row in rows}
-        best = {problem: max(ratio, 1.0) for problem, ratio in always.items()}
-        gains = {
-            problem: 1.0 if crossover.verdict(problem, gpu, left_out=True).xla_runs else ratio
-            for problem, ratio in always.items()
-        }
-        lost = {problem: gain for problem, gain in gains.items() if gain < LOSS}
-        lines += [f"{name}, {len(rows)} problems, each left out, {len(lost)} losses:"]
-        if communicates:
-            lines += [f"    {gain:.3f} {problem}" for problem, gain in sorted(lost.items(), key=lambda pair: pair[1])]
-        for what, ratios in (("what is chosen", gains), ("always the kernel", always), ("the faster one", best)):
-            lines.append(_ratios(f"  XLA / {what}", ratios))
+        found = left_out(gpu, communicates)
+        lost = sorted((gain, str(problem)) for problem, (gain, _) in found.items() if gain < LOSS)
+        lines.append(f"{name}, {len(found)} problems, each left out, {len(lost)} losses:")
+        lines += [f"    {gain:.3f} {problem}" for gain, problem in lost if communicates]
+        if found:
+            lines.append(_ratios("  XLA / what is chosen", {problem: gain for problem, (gain, _) in found.items()}))
+            lines.append(_ratios("  XLA / the kernel", {problem: ratio for problem, (_, ratio) in found.items()}))
     return "\n".join(lines)
 
 
