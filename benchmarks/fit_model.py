@@ -1,7 +1,8 @@
 """Fits the rates of the model of `overlap.choice` to measurements, or judges how much time the model's choices lose.
 
     python -m benchmarks.fit_model                fits rates_h200.json to files of benchmarks/model/h200
-    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv.xz
+    python -m benchmarks.fit_model --judge        judges the model on benchmarks/model/h200/held_out.csv.xz, and the
+                                                  choice of XLA on overlap/choice/crossover.csv, each problem left out
 
 With `--gpu h100` it does the same for an H100.
 
@@ -91,6 +92,8 @@ _USUAL_LAUNCH_MS = 12.0
 _ALONE_US, _LEAST_ALONE_US = {"h200": 1.6, "h100": 1.9}, 18.0
 # The weight of the mean time of a problem's configurations, relative to the weight of their ratios.
 _WEIGHT_OF_ALL = 0.3
+# A choice of the kernel is a loss if XLA's time over the kernel's is below this.
+LOSS = 0.98
 # Relative errors above this are taken for noise: in the fit, their weight falls with their size.
 _NOISE = 0.05
 
@@ -262,6 +265,38 @@ def judgement(times: Times, with_rates: Rates | None = None) -> str:
     return "\n".join(lines)
 
 
+def left_out(gpu: str, communicates: bool) -> dict[Problem, tuple[float, float]]:
+    """Chooses for each measured problem of a GPU by the measurements of all others.
+
+    Args:
+      gpu: the GPU.
+      communicates: True for the collectives, False for plain products.
+
+    Returns:
+      For each problem XLA's time over that of what is chosen, and over the kernel's.
+    """
+    rows = [row for row in crossover.measurements() if (row.gpu, row.problem.communicates) == (gpu, communicates)]
+    xla_runs = [crossover.verdict(row.problem, gpu, left_out=True).xla_runs for row in rows]
+    return {row.problem: (1.0 if xla else row.ratio, row.ratio) for row, xla in zip(rows, xla_runs)}
+
+
+def judgement_of_choices(gpu: str) -> str:
+    """Says in words how much the choice between the kernel and XLA gains, each measured problem left out in turn.
+
+    The losses are counted, and those of collectives listed: the kernel is chosen, though XLA is more than 2% faster.
+    """
+    lines = []
+    for name, communicates in (("collectives", True), ("matmul", False)):
+        found = left_out(gpu, communicates)
+        lost = sorted((gain, str(problem)) for problem, (gain, _) in found.items() if gain < LOSS)
+        lines.append(f"{name}, {len(found)} problems, each left out, {len(lost)} losses:")
+        lines += [f"    {gain:.3f} {problem}" for gain, problem in lost if communicates]
+        if found:
+            lines.append(_ratios("  XLA / what is chosen", {problem: gain for problem, (gain, _) in found.items()}))
+            lines.append(_ratios("  XLA / the kernel", {problem: ratio for problem, (_, ratio) in found.items()}))
+    return "\n".join(lines)
+
+
 def _ratios(name: str, ratios: dict[Problem, float]) -> str:
     values = list(ratios.values())
     return (
@@ -298,6 +333,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
                     f"{100 * statistics.mean(parts):.1f}% in the mean, {100 * _at(parts, 0.95):.1f}% at the 95th "
                     "percentile"
                 )
+        print(judgement_of_choices(given.gpu))
         return 0
     found = fit(sessions, rates.rates_of(TARGETS[given.gpu]))
     for times in sessions:

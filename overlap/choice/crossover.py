@@ -3,10 +3,9 @@
 The measurements are in `crossover.csv`, which `python -m benchmarks.crossover` makes from results of benchmarks. They
 were taken on H200s and H100s, and all are used for all Hopper GPUs.
 
-A problem that was measured is decided by its measurement, any other by the NEAREST measurements of its operation: by
-the geometric mean of XLA's time over the kernel's, with a weight that falls with the distance. The distance is the
-number of doublings between the sizes, and one more for each property that differs (`distance`). Nothing is fitted. XLA
-also runs if the operation was not measured at similar sizes.
+A problem that was measured is decided by its measurement. For any other problem of a collective the nearest measurement
+of the operation decides, and for a plain product the `NEAREST` ones, by their geometric mean, with a weight that falls
+with the distance. XLA also runs if no plain product was measured at a similar size. Nothing is fitted.
 """
 
 from __future__ import annotations
@@ -24,18 +23,25 @@ from typing import NamedTuple, cast
 import jax.numpy as jnp
 
 from overlap.choice.problem import Layout, Problem
-from overlap.kernels.config import SWIZZLE_BYTES
+from overlap.choice.space import MOST_JOINED_ROWS
+from overlap.kernels.config import SWIZZLE_BYTES, Config
+from overlap.primitives.integers import ceil_div
 
 FILE = pathlib.Path(__file__).parent / "crossover.csv"
-# A problem that was not measured is left to XLA unless the fused kernel should be faster by this factor. Wrong
+# A plain product that was not measured is left to XLA unless the fused kernel should be faster by this factor. Wrong
 # predictions by which a call becomes slower than XLA's are worse than small gains that are missed.
 LEAST_GAIN = 1.02
-# How many measurements count, and by which factor a weight falls with each unit of distance. Of the numbers from 4 to
-# 24 and several ways to weigh them, these chose best on the products that `benchmarks.fit_model --judge` judges: better
-# than distances that were fitted to the measurements.
+# Where devices communicate, of two that are about as fast the kernel runs: then the backward pass may take kernels too,
+# which gain more.
+_LEAST_OF_COLLECTIVES = 1 / LEAST_GAIN
+# For plain products: how many measurements count, and by which factor a weight falls with each unit of distance. Of the
+# numbers from 4 to 24 and several ways to weigh them, these chose best on the products that `benchmarks.fit_model
+# --judge` judges. By the same command, a collective is chosen as well by one.
 NEAREST, FALLING = 7, 0.63
-# If the nearest measurement is farther away, the problem counts as not measured.
+# If the nearest measurement is farther away, a plain product counts as not measured.
 _FAR = 6.0
+# The fewest rows of a tile. A block of fewer rows takes the time of this many.
+_TILE_ROWS = 64
 _WAY_OUT = ': implementation="fused" runs the kernel'
 
 
@@ -52,11 +58,12 @@ class Cause(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """Whether XLA runs instead of the fused kernel, and why."""
+    """Whether XLA runs instead of the fused kernel, why, and XLA's time over the kernel's (1 if nothing is known)."""
 
     xla_runs: bool
     reason: str
     cause: Cause
+    ratio: float = 1.0
 
 
 NOTHING_MEASURED = Verdict(True, "not measured on this GPU yet" + _WAY_OUT, Cause.NOT_MEASURED)
@@ -86,53 +93,57 @@ class Measured:
     @property
     def verdict(self) -> Verdict:
         """Which was faster."""
-        if 1 / LEAST_GAIN < self.ratio < LEAST_GAIN:
-            # Where devices communicate, the kernel runs: then the backward pass may take kernels too, which gain more.
-            xla_runs = self.ratio < 1 and not self.problem.communicates
-            text = f"the kernel and XLA were measured to be about as fast ({self.ratio:.2f} x)"
-        elif self.ratio < 1:
-            xla_runs, text = True, f"XLA was measured to be {1 / self.ratio:.2f} x as fast"
-        else:
-            xla_runs, text = False, f"the kernel was measured to be {self.ratio:.2f} x as fast as XLA"
-        return Verdict(xla_runs, f"{text} for {self.problem}", Cause.MEASURED)
+        xla_runs = self.ratio < (_LEAST_OF_COLLECTIVES if self.problem.communicates else 1)
+        reason = f"{_compared('was measured to be', self.ratio)} for {self.problem}"
+        return Verdict(xla_runs, reason, Cause.MEASURED, self.ratio)
 
 
-def verdict(problem: Problem, gpu: str = "h200") -> Verdict:
-    """Returns whether XLA runs: if it was faster, or if the kernel should gain less than `LEAST_GAIN`.
+def verdict(problem: Problem, gpu: str = "h200", *, left_out: bool = False) -> Verdict:
+    """Returns which of both runs: the one that was faster, or should be.
 
     Args:
       problem: the operation and the sizes.
       gpu: the GPU that the call is for (`rates.gpu_of`).
+      left_out: whether the measurements of this very problem do not count, to judge the choice by them.
     """
-    near = neighbours(problem, gpu)
+    near = neighbours(problem, gpu, left_out)
     if not near:
         return NOTHING_MEASURED
     nearest_distance, nearest = near[0]
     described = f"{nearest.problem} (NVIDIA {nearest.gpu.upper()})"
-    if nearest_distance > _FAR:
+    if nearest_distance > _FAR and not problem.communicates:
         reason = f"not measured on this GPU yet near this size (the nearest is {described}){_WAY_OUT}"
         return Verdict(True, reason, Cause.NOT_MEASURED)
-    if nearest_distance == 0:
+    # In the measured problems all rows lie in one dimension. To divide them costs time only where it makes more tiles.
+    more_tiles = _tiles(problem) / _tiles(problem.undivided)
+    if nearest_distance == 0 and more_tiles == 1:
         return nearest.verdict
-    ratio = expected_ratio(near)
-    source = f"by the {len(near)} nearest measurements, the first of {described}"
-    if ratio >= LEAST_GAIN:
-        return Verdict(False, f"the kernel should be {ratio:.2f} x as fast as XLA {source}", Cause.PREDICTED)
-    alike = f"the kernel and XLA should be about as fast ({ratio:.2f} x)"
-    text = alike if ratio > 1 / LEAST_GAIN else f"XLA should be {1 / ratio:.2f} x as fast"
-    return Verdict(True, f"{text} {source}{_WAY_OUT}", Cause.PREDICTED)
+    ratio = expected_ratio(near) / more_tiles
+    number = f"{len(near)} nearest measurements, the first" if len(near) > 1 else "nearest measurement, that"
+    reason = f"{_compared('should be', ratio)} by the {number} of {described}"
+    if more_tiles > 1:
+        reason += f", with {more_tiles:.3g} x as many tiles, since a block has only {problem.block[0]} rows"
+    xla_runs = ratio < (_LEAST_OF_COLLECTIVES if problem.communicates else LEAST_GAIN)
+    return Verdict(xla_runs, reason + _WAY_OUT * xla_runs, Cause.PREDICTED, ratio)
 
 
-def neighbours(problem: Problem, gpu: str = "h200") -> list[tuple[float, Measured]]:
-    """Returns the nearest measurements of a problem's operation, each with its distance from the problem, in order.
+def _compared(verb: str, ratio: float) -> str:
+    """Says in words what XLA's time over the fused kernel's means."""
+    if 1 / LEAST_GAIN < ratio < LEAST_GAIN:
+        return f"the kernel {verb} about as fast as XLA ({ratio:.2f} x)"
+    return f"XLA {verb} {1 / ratio:.2f} x as fast" if ratio < 1 else f"the kernel {verb} {ratio:.2f} x as fast as XLA"
 
-    Among equally near measurements, those of the same dtype come first, and of these the one with the smallest ratio
-    (the worst for the fused kernel). The list is empty if the problem's operation was never measured.
+
+def neighbours(problem: Problem, gpu: str = "h200", left_out: bool = False) -> list[tuple[float, Measured]]:
+    """Returns the measurements that decide about a problem, each with its distance from it, in order.
+
+    One for a collective, `NEAREST` for a plain product, none if the operation was never measured. Among equally near
+    measurements, those of the same dtype come first, and of these the one with the largest ratio.
     """
-    pairs = [(distance(problem, gpu, one), one) for one in measurements() if one.problem.op == problem.op]
-    return heapq.nsmallest(
-        NEAREST, pairs, key=lambda pair: (pair[0], pair[1].problem.dtype != problem.dtype, pair[1].ratio)
-    )
+    found = (one for one in measurements() if one.problem.op == problem.op)
+    pairs = [(distance(problem, gpu, one), one) for one in found if not (left_out and one.problem == problem)]
+    number = 1 if problem.communicates else NEAREST
+    return heapq.nsmallest(number, pairs, key=lambda x: (x[0], x[1].problem.dtype != problem.dtype, -x[1].ratio))
 
 
 def expected_ratio(near: list[tuple[float, Measured]]) -> float:
@@ -145,12 +156,21 @@ def expected_ratio(near: list[tuple[float, Measured]]) -> float:
 def distance(problem: Problem, gpu: str, measured: Measured) -> float:
     """Returns how far a problem lies from a measured one.
 
-    The sum of the doublings between the sizes (those of the product that a device computes, the batch, the devices),
-    and 1 for each of these that differs: the layout, the dtype, whether rows are aligned, the GPU.
+    The sum of the doublings between the sizes (those of the product that a device computes, the batch of a plain
+    product, the devices), and 1 for each of these that differs: the layout, the dtype, whether rows are aligned, the
+    GPU. How rows are divided into leading dimensions does not count: a product of 16 x 512 rows is one of 8192 rows.
     """
     (sizes, properties), (others, other_properties) = _place(problem), _place(measured.problem)
     doublings = sum(abs(x - y) for x, y in zip(sizes, others, strict=True))
-    return doublings + sum(map(operator.ne, (*properties, gpu), (*other_properties, measured.gpu)))
+    return round(doublings, 6) + sum(map(operator.ne, (*properties, gpu), (*other_properties, measured.gpu)))
+
+
+def _tiles(problem: Problem) -> int:
+    """Returns the number of tiles above one another in a device's product, if each has `_TILE_ROWS` rows."""
+    # The kernels for few rows join the blocks of a gather, and do not cut the rows of a sum for all.
+    joined = problem.gathered == "m" and problem.batch * problem.whole[0] <= MOST_JOINED_ROWS
+    rows, _, blocks = problem.grid(Config(joined=joined, one_shot=True))
+    return blocks * ceil_div(rows, _TILE_ROWS)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -163,7 +183,7 @@ def _place(problem: Problem) -> tuple[tuple[float, ...], tuple[object, ...]]:
     has_wide_results = jnp.dtype(problem.out_dtype).itemsize == 4
     # Whether rows of both operands begin at cache lines, so that each row of a box is exactly one cache line.
     is_aligned = all(row % SWIZZLE_BYTES == 0 for row in problem.row_bytes)
-    sizes = (*problem.whole, problem.batch, problem.devices)
+    sizes = (*problem.undivided.whole, problem.undivided.batch, problem.devices)
     return tuple(map(math.log2, sizes)), (problem.layout, (operands, has_wide_results), is_aligned)
 
 

@@ -151,6 +151,11 @@ class Problem:
         return self.batch * (1 if self.gathered == "k" else self.devices)
 
     @property
+    def undivided(self) -> Problem:
+        """The collective with all rows of its batch in one product. Those of `matmul` may share no right operand."""
+        return dataclasses.replace(self, m=self.batch * self.m, batch=1) if self.spec.transports else self
+
+    @property
     def whole(self) -> tuple[int, int, int]:
         """m, n and k of the whole product that one device computes, with the shards that it gathers."""
         factors = {self.gathered: self.devices}

@@ -1,4 +1,4 @@
-"""Decides how a product of global arrays runs, forward and backward: by kernels inside `shard_map`, or plainly by XLA."""
+"""Decides how a product of global arrays and its backward pass run: by kernels in `shard_map`, or plainly by XLA."""
 
 from __future__ import annotations
 

@@ -175,15 +175,10 @@ class PlainProduct:
         """A product over the `contracted` dimensions of both operands, of `dtype`, sharded as `spec` says."""
         # In float16 a sum over devices could overflow or lose small terms.
         is_summed = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype))
-        out = lax.dot_general(
-            lhs,
-            rhs,
-            (contracted, ((), ())),
-            preferred_element_type=F32 if is_summed else dtype,
-            out_sharding=jax.NamedSharding(self.mesh, self._explicit(spec))
-            if sharded.explicit_axes(self.mesh)
-            else None,
-        )
+        travels = F32 if is_summed else dtype
+        has_types = bool(sharded.explicit_axes(self.mesh))
+        typed = jax.NamedSharding(self.mesh, self._explicit(spec)) if has_types else None
+        out = lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=travels, out_sharding=typed)
         return self.placed(out, spec).astype(dtype)
 
 

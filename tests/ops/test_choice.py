@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import overlap
 from overlap.choice import crossover, dispatch, model, space
@@ -119,6 +120,22 @@ def test_a_tuple_of_axes_is_chosen_for_as_an_axis_of_as_many_devices(hopper):
     assert by_tuple.implementation == "fused"
     half = answer(overlap.all_gather_lhs_matmul, *operands, ("b",), mesh=two)
     assert half == explain(GATHER, *operands)
+
+
+def test_leading_dimensions_are_chosen_for_as_more_rows():
+    """Products of the small GPT of `make train`, with 16 sequences of 2048 rows, on four H100s that are not there."""
+    h100 = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((4,), ("x",), abstract_device=h100)
+    gather, scatter = overlap.all_gather_lhs_matmul, overlap.matmul_reduce_scatter
+    for op, rows, (k, n) in ((gather, (16, 512), (2048, 1536)), (scatter, (16, 2048), (1536, 2048))):
+        divided, whole = (
+            answer(op, struct(*of, k), struct(k, n), "x", mesh=mesh) for of in (rows, (rows[0] * rows[1],))
+        )
+        assert (divided.implementation, divided.cause) == ("fused", crossover.Cause.PREDICTED)
+        assert (divided.reason, divided.ratio) == (whole.reason, whole.ratio) and divided.ratio > 1.2
+    # 128 sequences of 16 rows of a device fill a quarter of their tiles.
+    few, whole = (answer(gather, struct(*of, 2048), struct(2048, 1536), "x", mesh=mesh) for of in ((128, 16), (2048,)))
+    assert few.implementation == "xla" and few.ratio == pytest.approx(whole.ratio / 4) and "only 16 rows" in few.reason
 
 
 def test_meshes_of_devices_and_abstract_ones_and_types_for_scales(hopper):
