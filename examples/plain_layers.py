@@ -1,9 +1,10 @@
 """The layers of `overlap.layers` as a JAX user writes them without that library: XLA's partitioner communicates.
 
-Products are `x @ w` on global arrays. The weights carry their shardings as metadata, and between layers
-`lax.with_sharding_constraint` cuts the rows of activations along `axis` (sequence parallelism). XLA derives the
-gathers, scatters and sums from these. So the layers are the rival of the fused kernels: `python -m benchmarks step` and
-`python examples/train.py --compare` build one model from either module.
+Products are `x @ w` on global arrays. The weights carry their shardings as metadata, and
+`lax.with_sharding_constraint` says how activations lie: between layers their rows are cut along `axis` (sequence
+parallelism), inside a layer their features are. XLA derives the gathers, scatters and sums from these. So the layers
+are the rival of the fused kernels: `python -m benchmarks step` and `python examples/train.py --compare` build one model
+from either module.
 
 Classes, arguments, parameters and initial values are those of `overlap.layers`. There is no `implementation`.
 """
@@ -22,23 +23,13 @@ from jax.typing import DTypeLike
 Axis = str | tuple[str, ...] | None
 
 
-def _axes(*axes: Axis) -> tuple[str, ...] | None:
-    """Returns the names of several mesh axes, for one dimension of a partition."""
-    names = tuple(name for axis in axes for name in ((axis,) if isinstance(axis, str) else axis or ()))
-    return names or None
-
-
 class _Linear(nnx.Linear):
-    """An nnx.Linear with sharded parameters. It casts the kernel to `dtype` before the product.
+    """An nnx.Linear with sharded parameters and a sharded result. It casts the kernel to `dtype` before the product."""
 
-    The kernel is sharded along `fsdp_axis` in its first dimension, whichever way it is sharded along `axis`: gathers of
-    rows need no copy, while gathers of columns do.
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, kernel: P, bias: P, between: P, **options: Any):
+    def __init__(self, in_features: int, out_features: int, *, kernel: P, bias: P, result: P, **options: Any):
         specs: dict[str, Any] = dict(kernel_metadata={"out_sharding": kernel}, bias_metadata={"out_sharding": bias})
         super().__init__(in_features, out_features, **specs, **options)
-        self.between = between
+        self.result = result
 
 
 class ColumnParallelLinear(_Linear):
@@ -54,8 +45,13 @@ class ColumnParallelLinear(_Linear):
         batch_axis: Axis = None,
         **options: Any,
     ):
-        kernel, between = P(_axes(fsdp_axis), axis), P(batch_axis, axis, None)
-        super().__init__(in_features, out_features, kernel=kernel, bias=P(axis), between=between, **options)
+        kernel, result = P(fsdp_axis, axis), P(batch_axis, None, axis)
+        super().__init__(in_features, out_features, kernel=kernel, bias=P(axis), result=result, **options)
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Without the constraint, XLA shards the features of the MLP along `fsdp_axis`, as the next kernel is sharded,
+        # and moves activations to and fro. They are larger than the kernels.
+        return lax.with_sharding_constraint(super().__call__(inputs), self.result)
 
 
 class RowParallelLinear(_Linear):
@@ -71,12 +67,14 @@ class RowParallelLinear(_Linear):
         batch_axis: Axis = None,
         **options: Any,
     ):
-        kernel, between = P(_axes(axis, fsdp_axis), None), P(batch_axis, axis, None)
-        super().__init__(in_features, out_features, kernel=kernel, bias=P(None), between=between, **options)
+        kernel, result = P(axis, fsdp_axis), P(batch_axis, axis, None)
+        super().__init__(in_features, out_features, kernel=kernel, bias=P(None), result=result, **options)
 
-    def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> jax.Array:  # pyright: ignore
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: jax.Array, residual: jax.Array | None = None
+    ) -> jax.Array:
         y = super().__call__(inputs)
-        return lax.with_sharding_constraint(y if residual is None else residual + y, self.between)
+        return lax.with_sharding_constraint(y if residual is None else residual + y, self.result)
 
 
 class QKVProjection(nnx.Module):
@@ -110,7 +108,9 @@ class OutputProjection(RowParallelLinear):
     def __init__(self, num_heads: int, head_dim: int, out_features: int, *, use_bias: bool = False, **options: Any):
         super().__init__(num_heads * head_dim, out_features, use_bias=use_bias, **options)
 
-    def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> jax.Array:  # pyright: ignore
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: jax.Array, residual: jax.Array | None = None
+    ) -> jax.Array:
         return super().__call__(inputs.reshape(*inputs.shape[:-2], -1), residual)
 
 
