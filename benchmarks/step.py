@@ -46,6 +46,8 @@ PLAIN = ("plain", "plain hiding")
 _FLAGS = {"plain hiding": "--xla_gpu_enable_latency_hiding_scheduler=true"}
 # The largest relative difference of a loss from plain's. Products are rounded to bfloat16 (2^-8) in another order.
 LOSS_BOUND = 2.0**-7
+_COLUMNS = ("method", "status", "rounds", "loop_us", "loop_us_p10", "loop_us_p90", "xla_over_this", "peak_gib",
+            "peak_over_plain", "first_call_s", "loss_difference")  # fmt: skip
 _DRY_DEVICES, _GIB = 2, 2.0**30
 Result = dict[str, Any]  # What `step_program.measure` returns, and "facts"; or "error": why there is no result.
 
@@ -151,7 +153,7 @@ def of_method(method: str, results: Sequence[Result], expected: Sequence[float] 
 
     A method that failed, or whose losses are wrong, gets no times.
     """
-    row: dict[str, Any] = {"method": method, "status": "ok", "rounds": len(results)}
+    row: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"method": method, "status": "ok", "rounds": len(results)}
     if errors := [result["error"] for result in results if "error" in result]:
         return row | {"status": f"ERROR {errors[0]}"}
     if expected is not None:
@@ -174,12 +176,13 @@ def rows_of(results: Mapping[str, Sequence[Result]]) -> list[dict[str, Any]]:
         key=lambda row: row["loop_us"],
         default=None,
     )
+    if plain is None:
+        return rows
     for row in rows:
-        for ratio, name in (("xla_over_this", "loop_us"), ("peak_over_plain", "peak_gib")):
-            above = plain and plain.get(name)
-            row[ratio] = None
-            if above and row.get(name):
-                row[ratio] = above / row[name] if ratio == "xla_over_this" else row[name] / above
+        if row["loop_us"] is not None:
+            row["xla_over_this"] = plain["loop_us"] / row["loop_us"]
+        if row["peak_gib"] is not None and plain["peak_gib"] is not None:
+            row["peak_over_plain"] = row["peak_gib"] / plain["peak_gib"]
     return rows
 
 
@@ -192,10 +195,10 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
              ("loss_difference", ".0e"))  # fmt: skip
     texts = []
     for row in rows:
-        us = row.get("loop_us")
+        us = row["loop_us"]
         spread = (row["loop_us_p90"] - row["loop_us_p10"]) / us if us else None
         times = report.number(us / 1e3 if us else None, ".1f"), report.number(spread, ".1%")
-        texts.append((row["method"], *times, *(report.number(row.get(name), form) for name, form in forms)))
+        texts.append((row["method"], *times, *(report.number(row[name], form) for name, form in forms)))
     headings = ("method", "ms", "spread", "plain/this", "GiB", "× plain", "1st s", "loss")
     console.show(console.console(), title, headings, texts, texts=1)
     for row in rows:
@@ -251,24 +254,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = {
         (model, layout): case_of(model, layout, devices, arguments) for model in models for layout in arguments.layouts
     }
-    status = 0
-    for (model, layout), case in cases.items():
-        title = f"{model}, {layout}"
-        results = measure(case, title, arguments, code)
-        rows = rows_of(results)
-        sizes = f"{case.layers} layers, {case.sequences} sequences of {case.tokens} tokens"
-        show(f"step of {title} on {devices} devices, {sizes}", rows)
-        status = max(status, int(any(row["status"] != "ok" for row in rows)))
-        sound = {method: found[0] for method, found in results.items() if found and "error" not in found[0]}
-        for method, result in sound.items():
-            if "kernels" in result:
-                print(kernel_times.text(f"{title}, {method}", result["kernels"]), flush=True)
-        if arguments.out is not None and sound:
-            shape = f"{case.sequences}x{case.tokens}x{case.hidden}x{case.mlp}x{case.layers}"
-            problem = {"op": "step", "devices": devices, "shape": shape, "dtype": "bf16", "layout": title}
-            facts = next(iter(sound.values()))["facts"]
-            print(f"wrote {report.add(arguments.out, [problem | row for row in rows], facts)}", flush=True)
-    return status
+    all_ok = [run(case, f"{model}, {layout}", arguments, code) for (model, layout), case in cases.items()]
+    return int(not all(all_ok))
+
+
+def run(case: Case, title: str, arguments: argparse.Namespace, code: Mapping[str, str]) -> bool:
+    """Measures, shows and writes one case. Returns whether all methods have times."""
+    results = measure(case, title, arguments, code)
+    rows = rows_of(results)
+    sizes = f"{case.layers} layers, {case.sequences} sequences of {case.tokens} tokens"
+    show(f"step of {title} on {case.devices} devices, {sizes}", rows)
+    sound = {method: found[0] for method, found in results.items() if "error" not in found[0]}
+    for method, result in sound.items():
+        if "kernels" in result:
+            print(kernel_times.text(f"{title}, {method}", result["kernels"]), flush=True)
+    if arguments.out is not None and sound:
+        shape = f"{case.sequences}x{case.tokens}x{case.hidden}x{case.mlp}x{case.layers}"
+        problem = {"op": "step", "devices": case.devices, "shape": shape, "dtype": "bf16", "layout": title}
+        facts = next(iter(sound.values()))["facts"]
+        print(f"wrote {report.add(arguments.out, [problem | row for row in rows], facts)}", flush=True)
+    return all(row["status"] == "ok" for row in rows)
 
 
 if __name__ == "__main__":
