@@ -9,7 +9,7 @@ from benchmarks import products
 from overlap.cli import ending
 from overlap.cli.arguments import WrongArguments
 
-OTHERS = ("block", "layer", "backward")
+OTHERS = ("block", "layer", "backward", "step")
 
 
 def main(argv: list[str]) -> int:

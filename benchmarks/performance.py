@@ -31,7 +31,7 @@ HEADLINE = (
     ("matmul_all_reduce-h200-2-one_process", "8192x8192x14336"),
     ("matmul-h200-1-one_process", "8192x8192x8192"),
 )
-_OF_METHODS = ("block", "layer", "backward", "ladder", "experts")
+_OF_METHODS = ("block", "layer", "backward", "ladder", "experts", "step")
 # The rivals in the table of experts.
 _RIVALS = ("xla", "jax", "batched", "roof")
 Problem = tuple[Table, Row, Row | None]  # A problem's table, the row of fused, and the row of XLA.
@@ -94,6 +94,21 @@ def _of_experts(given: Sequence[Table]) -> str:
     return _lines(("GPUs", "problem", "fused, µs", *(f"{name} / fused" for name in _RIVALS)), sorted(rows))
 
 
+def _of_steps(given: Sequence[Table]) -> str:
+    """One row for each method of each problem. Plain is the faster of the two plain methods."""
+    columns = (("loop_us", ".1f", 1e-3), ("xla_over_this", ".2f", 1.0), ("peak_gib", ".1f", 1.0),
+               ("peak_over_plain", ".2f", 1.0), ("first_call_s", ".1f", 1.0))  # fmt: skip
+    headings = ("model, layout", "GPUs", "sequences×tokens×width×MLP×layers", "method", "ms", "plain / this",
+                "peak, GiB", "peak / plain's", "first call, s")  # fmt: skip
+    rows = []
+    for table in given:
+        for row in (row for row in table.rows if row["loop_us"]):
+            shape, _, layout = problem_of(row)
+            numbers = [f"{float(row[name]) * scale:{form}}" if row[name] else "–" for name, form, scale in columns]
+            rows.append([layout, _gpus(table), shape.replace("x", "×"), row["method"], *numbers])
+    return _lines(headings, rows)
+
+
 def _means(given: Sequence[Table]) -> str:
     found: dict[tuple[str, str], list[float]] = {}
     for _, row, _ in _problems(table for table in given if table.operation == "matmul"):
@@ -120,6 +135,7 @@ def _headline(given: Sequence[Table]) -> str:
     return _lines(("operation", *_HEADINGS), rows)
 
 
+_MAKERS = {"experts": _of_experts, "step": _of_steps}
 _OF_ALL = {"losses": _losses, "means": _means, "runs": _runs, "headline": _headline}
 
 
@@ -129,7 +145,7 @@ def text(page: str, given: Sequence[Table]) -> str:
     def make(match: re.Match[str]) -> str:
         name = match[2]
         own = [table for table in given if table.operation == name]
-        make_of = _of_experts if name == "experts" else _of_methods if name in _OF_METHODS else _of_operation
+        make_of = _MAKERS.get(name, _of_methods if name in _OF_METHODS else _of_operation)
         made = _OF_ALL[name](given) if name in _OF_ALL else make_of(own) if own else "Not measured.\n"
         return f"{match[1]}\n{made}\n{match[3]}"
 

@@ -1,0 +1,1 @@
+"""Programs to start from. A package, so that benchmarks/ can import `plain_layers`."""
