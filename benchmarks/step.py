@@ -9,14 +9,15 @@ layouts: `tensor` (each product is shared), `fsdp` (batch and weights are), `bot
 methods:
 
     plain         `examples/plain_layers.py`: matrix products on global arrays, which XLA's partitioner distributes
-    plain hiding  the same with `--xla_gpu_enable_latency_hiding_scheduler=true`
+    plain between the same, constrained between layers only: inside a layer XLA chooses what it moves
+    plain hiding  plain with `--xla_gpu_enable_latency_hiding_scheduler=true`
     chosen        `overlap.layers` with implementation=None
     fused         `overlap.layers` with implementation="fused"
     layers xla    `overlap.layers` with implementation="xla"
 
 Each method runs in a process of its own, under a time limit: flags of XLA and the peak of memory belong to a process.
 In each round the methods run in another order. A method whose losses differ from those of plain by more than rounding
-has no times. "plain" in ratios is the faster one of the two plain methods.
+has no times. "plain" in ratios is the fastest of the plain methods.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from overlap.cli import console, ending
 from overlap.cli.arguments import WrongArguments, finite_number, whole_number
 
 METHODS, LAYOUTS = tuple(LAYERS), ("tensor", "fsdp", "both")
-PLAIN = ("plain", "plain hiding")
+PLAIN = ("plain", "plain between", "plain hiding")
 _FLAGS = {"plain hiding": "--xla_gpu_enable_latency_hiding_scheduler=true"}
 # The largest relative difference of a loss from plain's. Products are rounded to bfloat16 (2^-8) in another order.
 LOSS_BOUND = 2.0**-7

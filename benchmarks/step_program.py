@@ -34,6 +34,7 @@ BETWEEN, HEADS = P(FSDP, TENSOR, None), P(FSDP, None, TENSOR, None)
 # By method: the module of the layers, and their keyword `implementation` if they have one.
 LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
     "plain": ("examples.plain_layers", {}),
+    "plain between": ("examples.plain_layers", {}),
     "plain hiding": ("examples.plain_layers", {}),
     "chosen": ("overlap.layers", {"implementation": None}),
     "fused": ("overlap.layers", {"implementation": "fused"}),
@@ -118,6 +119,8 @@ class Transformer(nnx.Module):
         layers = importlib.import_module(module)
         shared = dict(dtype=jnp.bfloat16, axis=TENSOR, fsdp_axis=FSDP, batch_axis=FSDP, rngs=nnx.Rngs(0), **options)
         self.blocks = nnx.List([Block(layers, case, **shared) for _ in range(case.layers)])
+        if method == "plain between":
+            self.set_attributes(inside=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for block in self.blocks:

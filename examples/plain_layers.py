@@ -33,7 +33,14 @@ class _Linear(nnx.Linear):
 
 
 class ColumnParallelLinear(_Linear):
-    """Its output features are sharded along `axis`."""
+    """Its output features are sharded along `axis`.
+
+    Attributes:
+      inside: whether its result is constrained. If not, XLA chooses: for few features and many rows it may gather the
+        weights instead of the rows.
+    """
+
+    inside = True
 
     def __init__(
         self,
@@ -49,9 +56,10 @@ class ColumnParallelLinear(_Linear):
         super().__init__(in_features, out_features, kernel=kernel, bias=P(axis), result=result, **options)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Without the constraint, XLA shards the features of the MLP along `fsdp_axis`, as the next kernel is sharded,
-        # and moves activations to and fro. They are larger than the kernels.
-        return lax.with_sharding_constraint(super().__call__(inputs), self.result)
+        # With FSDP and without the constraint, XLA shards the features of the MLP along `fsdp_axis`, as the next kernel
+        # is sharded, and moves activations to and fro. They are larger than the kernels.
+        y = super().__call__(inputs)
+        return lax.with_sharding_constraint(y, self.result) if self.inside else y
 
 
 class RowParallelLinear(_Linear):
