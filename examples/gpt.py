@@ -1,4 +1,7 @@
-"""The model of examples/train.py, a decoder-only transformer of overlap's layers, and the program of a step."""
+"""The model of examples/train.py, a decoder-only transformer of overlap's layers, and the program of a step.
+
+With `implementation="plain"` the same model is made of plain_layers.py, the program that a user has without overlap.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain_layers
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.layers import ColumnParallelLinear, ExpertMLP, GatedMLP, OutputProjection, QKVProjection, RMSNorm
+import overlap.layers
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA, FSDP)  # The batch is split along these axes.
@@ -43,25 +47,30 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP (or experts), each behind a norm and with a residual connection."""
+    """Attention and a gated MLP (or experts), each behind a norm and with a residual connection.
 
-    def __init__(self, options: argparse.Namespace, **layer: Any):
+    `layers` is the module of the layers, `overlap.layers` or `plain_layers`.
+    """
+
+    def __init__(self, layers: Any, options: argparse.Namespace, **layer: Any):
         features, heads = options.features, options.heads
-        self.attention_norm = RMSNorm(features, **layer)
-        self.qkv = QKVProjection(features, heads, **layer)
-        self.output = OutputProjection(heads, features // heads, features, **layer)
-        self.mlp_norm = RMSNorm(features, **layer)
+        self.attention_norm = layers.RMSNorm(features, **layer)
+        self.qkv = layers.QKVProjection(features, heads, **layer)
+        self.output = layers.OutputProjection(heads, features // heads, features, **layer)
+        self.mlp_norm = layers.RMSNorm(features, **layer)
         if options.experts:
+            # There are no plain experts: beside plain layers, XLA computes overlap's.
+            layer = {"implementation": "xla"} | layer
             chosen = min(EXPERTS_PER_TOKEN, options.experts)
-            self.mlp = ExpertMLP(features, options.hidden, options.experts, chosen, **layer)
+            self.mlp = overlap.layers.ExpertMLP(features, options.hidden, options.experts, chosen, **layer)
         else:
-            self.mlp = GatedMLP(features, options.hidden, **layer)
+            self.mlp = layers.GatedMLP(features, options.hidden, **layer)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array | float]:
         """Maps [batch, sequence, features], sharded P(batch axes, tensor, None), to the same, and the router's loss."""
         query, key, value = self.qkv(self.attention_norm(x))
         x = self.output(attend(query, key, value), residual=x)
-        if isinstance(self.mlp, GatedMLP):
+        if not isinstance(self.mlp, overlap.layers.ExpertMLP):
             return self.mlp(self.mlp_norm(x), residual=x), 0.0
         x, report = self.mlp(self.mlp_norm(x), residual=x)
         return x, BALANCE * report.load_balance_loss + Z * report.z_loss
@@ -75,16 +84,19 @@ class GPT(nnx.Module):
 
     def __init__(self, options: argparse.Namespace):
         rngs, dtype = nnx.Rngs(options.seed), jnp.dtype(options.dtype)
-        implementation = None if options.implementation == "auto" else options.implementation
         layer: dict[str, Any] = {"dtype": dtype, "axis": TENSOR, "fsdp_axis": FSDP, "batch_axis": BATCH_AXES,
-                                 "implementation": implementation, "rngs": rngs}  # fmt: skip
+                                 "rngs": rngs}  # fmt: skip
+        layers: Any = plain_layers
+        if options.implementation != "plain":
+            layers = overlap.layers
+            layer["implementation"] = None if options.implementation == "auto" else options.implementation
         small = nnx.initializers.normal(0.02)
         # The two tables are small, so each device has them whole.
         self.tokens = nnx.Embed(VOCABULARY, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
         self.positions = nnx.Embed(options.sequence, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
-        self.blocks = nnx.List([Block(options, **layer) for _ in range(options.layers)])
-        self.norm = RMSNorm(options.features, **layer)
-        self.logits = ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, **layer)
+        self.blocks = nnx.List([Block(layers, options, **layer) for _ in range(options.layers)])
+        self.norm = layers.RMSNorm(options.features, **layer)
+        self.logits = layers.ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, **layer)
         self.remat = options.remat
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array | float]:

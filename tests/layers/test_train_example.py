@@ -91,11 +91,12 @@ def test_the_loss_falls_and_the_step_is_compiled_once(whole_run, text, capfd):
         train.train(told(folder, f"{MESH} --features 64"), text)
 
 
-def test_a_step_is_that_of_one_device(whole_run):
+def test_a_step_is_that_of_one_device_without_overlap(whole_run):
     """Loss and gradient of the first step; weights and moments are sharded along two axes, in float32."""
     steps, folder = whole_run
     options = told(folder, MESH)
-    program, alone = train.Program(options), gpt.Program(told(folder, "--data 1 --tensor 1"))
+    program = train.Program(options)
+    alone = gpt.Program(told(folder, "--data 1 --tensor 1 --implementation plain"))
     state, tokens = program.first(), train.batch(train.stories(1 << 20, 0), options, 1)
     params = jax.tree.map(np.asarray, state["params"])
     with jax.set_mesh(alone._mesh):
@@ -197,7 +198,7 @@ def test_a_process_that_was_killed_goes_on_with_the_same_losses(repository, tmp_
     assert (tmp_path / "run" / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
-# --- Fused and XLA compared -------------------------------------------------------------------------------------------
+# --- Compared with plain JAX ------------------------------------------------------------------------------------------
 
 
 def drifting(scale: float, seed: int) -> list[train.Step]:
@@ -205,20 +206,30 @@ def drifting(scale: float, seed: int) -> list[train.Step]:
     return [{"step": n + 1, "loss": 5.0 - 0.05 * n + float(noise[n]), "seconds": None} for n in range(50)]
 
 
-def test_the_comparison_tells_rounding_from_error(tmp_path, monkeypatch, capsys):
-    """Within rounding the fused run passes; beyond it, as with a wrong gradient, it fails."""
-    for fused_scale, status in ((1e-3, 0), (2e-2, 1)):
-        made = {"xla": drifting(0, 0), "xla-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2)}
-        chosen = {}
+@pytest.mark.parametrize(
+    ("mesh", "other"), [((2, 1, 4), (4, 1, 2)), ((1, 4, 1), (1, 2, 2)), ((1, 2, 3), (3, 2, 1))], ids=str
+)
+def test_the_comparison_tells_rounding_from_error(tmp_path, monkeypatch, capsys, mesh, other):
+    """Within rounding the runs by overlap pass; beyond it, as with a wrong gradient, either fails."""
+    for fused_scale, chosen_scale in ((1e-3, 1e-3), (2e-2, 1e-3), (1e-3, 2e-2)):
+        made = {"plain": drifting(0, 0), "plain-other-order": drifting(1e-3, 1), "fused": drifting(fused_scale, 2),
+                "chosen": drifting(chosen_scale, 3)}  # fmt: skip
+        told_to = {}
 
-        def run(options, text, made=made, chosen=chosen):
-            chosen[options.out.name] = options.implementation, options.data, options.tensor
+        def run(options, text, made=made, told_to=told_to):
+            told_to[options.out.name] = options.implementation, (options.data, options.fsdp, options.tensor)
             return made[options.out.name]
 
         monkeypatch.setattr(train, "train", run)
-        assert train.compare(told(tmp_path, "--data 2 --tensor 4 --compare"), np.zeros(1, np.uint8)) == status
+        sizes = "--heads 12 --features 48 --hidden 96 --sequence 48 --batch 12"
+        axes = "--data {} --fsdp {} --tensor {}".format(*mesh)
+        status = train.compare(told(tmp_path, f"{sizes} {axes} --compare"), np.zeros(1, np.uint8))
+        assert status == int(max(fused_scale, chosen_scale) > 1e-2)
         assert ("NOT within" in capsys.readouterr().out) == bool(status)
-        assert chosen == {"xla": ("xla", 2, 4), "xla-other-order": ("xla", 4, 2), "fused": ("fused", 2, 4)}
+        assert told_to == {
+            "plain": ("plain", mesh), "plain-other-order": ("plain", other), "fused": ("fused", mesh),
+            "chosen": ("auto", mesh),
+        }  # fmt: skip
     assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -231,10 +242,10 @@ def test_arguments_that_do_not_go_together_and_axes_that_are_chosen(tmp_path):
         ("--hidden 65 --tensor 2", "--hidden 65 is not divisible by --tensor 2: choose --hidden 66, say"),
         ("--batch 8 --data 2 --accumulate 3", "--accumulate 3: choose --batch 12, say"),
         ("--data 4 --tensor 4", "--data 4 × --fsdp 1 × --tensor 4 asks for 16 devices, and there are 8"),
-        ("--compare --tensor 2 --implementation xla", "--compare takes --tensor 2 or more, and no --implementation"),
+        ("--compare --tensor 2 --implementation xla", "--compare takes --tensor or --fsdp 2 or more, and no --impl"),
         ("--experts 6 --tensor 4", "--experts 6 is not divisible by --tensor 4: choose --experts 8, say"),
         ("--experts 2 --fsdp 4 --hidden 66 --tensor 2", "--hidden 66 is not divisible by --fsdp 4: choose --hidden 68"),
-        ("--compare --tensor 1 --data 8", "--compare takes --tensor 2 or more"),
+        ("--compare --tensor 1 --data 8", "--compare takes --tensor or --fsdp 2 or more"),
     ):
         with pytest.raises(WrongArguments) as refused:
             told(tmp_path, arguments)
