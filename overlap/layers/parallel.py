@@ -28,7 +28,7 @@ class Options(TypedDict, total=False):
     batch_axis: Axis | None
     sequence_parallel: bool
     implementation: Literal["fused", "xla"] | None
-    keep_gathered: bool
+    keep_gathered: bool | None
     mesh: Mesh | AbstractMesh | None
     part_of: str | None
 
@@ -118,7 +118,7 @@ class Parallel(Layer):
     batch_axis: Axis | None
     sequence_parallel: bool
     implementation: Literal["fused", "xla"] | None
-    keep_gathered: bool
+    keep_gathered: bool | None
     mesh: Mesh | AbstractMesh | None
     part_of: str | None
 
@@ -131,7 +131,7 @@ class Parallel(Layer):
         batch_axis: Axis | None = None,
         sequence_parallel: bool = True,
         implementation: Literal["fused", "xla"] | None = None,
-        keep_gathered: bool = False,
+        keep_gathered: bool | None = None,
         mesh: Mesh | AbstractMesh | None = None,
         part_of: str | None = None,
     ):

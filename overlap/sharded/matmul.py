@@ -119,13 +119,15 @@ class ShardedArguments(Arguments):
     lhs_sharding: Sharding | None = None
     rhs_sharding: Sharding | list[Sharding] | None = None
     mesh: AnyMesh | None = None
-    keep_gathered: bool = False
+    keep_gathered: bool | None = None
 
 
 def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays."""
     call.check_choice(given)
-    keep_gathered = arguments.flag("keep_gathered", given.keep_gathered)
+    keep_gathered = given.keep_gathered
+    if keep_gathered is not None:
+        keep_gathered = arguments.flag("keep_gathered", keep_gathered)
     rhs, activation = given.rhs, given.activation
     arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
     of_each_rhs = _of_each_rhs(given.rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
@@ -247,7 +249,7 @@ def sharded_matmul(
     activation: Callable[..., jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     transpose_rhs: bool = False,
-    keep_gathered: bool = False,
+    keep_gathered: bool | None = None,
     implementation: Implementation | None = None,
     config: Config | None = None,
 ) -> Sides:
@@ -283,10 +285,11 @@ def sharded_matmul(
       bias, addend: see `overlap.matmul`; global [n] (each dimension of n) and [..., m, n] or [m, n].
       activation: see `overlap.matmul`. Where no kernel applies it to several results, it gets them in their own dtype.
       preferred_element_type: see `overlap.matmul`. Products that are summed over devices are sent in this dtype.
-      keep_gathered: whether gathered operands are kept for the backward pass: the weights that XLA gathers, and `lhs`
-        where the fused kernel gathers it. On D devices this takes D times the memory of the shard, and saves one
-        gather. By default the backward pass gathers them again. Where XLA gathers `lhs`, it is kept in any case, unless
-        `jax.checkpoint` says otherwise.
+      keep_gathered: whether gathered operands are kept for the backward pass. On D devices this takes D times the
+        memory of the shard, and saves one gather. False: weights that are gathered are not kept, and nor is `lhs` where
+        the kernel gathers it; the backward pass gathers them again. True: all are kept. None, the default: as False
+        where the kernel runs, which hides the second gather, and as in plain JAX where it does not: XLA decides, and
+        mostly keeps what it gathers within one program.
       implementation: see `overlap.matmul`. Weights that are gathered beside another communication, XLA gathers in any
         case.
 

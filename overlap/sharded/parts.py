@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +23,9 @@ from overlap.frame.operands import Operands, accumulator
 from overlap.frame.signatures import Arguments, PerRhs
 from overlap.kernels.config import Config
 from overlap.kernels.operations import EPILOGUE, GATHER_LHS, MATMUL, SCATTER_N
-from overlap.kernels.varying import axes_of, same_along, same_along_p, varying
-from overlap.sharded.plan import Axes, ShardingPlan
+from overlap.kernels.varying import axes_of, same_along, varying
+from overlap.sharded.plan import ShardingPlan
+from overlap.sharded.regather import with_gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Product:
       activation: the activation, whose scalars are among the operands; None for none.
       config: `config` as the caller gave it.
       implementation: `implementation` as the caller gave it.
-      keep_gathered: whether gathered operands are kept for the backward pass.
+      keep_gathered: whether gathered operands are kept for the backward pass; None: as False, where kernels run.
       why_xla: why only XLA can run, whatever the sizes; empty if a kernel may.
       decided: the decision for the kernels, forward and backward; None: each call is still to be decided.
     """
@@ -71,7 +71,7 @@ class Product:
     activation: Activation | None
     config: Config | None
     implementation: Implementation | None
-    keep_gathered: bool
+    keep_gathered: bool | None
     why_xla: str = ""
     decided: Explanation | None = None
 
@@ -81,23 +81,24 @@ class Product:
         Args:
           operands: "lhs"; "rhs[0]", …; and, where they are given, "bias[0]", "addend[0]" and "scalars[0]", ….
         """
-        run = self._compute
-        along = {axis for _, axes in self.plan.gathers for axis in axes}
-        if self.plan.spec.gathers_rhs:
-            along |= {*self.plan.axes}
-        if along and not self.keep_gathered:
-            # Keep only the shards between the passes. The backward pass gathers them again.
-            run = jax.checkpoint(run, policy=_saves_all_but_gathers(frozenset(along)))
-        return run(operands)
+        if self.keep_gathered or not self.plan.gathers:
+            return self._multiplied(operands | self._whole(operands))
+        # Keep only the shards between the passes. The backward pass gathers them again.
+        return with_gathered(self._multiplied, self._whole, operands)
 
-    def _compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def _whole(self, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The weights that XLA gathers before the operation, by name, gathered."""
+        names = [name for name in operands if name.startswith("rhs") and self.plan.gathers]
+        return {name: self._gathered(operands[name], operands["lhs"]) for name in names}
+
+    def _multiplied(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """The results for operands of which the weights are gathered, but for what the operation itself gathers."""
         plan = self.plan
         rhs_list = [x for name, x in operands.items() if name.startswith("rhs")]
         scalars = tuple(x for name, x in operands.items() if name.startswith("scalars"))
         lhs = operands["lhs"]
         shape = lhs.shape
         lhs = _fold(lhs, self._first_of_rows)
-        rhs_list = [self._gathered(x, lhs, plan.gathers) for x in rhs_list]
         epilogues = [
             _Epilogue(
                 operands.get(f"bias[{i}]"),
@@ -157,7 +158,7 @@ class Product:
             config=self.config,
             implementation=self.implementation,
             dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else int(spec is SCATTER_N),
-            return_gathered=spec is GATHER_LHS and self.keep_gathered,
+            return_gathered=spec is GATHER_LHS and bool(self.keep_gathered),
         )
 
     @property
@@ -237,16 +238,14 @@ class Product:
         """The index in `rhs`, as it lies in memory, of dimension 0 (k) or 1 (n) of [k, n]."""
         return 1 - dimension if self.transpose_rhs else dimension
 
-    def _gathered(self, rhs: jax.Array, lhs: jax.Array, gathers: tuple[tuple[int, Axes], ...]) -> jax.Array:
-        """Gathers weights by XLA. `gathers`: pairs of a dimension of [k, n] and the axes along which it is gathered."""
-        if not gathers:
-            return rhs
+    def _gathered(self, rhs: jax.Array, lhs: jax.Array) -> jax.Array:
+        """Gathers a right operand by XLA, along the axes that the plan gathers before the operation."""
         # Type the shard as varying like `lhs` before the gather. Then its cotangent is scattered before it is summed
         # over other axes, and the product need not change the type of the gathered weights.
         rhs = varying(rhs, sorted(axes_of(lhs)))
-        for dimension, axes in gathers:
+        for dimension, axes in self.plan.gathers:
             rhs = lax.all_gather(rhs, axes, axis=self._dimension_of_rhs(dimension), tiled=True)
-        common = {axis for _, axes in gathers for axis in axes} - axes_of(lhs)
+        common = {axis for _, axes in self.plan.gathers for axis in axes} - axes_of(lhs)
         return same_along(rhs, sorted(common))
 
     # --- Leading dimensions ---
@@ -291,16 +290,3 @@ def _fold(x: jax.Array, first: int | None) -> jax.Array:
     A part of dimension `first` is then a block of rows. None: returns `x` as it is.
     """
     return x if first is None else x.reshape(*x.shape[:first], math.prod(x.shape[first:-1]), x.shape[-1])
-
-
-@functools.cache
-def _saves_all_but_gathers(axes: frozenset[str]) -> Callable[..., bool]:
-    """A policy of `jax.checkpoint` that keeps everything but the results of gathers along these axes."""
-
-    def saves(primitive: Any, *_: Any, **parameters: Any) -> bool:
-        # `same_along` returns its operand's data with another type. Keeping its result would keep what was gathered.
-        if primitive is lax.all_gather_p:
-            return not axes.intersection(parameters["axis_name"])
-        return primitive is not same_along_p
-
-    return saves

@@ -43,7 +43,8 @@ class PlainProduct:
       out_spec: the partition of each result.
       dimensions: which dimensions of the operands count as one.
       plan: what is communicated.
-      keep_gathered: whether gathered weights are kept for the backward pass.
+      keep_gathered: whether what is gathered is kept for the backward pass; None: as XLA does in plain JAX, which in
+        one program mostly keeps it.
     """
 
     mesh: AnyMesh
@@ -51,7 +52,7 @@ class PlainProduct:
     out_spec: jax.P
     dimensions: Dimensions
     plan: ShardingPlan
-    keep_gathered: bool
+    keep_gathered: bool | None
 
     def compute(
         self, operands: dict[str, jax.Array], out_dtype: DTypeLike, activation: Activation | None, combines: bool
@@ -66,8 +67,13 @@ class PlainProduct:
         biases, addends = (tuple(placed.get(f"{name}[{i}]") for i in range(count)) for name in ("bias", "addend"))
         scalars = tuple(x for name, x in placed.items() if name.startswith("scalars"))
         products = tuple(self._product(placed, f"rhs[{i}]", out_dtype) for i in range(count))
-        if activation is None and all(x is None for x in (*biases, *addends)):
-            return products
+        added = [[x for x in pair if x is not None] for pair in zip(biases, addends, strict=True)]
+        if activation is None and all(len(terms) < 2 and all(x.dtype == out_dtype for x in terms) for terms in added):
+            # A single sum has the same bits as one in float32 that is rounded, of which XLA would keep a copy.
+            return tuple(
+                self.placed(sum((by_xla.to_rank(x, z.ndim) for x in terms), z), self.out_spec)
+                for z, terms in zip(products, added, strict=True)
+            )
         if activation is not None:
             products = tuple(checkpoint_name(x, BEFORE_ACTIVATION) for x in products)
 
@@ -128,7 +134,9 @@ class PlainProduct:
         ) -> tuple[jax.Array | None, jax.Array | None]:
             # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
             # result it would then keep.
-            lhs, rhs = saved or (pair[0], lax.optimization_barrier(pair[1]) if self.gathers_rhs else pair[1])
+            lhs, rhs = saved or pair
+            if self.gathers_rhs and self.keep_gathered is False:
+                rhs = lax.optimization_barrier(rhs)
             d_lhs = d_rhs = None
             if wanted[0] is not None:
                 d_lhs = self._dot(d_out, rhs, (n_of_out, n_of_rhs), wanted[0], self.specs["lhs"])
