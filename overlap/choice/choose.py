@@ -10,7 +10,7 @@ import pathlib
 import jax
 
 from overlap.choice import crossover, tables
-from overlap.choice.crossover import Measured, Verdict
+from overlap.choice.crossover import Cause, Measured, Verdict
 from overlap.choice.problem import Problem
 from overlap.choice.rates import gpu_of, rates_of
 from overlap.choice.session import session
@@ -34,6 +34,7 @@ class Session:
       measured: the times of these configurations and of XLA.
       asked: the problems that `choose_config` was called with, in the order of their first calls. The keys serve as an
         ordered set; the values are None.
+      verdicts: for each problem, what runs it ("fused" or "xla"), since that was found for a whole step.
       collects: whether the session only collects the problems of a function that is traced. Then the fused kernel is
         chosen wherever it can run: its backward products are to be collected as well.
     """
@@ -41,6 +42,7 @@ class Session:
     configs: dict[Problem, Config] = dataclasses.field(default_factory=dict)
     measured: dict[Problem, Measured] = dataclasses.field(default_factory=dict)
     asked: dict[Problem, None] = dataclasses.field(default_factory=dict)
+    verdicts: dict[Problem, str] = dataclasses.field(default_factory=dict)
     collects: bool = False
 
 
@@ -105,6 +107,16 @@ def is_collecting() -> bool:
     return session.value is not None and session.value.collects
 
 
+def settled(problem: Problem) -> str | None:
+    """What runs a problem, "fused" or "xla", if the active session says so; else None."""
+    return None if session.value is None else session.value.verdicts.get(problem)
+
+
+def _of_step(way: str, source: str) -> Verdict:
+    by = "by XLA" if way == "xla" else "by kernels"
+    return Verdict(way == "xla", f"a whole step was measured to be fastest {by} alone ({source})", Cause.IN_STEP)
+
+
 def verdict(problem: Problem, target: Target) -> Verdict:
     """Returns whether XLA runs instead of the fused kernel, and why: which was or should be faster.
 
@@ -113,9 +125,13 @@ def verdict(problem: Problem, target: Target) -> Verdict:
     decide (`overlap.choice.crossover`).
     """
     active: Session | None = session.value
+    if (way := settled(problem)) is not None:
+        return _of_step(way, "overlap.autotune")
     if active is not None and problem in active.measured:
         return active.measured[problem].verdict
     source, entry = _entry(problem, target)
+    if entry is not None and entry.step:
+        return _of_step(entry.step, source)
     if entry is not None and "xla" in entry.others:
         measured = Measured(entry.problem, entry.us, entry.others["xla"]).verdict
         return measured._replace(reason=f"{measured.reason} ({source})")

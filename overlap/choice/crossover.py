@@ -55,6 +55,7 @@ class Cause(enum.Enum):
     NOT_MEASURED = "no similar problem was measured on this GPU"
     MEASURED = "the faster one in a measurement of this problem"
     PREDICTED = "the faster one by measurements of similar problems"
+    IN_STEP = "the faster one for all products in a measurement of a whole step"
 
 
 class Verdict(NamedTuple):

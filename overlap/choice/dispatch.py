@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from overlap.choice.choose import choose_config, is_collecting, verdict
+from overlap.choice.choose import choose_config, is_collecting, settled, verdict
 from overlap.choice.crossover import NOTHING_MEASURED, Cause, Verdict
 from overlap.choice.problem import Problem
 from overlap.choice.rates import rates_of
@@ -200,7 +200,7 @@ def decide(
                 'process, or use implementation="xla"'
             )
         return fused("asked for", Cause.ASKED_FOR)
-    if device.platform == "cpu" and not is_collecting():
+    if device.platform == "cpu" and not is_collecting() and settled(problem) is None:
         if source == "given":
             _require_valid(config, device, check)
         choice = Explanation(op, "xla", None, Cause.EMULATED.value, Cause.EMULATED, device)

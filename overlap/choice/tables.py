@@ -51,6 +51,8 @@ class Entry:
         and for the next best configurations the texts of `space.differences`.
       tried: how many configurations were compiled and checked.
       complete: False if the search was cut short.
+      step: what runs the problem, "fused" or "xla", since a whole step with it was measured to be fastest so; "" if the
+        times of the problem alone decide.
       date: when `config` was measured, in ISO 8601.
       overlap: the version of this library that ran; "" if the file does not say.
 
@@ -66,6 +68,7 @@ class Entry:
     others: dict[str, float] = dataclasses.field(default_factory=dict)
     tried: int = 0
     complete: bool = True
+    step: str = ""
     date: str = ""
     overlap: str = __version__
 
@@ -81,6 +84,8 @@ class Entry:
         # A ratio of two times outside of this range might be 0 or infinite.
         if not all(type(us) in (int, float) and 1e-3 <= us <= 1e12 for us in (self.us, *self.others.values())):
             raise ValueError(f"times must be numbers of µs, got {self.us} and {self.others}")
+        if self.step not in ("", "fused", "xla"):
+            raise ValueError(f'`step` must be "fused", "xla" or "", got {self.step!r}')
         if not all(isinstance(text, str) for text in (self.kind, self.jax, self.date, self.overlap)):
             raise ValueError("`kind`, `jax`, `date` and `overlap` must be texts")
 

@@ -148,10 +148,10 @@ batching.primitive_batchers[_linear_p] = _batched
 def tangents_of[Given, Found](
     outs: Found,
     operands: Given,
-    tangents: Given,
+    tangents: Leaf,
     *,
     by_xla: Callable[[Given], Found],
-    backward: Callable[..., Given],
+    backward: Callable[..., Leaf],
     saved: Leaf = None,
 ) -> Found:
     """Returns the tangents of an operation's results, for `derivative`.
@@ -171,7 +171,8 @@ def tangents_of[Given, Found](
     moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
     out_structure = jax.tree.structure(outs)
     if not moved:
-        return jax.tree.map(jnp.zeros_like, outs)
+        zeros: Leaf = jax.tree.map(jnp.zeros_like, outs)
+        return zeros
     residuals, all_structure = jax.tree.flatten((operands, saved))
 
     def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:

@@ -10,6 +10,7 @@ as their operands are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -82,7 +83,7 @@ class PlainProduct:
         ) -> tuple[jax.Array, ...]:
             wide = tuple(x.astype(accumulator(x.dtype)) for x in products)
             rest = Operands(wide[0], wide, biases=tuple(biases), addends=tuple(addends))
-            applied = activation and on_all(lambda *values: activation(*values, scalars=scalars), combines)
+            applied = activation and on_all(functools.partial(activation, scalars=scalars), combines)
             return by_xla.finish(wide, rest, out_dtype, applied)
 
         if activation is not None:

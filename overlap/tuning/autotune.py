@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from overlap.choice.problem import Problem
 from overlap.choice.session import explaining, session
 from overlap.frame import arguments
 from overlap.kernels.target import Target
+from overlap.tuning import step
 from overlap.tuning.progress import Progress, shown
 from overlap.tuning.search import Outcome, search
 from overlap.tuning.settings import Settings
@@ -39,10 +40,16 @@ class Tuning:
       outcomes: the outcome of each problem, with all configurations that were tried.
       configs: the fastest configuration of each problem.
       path: the file that has the results; None if they were not written.
+      step_ms: the milliseconds of the whole function with all products by kernels ("fused"), by XLA ("xla"), and by the
+        choice for each (""); empty if it was not measured.
+      chosen: what calls use inside `with`.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome], path: pathlib.Path | None) -> None:
+    def __init__(
+        self, outcomes: Sequence[Outcome], path: pathlib.Path | None, step_ms: Mapping[str, float] | None = None
+    ) -> None:
         self.outcomes = tuple(outcomes)
+        self.step_ms = dict(step_ms or {})
         self.path = path
         self.configs = {outcome.problem: outcome.result.config for outcome in self.outcomes if outcome.result}
         measured = {
@@ -50,11 +57,13 @@ class Tuning:
             for outcome in self.outcomes
             if outcome.result and "xla" in outcome.result.others
         }
-        self._session = Session(dict(self.configs), measured)
+        way = step.faster(self.step_ms)
+        verdicts = dict.fromkeys((outcome.problem for outcome in outcomes), way) if way else {}
+        self.chosen = Session(dict(self.configs), measured, verdicts=verdicts)
         self._contexts: list[contextlib.AbstractContextManager[object]] = []
 
     def __enter__(self) -> Tuning:
-        context = session(self._session)
+        context = session(self.chosen)
         context.__enter__()
         self._contexts.append(context)
         return self
@@ -65,7 +74,9 @@ class Tuning:
         self._contexts.pop().__exit__(kind, value, trace)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.outcomes))
+        named = {"fused": "all by kernels", "xla": "all by XLA", "": "the choice"}
+        ms = ", ".join(f"{named[way]} {ms:.2f} ms" for way, ms in self.step_ms.items())
+        return "\n".join([*map(str, self.outcomes), *([f"the whole function: {ms}"] if ms else [])])
 
 
 def problems_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Problem]:
@@ -103,6 +114,10 @@ def autotune(
     products of gradients, whether or not XLA runs the forward products. Then each
     problem is measured separately against XLA, with random operands, on as many devices as the problem has. A
     configuration counts only if its result is right.
+
+    At last `fn` itself is measured, on GPUs and if `args` are arrays: with all products by kernels, all by XLA, and by
+    the choice for each. If one of the first two is fastest, it is the verdict for all these problems. Arguments that
+    `fn` donates are copied before each call.
 
     The results go to the user's table, one JSON file for each kind of GPU in $OVERLAP_TUNING_DIR, else in
     ~/.cache/overlap/tuning. All later calls use it, in this process and in others. But a function that `jax.jit` has
@@ -170,7 +185,21 @@ def autotune(
         outcomes = tune(problems, target, settings, file, progress=report)
     if any(outcome.interrupted for outcome in outcomes):
         raise KeyboardInterrupt
-    return Tuning(outcomes, file)
+    tuning = Tuning(outcomes, file)
+    if target.platform == "cpu" or not step.can_run((args, kwargs)):
+        return tuning
+    return of_whole(tuning, fn, args, kwargs)
+
+
+def of_whole(tuning: Tuning, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tuning:
+    """Measures the whole function as well, and writes which way is fastest into the table."""
+    problems = [outcome.problem for outcome in tuning.outcomes]
+    ms = step.times_ms(fn, args, kwargs, problems, tuning.chosen)
+    if tuning.path is not None:
+        way = step.faster(ms)
+        results = [outcome.result for outcome in tuning.outcomes if outcome.result is not None]
+        tables.add(tuning.path, [dataclasses.replace(result, step=way) for result in results])
+    return Tuning(tuning.outcomes, tuning.path, ms)
 
 
 def emulation_note(problems: Sequence[Problem], target: Target, settings: Settings) -> str:

@@ -17,16 +17,21 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.choice import tables
+from overlap.choice import choose, tables
+from overlap.choice.choose import Session
+from overlap.choice.crossover import Cause
 from overlap.choice.problem import Problem
 from overlap.cli import _parser, main
 from overlap.cli import tune as command
 from overlap.emulation.foundations import interrupt
+from overlap.frame.explain import recorded
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target
-from overlap.tuning import progress
+from overlap.tuning import progress, step
+from overlap.tuning.search import Outcome
 from overlap.tuning.stop import stopped_by_ctrl_c
 from tests import oracle
+from tests.choice import tuning_cases
 from tests.choice.tuning_cases import H200, bench, no_tables
 
 pytest.importorskip("rich", reason="rich is not installed (extra `cli`)")
@@ -298,3 +303,66 @@ def test_ctrl_c_is_noticed_the_second_one_raises_and_a_handler_of_the_programs_o
             assert (came, stop.interrupted) == (["own"], False)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# --- The whole function -----------------------------------------------------------------------------------------------
+
+
+def test_a_whole_function_runs_by_kernels_by_xla_and_by_choice():
+    """With their backward passes, and on copies of what it donates. A way that fails has no time."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    seen: list[set[str]] = []
+
+    def loss(x, w):
+        with recorded() as found:
+            out, pull = jax.vjp(lambda x, w: overlap.sharded_matmul(x, w, out_sharding=P(None, "x")), x, w)
+            grads = pull(out)
+        seen.append({choice.implementation for choice in found})
+        return grads
+
+    x, w = (
+        jax.device_put(jnp.ones((128, 128), jnp.bfloat16), jax.NamedSharding(mesh, at))
+        for at in (P("x", None), P(None, "x"))
+    )
+    problems = autotune.problems_of(loss, x, w)
+    assert {problem.op for problem in problems} == {"all_gather_lhs_matmul", "matmul_reduce_scatter"}
+    ms = step.times_ms(jax.jit(loss, donate_argnums=0), (x, w), {}, problems, Session())
+    assert set(ms) == {"", "fused", "xla"} and all(value > 0 for value in ms.values())
+    # Collected first; then each way is traced once. On a CPU the choice is XLA.
+    assert seen[1:] == [{"xla"}, {"fused"}, {"xla"}] and not x.is_deleted()
+
+    def fails(x):
+        if choose.settled(problems[0]) == "fused":
+            raise NotImplementedError("no memory")
+        return x
+
+    assert set(step.times_ms(fails, (x,), {}, problems, Session())) == {"", "xla"}
+    assert not step.can_run(((jax.ShapeDtypeStruct((2,), jnp.float32), x), {})) and step.can_run((x, {"n": 3}))
+
+
+@pytest.mark.parametrize(
+    ("ms", "way"),
+    [
+        ({"": 10.0, "fused": 9.0, "xla": 9.5}, "fused"),
+        ({"": 10.0, "fused": 11.0, "xla": 9.8}, "xla"),
+        ({"": 10.0, "fused": 9.95, "xla": 12.0}, ""),
+        ({"fused": 9.0, "xla": 8.0}, "xla"),
+        ({}, ""),
+    ],
+)
+def test_the_fastest_way_is_the_verdict_of_all_problems(ms, way, monkeypatch):
+    """The table keeps it, whatever the times of single products say; and the object inside `with`, too."""
+    path = tuning_cases.write(tuning_cases.line(), tuning_cases.line(tuning_cases.problem("8192x8192x8192")))
+    outcomes = [Outcome(found.problem, result=found) for found in tables.read(path)]
+    monkeypatch.setattr(step, "times_ms", lambda *_: ms)
+    tuning = autotune.of_whole(autotune.Tuning(outcomes, path), layer, operands(), {})
+    assert [found.step for found in tables.read(path)] == [way] * 2
+    for found in outcomes:
+        said = choose.verdict(found.problem, H200)
+        # Without a verdict the times count, which are those of a faster kernel.
+        assert (said.xla_runs, said.cause is Cause.IN_STEP) == (way == "xla", bool(way))
+        with tuning:
+            assert choose.verdict(found.problem, H200).xla_runs == (way == "xla")
+    assert ("the whole function: " in str(tuning)) == bool(ms)
+    again = autotune.of_whole(tuning, layer, operands(), {})
+    assert again.step_ms == ms
