@@ -171,8 +171,7 @@ def tangents_of[Given, Found](
     moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
     out_structure = jax.tree.structure(outs)
     if not moved:
-        zeros: Leaf = jax.tree.map(jnp.zeros_like, outs)
-        return zeros
+        return jax.tree.unflatten(out_structure, map(jnp.zeros_like, jax.tree.leaves(outs)))
     residuals, all_structure = jax.tree.flatten((operands, saved))
 
     def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:
