@@ -104,9 +104,10 @@ class Parallel(Layer):
         for few rows (decoding), or if the devices along `axis` do not divide the rows.
       implementation: "fused" (one kernel for a product and its communication), "xla" (the same layer unfused), or None:
         `overlap.sharded_matmul` chooses for each product.
-      keep_gathered: whether gathered activations and weights are kept for the backward pass. By default the backward
-        pass gathers them again; but where XLA gathers activations, they are kept in any case, unless `jax.checkpoint`
-        says otherwise. docs/layers.md says what that costs in memory.
+      keep_gathered: whether gathered activations and weights are kept for the backward pass. None, the default: where a
+        kernel runs, the backward pass gathers them again, which is hidden; where XLA runs, as in plain JAX, which in
+        one program mostly keeps what it gathers. False: gathered weights are kept in neither. True: all are kept in
+        both, also between jitted functions and in a scan. docs/layers.md says what that costs in memory.
       mesh: the mesh; None: that of `jax.set_mesh`. Its axes must be all Explicit or all Auto, since flax requires that.
       part_of: the name of the enclosing layer, if this layer is a part of another one. Only error messages use it: they
         call this layer `part_of.name`, as in "GatedMLP.down". Set it in a layer of your own that contains these.
