@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from overlap.frame.operands import Leaf, Results
 from overlap.kernels.varying import summed_like
+from overlap.primitives.types import Tree
 
 # The dtype in which a cotangent is wanted; None if it is not wanted.
 Wanted = np.dtype | None
@@ -145,15 +146,15 @@ ad.primitive_transposes[_linear_p] = _transposed
 batching.primitive_batchers[_linear_p] = _batched
 
 
-def tangents_of[Given, Found](
-    outs: Found,
-    operands: Given,
-    tangents: Leaf,
+def tangents_of(
+    outs: Tree,
+    operands: Tree,
+    tangents: Tree,
     *,
-    by_xla: Callable[[Given], Found],
-    backward: Callable[..., Leaf],
-    saved: Leaf = None,
-) -> Found:
+    by_xla: Callable[..., Tree],
+    backward: Callable[..., Tree],
+    saved: Tree = None,
+) -> Tree:
     """Returns the tangents of an operation's results, for `derivative`.
 
     Args:
@@ -171,7 +172,7 @@ def tangents_of[Given, Found](
     moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
     out_structure = jax.tree.structure(outs)
     if not moved:
-        return jax.tree.unflatten(out_structure, map(jnp.zeros_like, jax.tree.leaves(outs)))
+        return jax.tree.map(jnp.zeros_like, outs)
     residuals, all_structure = jax.tree.flatten((operands, saved))
 
     def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:
