@@ -9,16 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from overlap.choice.choose import choose_config
 from overlap.choice.dispatch import Asked
-from overlap.choice.model import predicted_us
-from overlap.choice.rates import rates_of
 from overlap.frame import call
 from overlap.frame.normalize import normalize
-from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.operation import LaunchPlan, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT16
-from overlap.kernels.target import Target
 
 # Makes the operation that computes the cotangent of the left operand of another.
 Transpose = Callable[[Any], Operation]
@@ -38,11 +34,10 @@ def backward(
         `preferred_element_type` is neither float16 nor bfloat16.
       plan: of the forward pass.
       purpose: what is computed, for `overlap.explain`.
-      passenger: see `Operands`; None for none.
+      passenger: see `Operands`.
 
     Returns:
-      The result, or None if the kernel was asked for and cannot serve the call. With a passenger that travels with the
-      kernel, the result and the gathered passenger.
+      The result, or None if the kernel was asked for and cannot serve the call.
     """
     if any(jnp.dtype(x.dtype) not in FLOAT16 for x in given.lhs):
         return None
@@ -51,8 +46,7 @@ def backward(
     if not operation.reduces:
         given = dataclasses.replace(given, lhs=given.lhs[0])
     transposed = normalize(operation, given)
-    if passenger is not None and _hides(operation, transposed, passenger, plan.target):
-        purpose += ", `lhs` gathered beside it"
+    if passenger is not None:
         operands = dataclasses.replace(transposed.operands, passenger=passenger)
         transposed = dataclasses.replace(transposed, operands=operands)
     implementation = "fused" if plan.must_fuse else None
@@ -60,15 +54,3 @@ def backward(
         return call.run_prepared(operation, transposed, Asked(implementation=implementation), purpose=purpose)
     except NotImplementedError:
         return None
-
-
-def _hides(operation: Operation, call: Call, passenger: jax.Array, target: Target) -> bool:
-    """Whether the sum takes long enough to gather a passenger beside it.
-
-    If not, XLA gathers it, and starts early enough that other work of the step hides it.
-    """
-    problem = operation.problem(call.operands, call.layouts, call.out_dtype)
-    config, _ = choose_config(problem, target)
-    gathered_bytes = (problem.devices - 1) * passenger.size * passenger.dtype.itemsize
-    rate = rates_of(target, communicates=True).pulled_bytes_per_us
-    return predicted_us(config, problem, target) * rate >= problem.received_bytes_per_device + gathered_bytes

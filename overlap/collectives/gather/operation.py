@@ -276,5 +276,6 @@ class AllGatherLhs(AllGather):
         given = Arguments(
             list(gs), list(rhs_list), transpose_rhs=not plan.layouts.transpose_rhs, preferred_element_type=dtype
         )
-        found = backward(self.transpose(self), given, plan, "backward pass, cotangent of `lhs`", passenger)
-        return found if found is None or isinstance(found, tuple) else (found, None)
+        purpose = f"backward pass, cotangent of `lhs`{'' if passenger is None else ', `lhs` gathered beside it'}"
+        found = backward(self.transpose(self), given, plan, purpose, passenger)
+        return found if found is None or passenger is not None else (found, None)
