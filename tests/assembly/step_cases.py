@@ -23,7 +23,7 @@ from tests.assembly.assembly import child_environment
 from tests.assembly.targets import topology
 
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
-# Width, width of the MLP, heads, heads of keys and values, size of a head; then sequences and tokens. With still smaller
+# Width, width of the MLP, heads, heads of keys and values, size of a head; then sequences and tokens. With smaller
 # sizes XLA makes other programs: it pads products, and replaces small collectives.
 SMALL = (512, 1536, 8, 4, 64), (8, 512)
 # As Llama 3 8B. XLA joins the gathers of small weights to one, so all are whole at the same time; not of such weights.

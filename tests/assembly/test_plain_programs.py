@@ -1,4 +1,4 @@
-"""Products that XLA computes make the program of plain JAX, compiled for four H200s: equal dots, collectives and memory.
+"""Products that XLA computes make the program of plain JAX, compiled for four H200s: equal dots, collectives, memory.
 
 Compiling needs no GPU. The children of `step_cases` take about 3 s of CPU for each program.
 """
