@@ -181,9 +181,9 @@ class PlainProduct:
         spec: jax.P,
     ) -> jax.Array:
         """A product over the `contracted` dimensions of both operands, of `dtype`, sharded as `spec` says."""
-        # In float16 a sum over devices could overflow or lose small terms.
-        is_summed = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype))
-        travels = F32 if is_summed else dtype
+        # In float16 a sum over devices could overflow or lose small terms. In 8 bits it would lose more.
+        needs_f32 = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype)) or jnp.dtype(dtype).itemsize < 2
+        travels = F32 if needs_f32 else dtype
         has_types = bool(sharded.explicit_axes(self.mesh))
         typed = jax.NamedSharding(self.mesh, self._explicit(spec)) if has_types else None
         out = lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=travels, out_sharding=typed)
