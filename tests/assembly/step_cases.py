@@ -149,7 +149,7 @@ def main(cases: Iterable[dict[str, Any]]) -> None:
     """Prints the counts of each case, as one line of JSON."""
     found = []
     for fields in cases:
-        program = lowered(StepCase(**fields | {"mesh": tuple(fields["mesh"])}))
+        program = lowered(StepCase(**{**fields, "mesh": tuple(fields["mesh"])}))
         compiled = program.compile()
         entered = program.as_text().count("sdy.manual_computation")
         counts = Counts(count(compiled.as_text()), entered, compiled.memory_analysis().temp_size_in_bytes)
