@@ -10,7 +10,9 @@ as their operands are.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +84,7 @@ class PlainProduct:
         ) -> tuple[jax.Array, ...]:
             wide = tuple(x.astype(accumulator(x.dtype)) for x in products)
             rest = Operands(wide[0], wide, biases=tuple(biases), addends=tuple(addends))
-            applied = activation and on_all(lambda *values: activation(*values, scalars=scalars), combines)
+            applied = activation and on_all(functools.partial(activation, scalars=scalars), combines)
             return by_xla.finish(wide, rest, out_dtype, applied)
 
         if activation is not None:
@@ -131,7 +133,7 @@ class PlainProduct:
             saved: tuple[jax.Array, jax.Array] | None,
             d_out: jax.Array,
             wanted: tuple[Wanted, Wanted],
-        ) -> tuple[jax.Array | None, jax.Array | None]:
+        ) -> Any:
             # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
             # result it would then keep.
             lhs, rhs = saved or pair
@@ -152,7 +154,7 @@ class PlainProduct:
         def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
             saved = self._gathered(pair, name) if self.keep_gathered else None
             out = multiplied(saved or pair)
-            moved = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
+            moved: Any = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
             return out, tangents_of(out, pair, moved, by_xla=multiplied, backward=backward, saved=saved)
 
         product.defjvp(derivative, symbolic_zeros=True)
