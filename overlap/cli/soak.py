@@ -20,17 +20,19 @@ from jax.sharding import PartitionSpec as P
 from rich.progress import Progress
 
 import overlap
-from overlap.cli import soak_programs
+from overlap.cli import soak_programs, soak_step
 from overlap.cli.arguments import WrongArguments
 from overlap.cli.console import console, progress_bar, refuse
 from overlap.cli.devices import start
-from overlap.cli.soak_programs import CASES, Axis, Case, Experts
+from overlap.cli.soak_programs import Axis, Case, Experts
+from overlap.cli.soak_step import STEP, Step
 
 # How many programs are started before their results are checked.
 _BLOCK = 24
 _LATE_US = (0.0, 0.0, 0.0, 100.0, 1000.0, 10000.0, 50000.0)
+CASES: tuple[Case | Experts | Step, ...] = (*soak_programs.CASES, STEP)
 # A case, a mesh, and the axis of the mesh along which the case runs.
-type _Kind = tuple[Case | Experts, Mesh, Axis]
+type _Kind = tuple[Case | Experts | Step, Mesh, Axis]
 # A kind of program; by how many microseconds each device is late; the number of launches from one delay to the next.
 type _Drawn = tuple[_Kind, list[float], int]
 # The number of a program, the program, and how many of its results were wrong.
@@ -113,7 +115,9 @@ def _start(drawn: _Drawn, steps: int, seed: int, operands: dict[Mesh, tuple[jax.
     late_us = soak_programs.on_all(mesh, P(every), np.array(late, np.float32))
     # If the period is longer than the program, the devices are late in the last launch.
     of_steps = soak_programs.on_all(mesh, P(), np.array(min(period, steps), np.int32))
-    return soak_programs.program(case, mesh, axis, steps)(late_us, of_steps, *operands[mesh])
+    is_step = isinstance(case, Step)
+    program = soak_step.program(case, mesh, axis, steps) if is_step else soak_programs.program(case, mesh, axis, steps)
+    return program(late_us, of_steps, *operands[mesh])
 
 
 def _in_any_process(own: bool) -> bool:

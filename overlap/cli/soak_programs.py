@@ -27,7 +27,7 @@ from overlap.kernels.operations import BY_NAME, Layout
 from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, shapes, specs
 
-# About how long a turn of the loop in `_spin` takes.
+# About how long a turn of the loop in `spin` takes.
 _US_PER_TURN = 18.0
 # How many random numbers the operands are cut from: a prime, so that no two rows are equal.
 _POOL = 65521
@@ -101,12 +101,12 @@ class Experts:
     beside: bool = True
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """A gate whose values are small whole numbers. It shows whether its arguments were mixed up."""
     return gate - jax.nn.relu(up)
 
 
-def _exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Computes a product by XLA, in f32."""
     return lax.dot(lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
@@ -134,7 +134,7 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
         how: dict[str, Any] = {"implementation": "xla" if current_target().is_blackwell else "fused"}
         routing = overlap.route(own(ids), experts, axis)
         h = overlap.all_gather_lhs_grouped_matmul(
-            own(x), [own(w_gate), own(w_up)], routing, axis, activation=_gated, **how
+            own(x), [own(w_gate), own(w_up)], routing, axis, activation=gated, **how
         )
         return overlap.grouped_matmul_reduce_scatter(
             h, w_down, own(gates), routing, axis, preferred_element_type=jnp.float32, **how
@@ -144,7 +144,7 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
         # The experts lie side by side. Those that a token has not chosen are zero.
         gate, up = (jnp.einsum("th,ehi->tei", x, w, preferred_element_type=jnp.float32) for w in (w_gate, w_up))
         shares = jnp.where(ids[..., None] == jnp.arange(experts), gates[..., None], 0).sum(1)
-        return _exact((_gated(gate, up) * shares[..., None]).reshape(tokens, -1), w_down.reshape(-1, case.hidden))
+        return exact((gated(gate, up) * shares[..., None]).reshape(tokens, -1), w_down.reshape(-1, case.hidden))
 
     (out, pull), (expected, pull_dense) = jax.vjp(layer, own(w_down)), jax.vjp(dense, w_down)
     # The backward pass begins when the result is there.
@@ -176,7 +176,7 @@ def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array
     if case.config is not None:
         tile_m = 128 if current_target().is_blackwell else 64
         keywords["config"] = overlap.Config(tile_m=tile_m, tile_n=128, **case.config)
-    expected = _exact(
+    expected = exact(
         whole[0].T if problem.transpose_lhs else whole[0], whole[1].T if problem.transpose_rhs else whole[1]
     )
     if case.scaled:
@@ -238,7 +238,7 @@ def axes_of(mesh: Mesh) -> list[Axis]:
     return names if len(names) == 1 else [*names, tuple(names)]
 
 
-def _spin(microseconds: jax.Array) -> jax.Array:
+def spin(microseconds: jax.Array) -> jax.Array:
     """Keeps this device busy for about `microseconds`. Returns a zero that depends on this work."""
     turns = (microseconds / _US_PER_TURN).astype(jnp.int32)
     return lax.fori_loop(0, turns, lambda _, v: jnp.sin(v), jnp.zeros((), jnp.float32))
@@ -257,7 +257,7 @@ def program(case: Case | Experts, mesh: Mesh, axis: Axis, steps: int) -> Callabl
     def run(late_us: jax.Array, period: jax.Array, *pools: jax.Array) -> jax.Array:
         def launch(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             wrong, beside = state
-            late = _spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
+            late = spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
             first, second = (jnp.roll(pool, i) for pool in pools)
             if others and case.beside:
                 beside = beside + lax.psum(first[:512].astype(jnp.float32), others).sum()

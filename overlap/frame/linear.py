@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import Leaf, Results
+from overlap.frame.operands import Leaf
 from overlap.kernels.varying import summed_like
 from overlap.primitives.types import Tree
 
@@ -178,7 +178,7 @@ def tangents_of(
     def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:
         values = list(residuals[: len(leaves)])
 
-        def of_moved(*given: jax.Array) -> Results:
+        def of_moved(*given: jax.Array) -> Found:
             changed = dict(zip(moved, given, strict=True))
             return by_xla(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)]))
 

@@ -19,18 +19,21 @@ _TIMED = (Cause.MEASURED, Cause.PREDICTED)
 _OF_WEIGHTS = "in a step XLA gathers weights while it multiplies others, so a gather of weights is left to XLA"
 
 
-def decide(run: Callable[[Operands], object], operands: Operands, plan: ShardingPlan) -> Explanation:
+def decide(
+    runs: Callable[[Explanation | None], Callable[[Operands], object]], operands: Operands, plan: ShardingPlan
+) -> Explanation:
     """Returns the decision about a product and its backward pass together.
 
     A product has three products of equal size: its own, and those for the cotangents of its two operands. The kernels
     run if all three together should take less time. Those that no kernel computes count as equal.
 
     Args:
-      run: the product inside `shard_map`. It is traced, not run, and no kernel is built.
+      runs: returns the product inside `shard_map`, with its own decision, or with that which is given. It is traced,
+        not run, and no kernel is built.
       operands: arrays, by name.
       plan: what is communicated.
     """
-    forward = _decisions(lambda: jax.eval_shape(run, operands))
+    forward = _decisions(lambda: jax.eval_shape(runs(None), operands))
     # A decision for another reason than times, such as a call that no kernel serves, is one about both passes.
     untimed = [choice for choice in forward if choice.cause not in _TIMED]
     if untimed:
@@ -38,6 +41,8 @@ def decide(run: Callable[[Operands], object], operands: Operands, plan: Sharding
     first = forward[0]
     if plan.spec.gathers_rhs:
         return _by_xla(first, _OF_WEIGHTS, Cause.PREDICTED)
+    # Only behind a kernel is the backward pass decided: behind a product by XLA, XLA computes it.
+    run = runs(dataclasses.replace(first, implementation="fused"))
     both = _decisions(lambda: jax.eval_shape(lambda x: (jax.vjp(run, x)[1](run(x)), ())[1], operands))
     ratio = _together(forward, [choice for choice in both if choice.plan != first.plan])
     least = 1.0 if plan.spec.transports else LEAST_GAIN

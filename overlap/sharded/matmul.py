@@ -58,7 +58,11 @@ class _Call:
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
             product = self.product
             if product.implementation is None or product.implementation == "xla":
-                choice = decide(self._of_parts(product), operands, product.plan)
+                choice = decide(
+                    lambda decided: self._of_parts(dataclasses.replace(product, decided=decided)),
+                    operands,
+                    product.plan,
+                )
                 if product.implementation is None:
                     log(choice)
                 if choice.implementation == "xla":

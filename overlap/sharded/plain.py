@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +133,7 @@ class PlainProduct:
             saved: tuple[jax.Array, jax.Array] | None,
             d_out: jax.Array,
             wanted: tuple[Wanted, Wanted],
-        ) -> tuple[jax.Array | None, jax.Array | None]:
+        ) -> Any:
             # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
             # result it would then keep.
             lhs, rhs = saved or pair
@@ -153,7 +154,7 @@ class PlainProduct:
         def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
             saved = self._gathered(pair, name) if self.keep_gathered else None
             out = multiplied(saved or pair)
-            moved = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
+            moved: Any = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
             return out, tangents_of(out, pair, moved, by_xla=multiplied, backward=backward, saved=saved)
 
         product.defjvp(derivative, symbolic_zeros=True)
@@ -182,9 +183,9 @@ class PlainProduct:
         spec: jax.P,
     ) -> jax.Array:
         """A product over the `contracted` dimensions of both operands, of `dtype`, sharded as `spec` says."""
-        # In float16 a sum over devices could overflow or lose small terms.
-        is_summed = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype))
-        travels = F32 if is_summed else dtype
+        # In float16 a sum over devices could overflow or lose small terms. In 8 bits it would lose more.
+        needs_f32 = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype)) or jnp.dtype(dtype).itemsize < 2
+        travels = F32 if needs_f32 else dtype
         has_types = bool(sharded.explicit_axes(self.mesh))
         typed = jax.NamedSharding(self.mesh, self._explicit(spec)) if has_types else None
         out = lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=travels, out_sharding=typed)

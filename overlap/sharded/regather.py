@@ -7,6 +7,7 @@ there. Here it needs the shards alone, so XLA can start it beside an earlier pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax import lax
@@ -43,9 +44,7 @@ def with_gathered(
         names = [next((name for name, x in gathered.items() if x is leaf), None) for leaf in leaves]
         kept = [None if name else leaf for name, leaf in zip(names, leaves, strict=True)]
 
-        def backward(
-            operands: Arrays, kept: list[Leaf], d_outs: Results, wanted: dict[str, Wanted]
-        ) -> dict[str, jax.Array | None]:
+        def backward(operands: Arrays, kept: list[Leaf], d_outs: Results, wanted: dict[str, Wanted]) -> Any:
             # Behind the barrier XLA does not see that these gathers are those of the forward pass.
             shards = {name: lax.optimization_barrier(operands[name]) for name in gathered}
             again, push = jax.vjp(lambda shards: gather(operands | shards), shards)
@@ -54,7 +53,7 @@ def with_gathered(
             (d_shards,) = push({name: d_operands[name] for name in gathered})
             return {name: d if wanted[name] else None for name, d in (d_operands | d_shards).items()}
 
-        moved = {name: ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for name, t in tangents[0].items()}
+        moved: Any = {name: ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for name, t in tangents[0].items()}
         return outs, tangents_of(outs, operands, moved, by_xla=run, backward=backward, saved=kept)
 
     function = jax.custom_jvp(run)

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from overlap.cli import soak_programs, soak_step
 from overlap.collectives import communicator
 from overlap.collectives.reduce import blocks_kernel
 from overlap.primitives.handshake import Handshake
@@ -127,3 +129,37 @@ def test_layers_in_a_loop_with_a_gather_before_and_a_sum_beside(axes, victim, mo
 
     program = oracle.on_mesh(mesh, body, in_specs=(specs,), out_specs=P())
     assert float(program(put(given, specs, mesh))) < 2e-2
+
+
+# --- A step on global arrays ------------------------------------------------------------------------------------------
+
+
+def wrong_results_of_step(devices, steps, late_us=()):
+    """Runs steps with products by kernels (along "x") and by XLA, in one program. Counts results with a wrong bit."""
+    mesh = oracle.make_mesh(**({"data": 2, "x": devices // 2} if devices % 4 == 0 else {"x": devices}))
+    late = np.resize(np.array(late_us or (0.0,), np.float32), mesh.size)
+    given = (
+        soak_programs.on_all(mesh, P(mesh.axis_names), late),
+        soak_programs.on_all(mesh, P(), np.array(5, np.int32)),
+        *soak_programs.operands(mesh, 7),
+    )
+    # Traced anew, since a test may have changed the kernels.
+    return int(soak_step.program.__wrapped__(soak_step.STEP, mesh, "x", steps)(*given))
+
+
+@pytest.mark.parametrize("late_us", [(0, 2000), (1000, 0, 0, 5000), (20000, 0, 100)], ids=str)
+def test_a_step_on_devices_that_begin_late(devices, late_us):
+    """Exact values, and all gradients, with XLA's gathers of weights and sums of cotangents beside the kernels."""
+    assert wrong_results_of_step(devices, 40, late_us) == 0
+
+
+@pytest.mark.parametrize(("late", "victim"), [("arrivals", 0), ("arrivals", 1), ("departures", 0), ("departures", 1)])
+def test_a_step_with_a_device_that_is_late_inside_kernels(devices, late, victim, monkeypatch):
+    LATE[late](victim)(monkeypatch)
+    assert wrong_results_of_step(devices, 5) == 0
+
+
+def test_negative_control_of_a_step(devices, monkeypatch):
+    LATE["arrivals"](1)(monkeypatch)
+    without_flags(monkeypatch)
+    assert wrong_results_of_step(devices, 5) > 0

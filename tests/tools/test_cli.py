@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import cli
-from overlap.cli import demo, devices, doctor, ending, main, soak, soak_programs, trace_files
+from overlap.cli import demo, devices, doctor, ending, main, soak, soak_programs, soak_step, trace_files
 from overlap.emulation import emulate
 from overlap.kernels.target import emulating
 from overlap.tuning import trace
@@ -173,8 +174,8 @@ def test_counts_what_it_ran(here, capsys):
 
 
 def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, monkeypatch):
-    exact = soak_programs._exact
-    monkeypatch.setattr(soak_programs, "_exact", lambda *args: exact(*args).at[0, 0].add(1))
+    exact = soak_programs.exact
+    monkeypatch.setattr(soak_programs, "exact", lambda *args: exact(*args).at[0, 0].add(1))
     assert cli.main(["soak", "--programs", "2", "--seed", "5"]) == 1
     said = capsys.readouterr().out
     assert re.search(r"program 0: \d wrong results of few rows along 'x' of \{'x': 2\}", said)
@@ -189,6 +190,23 @@ def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, 
     given = vars(cli._parser().parse_args(shlex.split(again)))
     assert (given["seed"], given["steps"], given["minutes"]) == (5, 9, 2.0)
     assert given["first"] <= 30 and given["first"] + given["programs"] == 34
+
+
+def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
+    """On two devices as the command runs it. On four, XLA gathers weights along the other axis; a wrong bit counts."""
+    monkeypatch.setattr(soak, "CASES", [soak_step.STEP])
+    assert cli.main(["soak", "--programs", "1", "--seed", "3"]) == 0
+    assert re.search(r"step +1 programs", capsys.readouterr().out)
+    *_, mesh = soak_programs.meshes(jax.local_devices()[:4])
+    late_us = soak_programs.on_all(mesh, P(("x", "y")), np.array([0, 100, 0, 0], np.float32))
+    period = soak_programs.on_all(mesh, P(), np.array(1, np.int32))
+    given = late_us, period, *soak_programs.operands(mesh, 3)
+    exact = soak_step.exact
+    for change in (0, 1):
+        monkeypatch.setattr(soak_step, "exact", lambda lhs, rhs, change=change: exact(lhs, rhs) + change)
+        wrong = int(soak_step.program.__wrapped__(soak_step.STEP, mesh, "y", 1)(*given))
+        # On each device at least both results and the cotangent of the last weights are then wrong.
+        assert wrong == 0 if change == 0 else wrong >= 3 * mesh.size
 
 
 def test_every_case_is_exact_in_its_dtype_and_meshes_and_axes_of_four_devices():
@@ -224,8 +242,8 @@ def test_every_case_is_right_and_a_wrong_corner_is_noticed(name, monkeypatch):
     given = soak_programs.operands(mesh, seed=0)
     with emulate(cores=2):
         assert int(soak_programs.program(case, mesh, "x", 1)(late_us, period, *given)) == 0
-        exact = soak_programs._exact
-        monkeypatch.setattr(soak_programs, "_exact", lambda *args: exact(*args).at[-1, -1].add(1))
+        exact = soak_programs.exact
+        monkeypatch.setattr(soak_programs, "exact", lambda *args: exact(*args).at[-1, -1].add(1))
         soak_programs.program.cache_clear()
         found = int(soak_programs.program(case, mesh, "x", 1)(late_us, period, *given))
     # The corner belongs to one device, which finds the wrong result; or every device has it.
