@@ -178,7 +178,7 @@ def tangents_of(
     def forward(residuals: Sequence[jax.Array], directions: Sequence[jax.Array]) -> list[jax.Array]:
         values = list(residuals[: len(leaves)])
 
-        def of_moved(*given: jax.Array) -> Found:
+        def of_moved(*given: jax.Array) -> Tree:
             changed = dict(zip(moved, given, strict=True))
             return by_xla(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(values)]))
 
