@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from overlap.choice import dispatch, tables
 from overlap.choice.choose import Session
@@ -313,7 +314,11 @@ def tune(
                 progress(f"{problem.shape}: {text}", (index + fraction) / len(problems))
 
             stop.deadline = now + (end - now) / (len(problems) - index)
-            outcome = search(problem, target, jax.devices()[: problem.devices], settings, stop=stop, progress=report)
+            # Each problem has a mesh of its own, whatever mesh the caller has set.
+            with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+                outcome = search(
+                    problem, target, jax.devices()[: problem.devices], settings, stop=stop, progress=report
+                )
             note(outcome)
             if file is not None and outcome.result is not None:
                 tables.add(file, [outcome.result])
