@@ -9,7 +9,9 @@ from jax.typing import DTypeLike
 from overlap.frame import block_scales
 from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import Operands, accumulator
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.target import current_target
 
 
 def products(
@@ -55,7 +57,17 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
     dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
 
     def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
+        return lax.dot_general(lhs, guarded(rhs), dimensions, preferred_element_type=dtype)
 
     axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
+
+
+def guarded(rhs: jax.Array, mesh: AnyMesh | None = None) -> jax.Array:
+    """Returns the right operand of a product, behind a barrier on CPUs. `mesh`: its mesh, if not the context's.
+
+    XLA for CPUs (jaxlib 0.10.2 to 0.12.0.1) computes wrong numbers where it fuses a product into a reduction and the
+    right operand is a constant of one value, such as `jnp.ones` or the cotangent of a sum. Behind a barrier it does not
+    see the constant.
+    """
+    return lax.optimization_barrier(rhs) if current_target(mesh).platform == "cpu" else rhs

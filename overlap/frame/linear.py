@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from overlap.frame.operands import Leaf
+from overlap.frame.operands import Leaf, summed_as
 from overlap.kernels.varying import summed_like
 from overlap.primitives.types import Tree
 
@@ -102,7 +102,7 @@ def _transposed(
 
 def _as_operand(cotangent: jax.Array, operand: Leaf) -> jax.Array:
     """A cotangent, given the operand's type. If devices sum it up, it is rounded before that, though not to 8 bits."""
-    travels = jnp.float32 if operand.dtype.itemsize < 2 else operand.dtype
+    travels = jnp.float32 if operand.dtype.itemsize < 2 else summed_as(operand.dtype)
     return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
 
 

@@ -148,6 +148,11 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.dtype(dtype).itemsize > 4 else jnp.float32)
 
 
+def summed_as(dtype: DTypeLike) -> jnp.dtype:
+    """Returns the dtype in which XLA adds values of `dtype` over devices: float32 for float16, which could overflow."""
+    return F32 if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)
+
+
 def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
     """Returns (batch, m, n of each right operand, k of all pairs); batch is None if no operand has that dimension."""
     m, _ = layouts.m_k(operands.lhs.shape)

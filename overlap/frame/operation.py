@@ -21,7 +21,7 @@ from overlap.choice.choose import choose_config
 from overlap.choice.problem import Problem
 from overlap.frame import block_scales, by_xla
 from overlap.frame.activation import Activation, BoundActivation, on_all
-from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, sizes
+from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, sizes, summed_as
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.mainloop import OperandTypes
@@ -313,14 +313,16 @@ class Operation:
         """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
         An operation says what differs in `gathered`, `reduced` and their kin, since the derivatives use these, too.
-        Products that are summed over devices are rounded to the results' dtype before they are sent.
+        Products that are summed over devices are rounded to the results' dtype before they are sent, but not to
+        float16, in which sums could overflow.
         """
         gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))
         if not self.reduces:
             outs = by_xla.products(gathered, layouts, out_dtype, activation)
             return outs, self.kept(gathered.lhs, operands.lhs)
         bare = dataclasses.replace(gathered, biases=None, addends=None)
-        sums = tuple(map(self.reduced, by_xla.products(bare, layouts, out_dtype, None)))
+        sent = by_xla.products(bare, layouts, summed_as(out_dtype), None)
+        sums = tuple(self.reduced(x).astype(out_dtype) for x in sent)
         travelled = self.gathered_passenger(operands)
         if gathered.biases is None and gathered.addends is None and activation is None:
             return sums, travelled

@@ -188,6 +188,7 @@ class PlainProduct:
         travels = F32 if needs_f32 else dtype
         has_types = bool(sharded.explicit_axes(self.mesh))
         typed = jax.NamedSharding(self.mesh, self._explicit(spec)) if has_types else None
+        rhs = by_xla.guarded(rhs, self.mesh)
         out = lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=travels, out_sharding=typed)
         return self.placed(out, spec).astype(dtype)
 

@@ -219,3 +219,40 @@ def test_several_right_operands_of_which_some_have_leading_dimensions_or_a_bias(
     for out, exact in zip((*outs, whole), (product + bias, np.broadcast_to(product, (2, 3, *product.shape)), product,
                                            given["lhs"]), strict=True):  # fmt: skip
         np.testing.assert_array_equal(np.asarray(out), exact)
+
+
+@pytest.mark.parametrize("op", [overlap.matmul_all_reduce, overlap.matmul_reduce_scatter])
+def test_xla_adds_float16_over_devices_in_float32(op):
+    """As the kernels do. In float16 the first row would be infinite, and the second one 2048."""
+    lhs = np.array([[60000, 60000, -60000, -60000], [2048, 1, 1, 2]] * 2, np.float16)
+    rhs = np.eye(4, dtype=np.float16).sum(1, keepdims=True) * np.ones((1, 8), np.float16)
+    mesh = oracle.make_mesh(x=4)
+    out_spec = P() if op is overlap.matmul_all_reduce else P("x", None)
+    call = oracle.on_mesh(
+        mesh, lambda a, b: op(a, b, "x", implementation="xla"), (P(None, "x"), P("x", None)), out_spec
+    )
+    np.testing.assert_array_equal(np.asarray(call(lhs, rhs)), np.array([[0], [2052]] * 2) * np.ones((1, 8)))
+
+
+def test_a_reduction_of_a_product_with_a_constant():
+    """XLA for CPUs computes it wrongly if it sees the constant, forward and in gradients of a sum."""
+    lhs = np.random.default_rng(3).standard_normal((128, 128)).astype(np.float32)
+    mesh = oracle.make_mesh(x=1)
+    ones = jnp.ones((128, 128), jnp.float32)
+    gather = oracle.on_mesh(
+        mesh, lambda a: overlap.all_gather_lhs_matmul(a, ones, "x", implementation="xla"), P("x", None), P(None, "x")
+    )
+    spec = dict(lhs_sharding=P("x", None), rhs_sharding=P(None, "x"), out_sharding=P(None, "x"), mesh=mesh)
+    functions = (
+        lambda a: overlap.matmul(a, ones),
+        gather,
+        lambda a: overlap.sharded_matmul(a, ones, **spec),
+        jax.grad(lambda w, a: overlap.matmul(a, w).sum(), 0),
+        jax.grad(lambda w, a: overlap.sharded_matmul(a, w, **spec).sum(), 0),
+    )
+    # Sums of the rows, and of the columns in the gradients.
+    expected = lhs.astype(np.float64).sum() * 128
+    for f in functions[:3]:
+        np.testing.assert_allclose(jax.jit(lambda a, f=f: f(a).sum())(lhs), expected, rtol=1e-3)
+    for f in functions[3:]:
+        np.testing.assert_allclose(jax.jit(lambda w, a, f=f: f(w, a).sum())(lhs, lhs), expected, rtol=1e-3)

@@ -19,7 +19,7 @@ from overlap.collectives.gather import joined_kernel, lhs_kernel
 from overlap.collectives.gather.pull import PullTransport
 from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
-from overlap.frame.operands import Operands, Results, folded, sizes
+from overlap.frame.operands import Operands, Results, folded, sizes, summed_as
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
 from overlap.frame.signatures import Arguments, Leaf
 from overlap.kernels import limits, operations
@@ -131,8 +131,8 @@ class AllGather(Collective):
 
         def as_sent(x: jax.Array | None, dtype: Leaf) -> jax.Array | None:
             # Cotangents that are summed over devices are sent in the result's dtype, unless that has 8 bits: sums of
-            # 8-bit values are too inexact.
-            return None if x is None else x.astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
+            # 8-bit values are too inexact. Those of float16 could overflow.
+            return None if x is None else x.astype(summed_as(dtype) if dtype.itemsize > 1 else jnp.bfloat16)
 
         if self.along == "m":
             cotangents = dataclasses.replace(cotangents, lhs=as_sent(cotangents.lhs, wanted.lhs))
