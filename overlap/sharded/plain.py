@@ -28,6 +28,7 @@ from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.linear import Wanted, tangents_of
 from overlap.frame.operands import F32, Leaf, Operands, accumulator
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels.operations import SCATTER_N
 from overlap.sharded import partitions
 from overlap.sharded.dimensions import Dimensions
 from overlap.sharded.plan import ShardingPlan
@@ -126,6 +127,9 @@ class PlainProduct:
         n_of_out = range(rows, rows + self.dimensions.n)
 
         def multiplied(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            if self.plan.gathers and self.plan.spec is SCATTER_N:
+                # jax's partitioners (0.11.2, 0.12.0.1) multiply the wrong columns if they gather them inside the dot.
+                pair = self._gathered(pair, name)
             return self._dot(*pair, (k_of_lhs, k_of_rhs), out_dtype, self.out_spec)
 
         def backward(

@@ -150,6 +150,12 @@ RANKS = [
     (make_mesh(x=1, y=4), (B, M, K), FSDP),
     (AUTO, (2, 4, M, K), (P(None, "y", "x"), P(None, "y"), P(None, None, "x", "y"))),
     (AUTO, (8, 2, M, K), (P("x", None, None, "y"), P("y"), P(("x", "y")))),
+    # XLA's partitioner alone gets this wrong (findings/partitioner_columns.sh).
+    (
+        make_mesh(AxisType.Auto, x=2, y=2, z=2),
+        (B, M, K),
+        (P(("x", "y"), None, "z"), P("z", "y"), P(("x", "y"), None, "z")),
+    ),
 ]
 
 
@@ -160,7 +166,7 @@ def test_other_ranks_and_axes_of_one_device():
         layer = jax.jit(on(mesh, (of_lhs, of_rhs), of_out))
         out = layer(put(mesh, lhs, of_lhs), put(mesh, rhs, of_rhs), addend=addend)
         assert_same(out, np.matmul(lhs, rhs) + addend)
-        assert mesh is AUTO or jax.typeof(out).sharding.spec == of_out
+        assert AxisType.Auto in mesh.axis_types or jax.typeof(out).sharding.spec == of_out
 
 
 def test_all_arrays_are_converted_alike():

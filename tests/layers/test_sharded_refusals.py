@@ -65,7 +65,7 @@ REFUSED = [
     ({"activation": 3}, r"`activation` must be a function"),
     ({"implementation": "pallas"}, r"`implementation` must be None or one of"),
     ({"config": 3}, r"`config` must be None or an overlap.Config"),
-    ({"keep_gathered": 1}, r"`keep_gathered` must be True or False"),
+    ({"keep_gathered": 1}, r"`keep_gathered` must be True, False or None, got 1"),
     ({"rhs_sharding": [P(None, "y")] * 2}, r"`rhs_sharding`.*list of 1, got a list of 2"),
     ({"lhs": X.update(shape=(B, 0, K))}, r"`lhs` must not be empty, got 0 in dimension 1"),
     ({"rhs": [W, W.update(shape=(K, 0))]}, r"`rhs\[1\]` must not be empty, got 0 in dimension 1"),

@@ -155,6 +155,13 @@ NOT_USED = on(doctor.ASK_JAX_DEVICES, (False, "Unknown backend gpux")) | {
          ["No module named 'jax'", "pip install 'overlap[cuda13]'"]),
         ("jax", on(doctor.ASK_JAX, (False, "jaxlib is not compatible")) | {"installed": BOTH}, PROBLEM, [REINSTALL]),
         ("MPI", on(doctor.ASK_MPI, (False, "No module named 'mpi4py'")), NOTE, ["No module named 'mpi4py'"]),
+        ("MPI", {"launcher": "mpirun (Open MPI) 5.0.11"}, OK, ["Open MPI v5.0.11"]),
+        ("MPI", {"launcher": ""}, OK, []),
+        ("MPI", on(doctor.ASK_MPI, (True, "MPICH Version: 5.0.2")) | {"launcher": "HYDRA build details:"}, OK, []),
+        ("MPI", on(doctor.ASK_MPI, (True, "Intel(R) MPI Library 2021")) | {"launcher": "HYDRA build"}, OK, []),
+        ("MPI", on(doctor.ASK_MPI, (True, "MPICH Version: 5.0.2")) | {"launcher": "mpirun (Open MPI) 5.0.11"},
+         PROBLEM, ["MPICH Version: 5.0.2", "is Open MPI's", "uninstall one"]),
+        ("MPI", {"launcher": "HYDRA build details:"}, PROBLEM, ["Open MPI v5.0.11", "is MPICH's", "MPIRUN"]),
     ],
 )  # fmt: skip
 def test_what_each_check_finds(machine, monkeypatch, check, changes, status, said):
@@ -163,6 +170,8 @@ def test_what_each_check_finds(machine, monkeypatch, check, changes, status, sai
         monkeypatch.setenv(variable, value)
     if "installed" in changes:
         monkeypatch.setattr(doctor, "version_of", changes["installed"].get)
+    monkeypatch.setattr(doctor, "launcher_version", lambda mpirun: changes.get("launcher", ""))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
     if "plugin" in changes:
         monkeypatch.setattr(_cuda, "jax_plugin", lambda: None)
     fact = doctor.CHECKS[check](FINE)

@@ -51,6 +51,22 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def test_an_mpirun_that_is_a_script_finds_its_own_programs(tmp_path):
+    """Intel's is one. It looks for them on PATH, and its environment need not be active."""
+    scripts = {
+        "mpirun": '[ "$1" != --version ] || { echo "Intel(R) MPI"; exit; }\nexec helper.of.mpirun "$@"\n',
+        "helper.of.mpirun": 'echo "helped: $*"\n',
+    }
+    for name, text in scripts.items():
+        path = tmp_path / name
+        path.write_text("#!/usr/bin/env bash\n" + text)
+        path.chmod(0o755)
+    line = [REPOSITORY / "launch" / "mpirun.sh", "-np", "3", "--", sys.executable, "-c", "1"]
+    variables = os.environ | {"MPIRUN": str(tmp_path / "mpirun"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()[:3]) == (0, ["helped:", "-np", "3"]), done.stderr
+
+
 _WAITED = r"rank 0 of 2 on \S+ has waited in MPI for 2 s \(`timeout_s`\): at least one rank"
 _ABSENT = r"1 of 2 processes did not come to overlap.initialize\(\) within 2 s: rank 1\."
 
