@@ -278,7 +278,7 @@ def sharded_matmul(
       rhs: global [k, n], or [n, k] with `transpose_rhs`, in the same dtype. Or a list or tuple of such matrices, each
         with its own n, which share the gather of `lhs`; all must be sharded alike. k and n may each be several
         dimensions, as in weights of attention; the first of them may be sharded (heads, but not head_dim).
-      out_sharding: a PartitionSpec (or NamedSharding) of the result; one for all results, if there are several. If `rhs` has more than two
+      out_sharding: a PartitionSpec (or NamedSharding) of the result, one for all results. If `rhs` has more than two
         dimensions, it has an entry for each dimension of the result, which says how many dimensions are contracted:
         P(None, None, "tensor", None) for [b, s, features] @ [features, heads, head_dim], P(None, "tensor", None) for
         [b, s, heads, head_dim] @ [heads, head_dim, features].
