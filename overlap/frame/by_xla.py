@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from overlap.frame import block_scales
+from overlap.frame import arguments, block_scales
 from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import Operands, accumulator
 from overlap.kernels.operations import OperandLayouts
+from overlap.primitives.types import Tree
 
 
 def products(
@@ -59,3 +62,14 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
 
     axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
+
+
+def in_device_memory(function: Callable[[Tree], jax.Array], operands: Tree) -> jax.Array:
+    """Returns `function(operands)` where it needs arrays in device memory. Of operands in host memory so is the result.
+
+    All operands are in one memory (`arguments.one_memory`).
+    """
+    if {arguments.memory(x) for x in jax.tree.leaves(operands)} <= {"device"}:
+        return function(operands)
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    return jax.device_put(function(jax.device_put(operands, device)), host)
