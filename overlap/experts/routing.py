@@ -75,7 +75,8 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
         routes are dropped: they compute nothing and add nothing. None: nothing is dropped.
 
     Returns:
-      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less.
+      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less or T is a
+      symbol of `jax.export`.
       Deterministic. A token that chooses one expert several times may need more rows than there are; such routes are
       dropped and counted, the last ones first.
 

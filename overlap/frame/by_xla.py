@@ -65,11 +65,9 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
 
 
 def in_device_memory(function: Callable[[Tree], jax.Array], operands: Tree) -> jax.Array:
-    """Returns `function(operands)` where it needs arrays in device memory. Of operands in host memory so is the result.
-
-    All operands are in one memory (`arguments.one_memory`).
-    """
-    if {arguments.memory(x) for x in jax.tree.leaves(operands)} <= {"device"}:
+    """Calls `function` with the operands in device memory. Its result is brought to where the first operand lies."""
+    leaves = jax.tree.leaves(operands)
+    if all(arguments.memory(x) == "device" for x in leaves):
         return function(operands)
-    host, device = jax.memory.Space.Host, jax.memory.Space.Device
-    return jax.device_put(function(jax.device_put(operands, device)), host)
+    result = function(jax.device_put(operands, jax.memory.Space.Device))
+    return result if arguments.memory(leaves[0]) == "device" else jax.device_put(result, jax.memory.Space.Host)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
@@ -118,7 +119,7 @@ def require_same_devices(named: Sequence[tuple[str, Leaf]]) -> None:
     """
     first: tuple[str, set[object]] | None = None
     for name, x in named:
-        if not getattr(x, "committed", False):
+        if isinstance(x, Tracer) or not getattr(x, "committed", False):
             continue
         devices = x.sharding.device_set
         first = first or (name, devices)

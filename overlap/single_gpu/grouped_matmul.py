@@ -128,7 +128,9 @@ def multiplied(
     out_dtype = arguments.result_dtype(preferred_element_type, operands.lhs.dtype)
     operands = _with_vectors(operands, container, transpose_rhs, bias, lhs_scale, rhs_scale)
     combines = _combines(activation, rhs, container, _NAMES)
-    why_not, target = why_not_fused(operands.named), dispatch.target()
+    # The sizes are computed with first, wherever they are.
+    why_not = why_not_fused([(name, x) for name, x in operands.named if name != "group_sizes"])
+    target = dispatch.target()
     must_fuse = implementation == "fused"
     product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, must_fuse, clears=clears)
     if config is not None and not why_not:

@@ -20,7 +20,7 @@ from overlap.choice import dispatch
 from overlap.experts import chunks as chunks_of_rows
 from overlap.experts import operations, row_kernels, rows
 from overlap.experts.routing import Routing
-from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
+from tests.ops.expert_cases import Case, exact, gated, kept, layer, on_devices, operands, program, routings
 from tests.oracle import ALLOWED, make_mesh
 
 pytestmark = pytest.mark.one_jax
@@ -71,6 +71,31 @@ def test_results_and_gradients(name: str, kind: str) -> None:
     assert_as_near((out, grads), (out_xla, grads_xla), (expected, expected_grads), context)
     again = program(case)(given, ids, weights)
     np.testing.assert_array_equal(again[0][1][0], out)
+
+
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_jax_looks_for_nan(jitted: bool) -> None:
+    """Rows that are not in use hold none then, and a NaN of another operation is reported for that operation."""
+    case = Case(1, 4, 2, 3, axes=(), **FUSED)
+    given, ids = half(operands(case, 0)), routings(case, 0)["ids out of range"]
+
+    def run(given: Any, shift: Any, ids: Any) -> jax.Array:
+        routing = overlap.route(ids, case.experts, None)
+        hidden = overlap.all_gather_lhs_grouped_matmul(
+            given["x"], [given["w_gate"], given["w_up"]], routing, None, activation=gated, implementation="fused"
+        )
+        out = overlap.grouped_matmul_reduce_scatter(
+            hidden, given["w_down"], given["gates"], routing, None, implementation="fused"
+        )
+        return jnp.log(jnp.abs(out.astype(jnp.float32)).sum() + shift)
+
+    grad = jax.grad(run)
+    with jax.debug_nans(True):
+        found = (jax.jit(grad) if jitted else grad)(given, 1.0, ids)
+        with pytest.raises(FloatingPointError, match=r"\(nan\) encountered in log"):
+            (jax.jit(run) if jitted else run)(given, -1e9, ids)
+    for name in ("x", "gates", "w_gate", "w_up", "w_down"):
+        assert np.isfinite(np.asarray(found[name], np.float32)).all() and np.asarray(found[name]).any()
 
 
 def scanned(run: Any, given: Any, ids: Any) -> Any:
