@@ -13,7 +13,6 @@ transposes. The products are `grouped_matmul`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +33,7 @@ from overlap.frame.peers import require_peers, untried
 from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
+from overlap.primitives.types import Tree
 from overlap.single_gpu.grouped_matmul import multiplied, require_one_device, require_operands
 
 
@@ -89,7 +89,8 @@ def all_gather_lhs_grouped_matmul(
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
     op = "all_gather_lhs_grouped_matmul"
-    tokens, weights, why_not = _checked(op, implementation, routing, "x", x, w, transpose_rhs, bias, activation)
+    tokens, weights = _checked(routing, "x", x, w, transpose_rhs, bias, activation)
+    why_not = _why_not_fused(op, implementation, routing, {"x": tokens, "w": weights, "bias": bias})
     if tokens.dtype in FLOAT8:
         raise ValueError(
             f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
@@ -160,11 +161,10 @@ def grouped_matmul_reduce_scatter(
     Source: as for `all_gather_lhs_grouped_matmul`.
     """
     op = "grouped_matmul_reduce_scatter"
+    lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
-    lhs, weights, why_not = _checked(
-        op, implementation, routing, "h", h, w, transpose_rhs, bias, more={"gates": factors}
-    )
+    why_not = _why_not_fused(op, implementation, routing, {"h": lhs, "w": weights, "gates": factors, "bias": bias})
     axis_name = _require_tokens("gates", factors, routing, op, axis_name)
     rows, k = routing.tokens.shape[0], routing.positions.shape[1]
     if lhs.shape[0] != rows:
@@ -190,26 +190,31 @@ def grouped_matmul_reduce_scatter(
     return in_device_memory(run, (lhs, factors, weights, bias))
 
 
-def _checked(
-    op: str,
-    implementation: Implementation | None,
-    routing: Given,
-    name: str,
-    lhs: Given,
-    w: Given,
-    transpose_rhs: Given,
-    bias: Given,
-    activation: Given = None,
-    more: Mapping[str, Leaf] = MappingProxyType({}),
-) -> tuple[Leaf, Leaf, str]:
-    """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
-
-    Returns also why no kernel can be built for the operands; empty if one might be. `more`: further operands by name.
+def _why_not_fused(
+    op: str, implementation: Implementation | None, routing: Routing, operands: Mapping[str, Tree]
+) -> str:
+    """Says why no kernel can be built for these operands, whatever the device; empty if one might be.
 
     Raises:
-      ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other,
-        or lie on different devices or in different memories.
+      ValueError: there is no such implementation; the operands are on different devices or in different memories.
       NotImplementedError: the operands are on a mesh with Explicit axes.
+    """
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    named = [(name, x) for name, value in operands.items() for x in jax.tree.leaves(value)]
+    with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
+    require_one_device(op, [x for _, x in with_routes], implementation)
+    if not isinstance(jnp.zeros(()), Tracer):  # Outside of `jax.jit`.
+        require_same_devices(with_routes)
+    return why_not_fused(named)
+
+
+def _checked(
+    routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given, bias: Given, activation: Given = None
+) -> tuple[Leaf, Leaf]:
+    """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
+
+    Raises:
+      ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
@@ -234,18 +239,12 @@ def _checked(
                 f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
             )
     found = [*weights.values()] if several else weights["w"]
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    named = [(name, lhs), *weights.items(), *more.items(), *[("bias", x) for x in jax.tree.leaves(bias)]]
-    with_routes = [*named, *[("routing", x) for x in jax.tree.leaves(routing)]]
-    require_one_device(op, [x for _, x in with_routes], implementation)
-    if not isinstance(jnp.zeros(()), Tracer):  # Outside of `jax.jit`.
-        require_same_devices(with_routes)
     # `grouped_matmul` would name its own arguments. Only the types are checked: nothing is computed.
     jax.eval_shape(lambda: require_operands(
         lhs, found, routing.group_sizes, names=(name, "w"), bias=bias, activation=activation,
         transpose_rhs=is_transposed,
     ))  # fmt: skip
-    return lhs, found, why_not_fused(named)
+    return lhs, found
 
 
 def _movement(

@@ -233,21 +233,25 @@ class ExpertMLP(Parallel):
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         tokens = jnp.float32(squares.size)
         if mask is not None:
-            chosen, probabilities = jnp.where(mask[..., None], chosen, -1), jnp.where(mask[..., None], probabilities, 0)
-            squares, tokens = jnp.where(mask, squares, 0), jnp.maximum(mask.sum(dtype=jnp.float32), 1)
+            chosen = jnp.where(mask[..., None], chosen, -1)
+            probabilities = jnp.where(mask[..., None], probabilities, 0)
+            squares = jnp.where(mask, squares, 0)
+            tokens = jnp.maximum(mask.sum(dtype=jnp.float32), 1)
         is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
         gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
         if self.normalize_gates:
             total = gates.sum(-1, keepdims=True)
             gates /= total if mask is None else jnp.where(mask[..., None], total, 1)
-        every, routes = tuple(range(x.ndim - 1)), tokens * self.experts_per_token
+        every = tuple(range(x.ndim - 1))
+        routes = tokens * self.experts_per_token
         share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
         balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
         return gates, chosen, balance, squares.sum() / tokens, routes
 
     def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""
-        mesh, between, shape = mesh_in_use(self), spec_between_layers(self, x.shape), x.shape
+        mesh, shape = mesh_in_use(self), x.shape
+        spec = between = spec_between_layers(self, shape)
         # The devices along `axis` share the tokens of one such group.
         groups = devices_along(self, self.batch_axis) if x.ndim > 2 else 1
         tokens = math.prod(shape[:-1]) // groups
@@ -259,18 +263,16 @@ class ExpertMLP(Parallel):
                     "program for each size, or leave capacity_factor out"
                 )
             capacity = math.ceil(self.capacity_factor * tokens * self.experts_per_token / self.num_experts)
-        spec = between
-        parts = {"x": (x, 0), "gates": (gates, 0), "chosen": (chosen, -1)}
         if not self.sequence_parallel:
             # Each device along `axis` has all tokens of its group: let it bring a part of them to the experts.
             spec = P(self.batch_axis if x.ndim > 2 else None, self.axis, None)
             more = [(0, 0), (0, -tokens % devices_along(self, self.axis)), (0, 0)]
-            parts = {
-                name: (jnp.pad(self._reshaped(value, (groups, tokens, value.shape[-1]), P(spec[0], None, None)), more,
-                               constant_values=empty), empty)
-                for name, (value, empty) in parts.items()
-            }  # fmt: skip
-        parts = {name: value for name, (value, _) in parts.items()}
+
+            def padded(value: jax.Array, empty: int) -> jax.Array:
+                of_groups = self._reshaped(value, (groups, tokens, value.shape[-1]), P(spec[0], None, None))
+                return jnp.pad(of_groups, more, constant_values=empty)
+
+            x, gates, chosen = padded(x, 0), padded(gates, 0), padded(chosen, -1)
         kernels = {"gate": self.gate, "up": self.up, "down": self.down}
         weights = {name: module.kernel[...] for name, module in kernels.items()}
         for name, one in weights.items():
@@ -282,8 +284,8 @@ class ExpertMLP(Parallel):
                     "load weights that are stored [experts, out, in] as weights.swapaxes(1, 2)"
                 )
         weights |= {f"{name}.bias": module.bias[...] for name, module in kernels.items() if module.bias is not None}
-        promoted = dtypes.promote_dtype((parts["x"], *weights.values()), dtype=self.dtype)
-        parts |= dict(zip(("x", *weights), promoted, strict=True))
+        promoted = dtypes.promote_dtype((x, *weights.values()), dtype=self.dtype)
+        parts = dict(zip(("x", *weights), promoted, strict=True)) | {"gates": gates, "chosen": chosen}
         specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
         specs |= dict.fromkeys(("x", "gates", "chosen"), spec)
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
@@ -293,8 +295,9 @@ class ExpertMLP(Parallel):
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         if not self.sequence_parallel:
-            gathered = NamedSharding(mesh, P(spec[0], None, None))
-            out = (jax.reshard if sharded.explicit_axes(mesh) else lax.with_sharding_constraint)(out, gathered)
+            whole = P(spec[0], None, None)
+            is_explicit = bool(sharded.explicit_axes(mesh))
+            out = jax.reshard(out, NamedSharding(mesh, whole)) if is_explicit else placed(self, out, whole)
             out = self._reshaped(out[:, :tokens], shape, between)
         return out, dropped
 

@@ -221,7 +221,7 @@ def test_a_configuration_is_checked_first_even_if_xla_runs(op):
             with jax.set_mesh(make_mesh(x=2)):
                 return answer(overlap.sharded_matmul, X, W, **SHARDED, **more, config=config)
         if op in GROUPED:
-            return overlap.explain(on_devices(op, **more, config=config)[0], X, W)
+            return overlap.explain(on_devices(op, **more, config=config)[0], struct(128, 128), struct(128, 256))
         return explain(op, *good(op), **more, config=config)
 
     takes_activation = {"activation": activation} if op in ("matmul", *SUMS, *GROUPED[:2]) else {}
