@@ -110,7 +110,7 @@ def lists(case: Case, ids: jax.Array) -> Any:
     return jax.tree.map(lambda x: x[None], overlap.route(ids, case.experts, case.axis, capacity=case.capacity))
 
 
-@pytest.mark.parametrize("capacity", [None, 70])
+@pytest.mark.parametrize("capacity", [70, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_number_of_tokens_that_is_a_symbol(capacity: int | None) -> None:
     case = Case(1, 150, 2, 6, capacity, axes=())
     ids = routings(case, secrets.randbits(32))["ids out of range"]
