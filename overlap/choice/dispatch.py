@@ -244,18 +244,21 @@ def decide_unmodeled(
     serve: Callable[[], tuple[Config | None, str]],
     *,
     reason: str,
+    why_not: str = "",
     why_not_by_default: str | None = None,
     shapes: str = "",
 ) -> Explanation:
     """As `decide`, for an operation of whose times there is no model: the kernels, wherever they serve a measured GPU.
 
     `serve()` returns the kernels' configuration and its source, or raises NotImplementedError. `reason` says why the
-    kernels are chosen, if the caller does not ask for them.
+    kernels are chosen, if the caller does not ask for them; `why_not` why no kernel can be built, whatever the device.
     """
 
     def by_xla(reason: str, cause: Cause) -> Explanation:
         return Explanation(op, "xla", None, reason, cause, device, shapes=shapes)
 
+    if why_not:
+        return dataclasses.replace(leave_to_xla(op, implementation, device, why_not), shapes=shapes)
     if implementation == "xla":
         return by_xla("asked for", Cause.ASKED_FOR)
     if implementation is None and device.platform == "cpu" and not is_collecting():

@@ -12,9 +12,11 @@ transposes. The products are `grouped_matmul`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from overlap import emulation
@@ -24,10 +26,14 @@ from overlap.experts.routing import Routing, axis_of
 from overlap.experts.rows import Movement, added, copied
 from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
+from overlap.frame.by_xla import in_device_memory
+from overlap.frame.call import why_not_fused
 from overlap.frame.explain import record
 from overlap.frame.peers import require_peers, untried
+from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
+from overlap.primitives.types import Tree
 from overlap.single_gpu.grouped_matmul import multiplied, require_one_device, require_operands
 
 
@@ -84,17 +90,23 @@ def all_gather_lhs_grouped_matmul(
     """
     op = "all_gather_lhs_grouped_matmul"
     tokens, weights = _checked(routing, "x", x, w, transpose_rhs, bias, activation)
+    why_not = _why_not_fused(op, implementation, routing, {"x": tokens, "w": weights, "bias": bias})
     if tokens.dtype in FLOAT8:
         raise ValueError(
             f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
         )
     axis_name = _require_tokens("x", tokens, routing, op, axis_name)
-    movement = _movement(op, tokens, routing, axis_name, implementation)
-    return multiplied(
-        copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
-        activation=activation, preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs,
-        config=config, implementation=implementation,
-    )  # fmt: skip
+    movement = _movement(op, tokens, routing, axis_name, implementation, why_not)
+
+    def run(given: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
+        tokens, weights, bias = given
+        return multiplied(
+            copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
+            activation=activation, preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs,
+            config=config, implementation=implementation,
+        )  # fmt: skip
+
+    return in_device_memory(run, (tokens, weights, bias))
 
 
 def grouped_matmul_reduce_scatter(
@@ -152,6 +164,7 @@ def grouped_matmul_reduce_scatter(
     lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
+    why_not = _why_not_fused(op, implementation, routing, {"h": lhs, "w": weights, "gates": factors, "bias": bias})
     axis_name = _require_tokens("gates", factors, routing, op, axis_name)
     rows, k = routing.tokens.shape[0], routing.positions.shape[1]
     if lhs.shape[0] != rows:
@@ -164,12 +177,35 @@ def grouped_matmul_reduce_scatter(
             f"`gates` must have an entry for each of the {k} experts that a token chose, got {factors.shape[1]}: pass "
             "[T, k], as the ids that `route` got"
         )
-    products = multiplied(
-        lhs, weights, routing.group_sizes, clears=(False, True), bias=bias,
-        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
-        implementation=implementation,
-    )  # fmt: skip
-    return added(products, factors, routing, _movement(op, products, routing, axis_name, implementation))
+
+    def run(given: tuple[jax.Array, jax.Array, Leaf, Leaf]) -> jax.Array:
+        lhs, factors, weights, bias = given
+        products = multiplied(
+            lhs, weights, routing.group_sizes, clears=(False, True), bias=bias,
+            preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+            implementation=implementation,
+        )  # fmt: skip
+        return added(products, factors, routing, _movement(op, products, routing, axis_name, implementation, why_not))
+
+    return in_device_memory(run, (lhs, factors, weights, bias))
+
+
+def _why_not_fused(
+    op: str, implementation: Implementation | None, routing: Routing, operands: Mapping[str, Tree]
+) -> str:
+    """Says why no kernel can be built for these operands, whatever the device; empty if one might be.
+
+    Raises:
+      ValueError: there is no such implementation; the operands are on different devices or in different memories.
+      NotImplementedError: the operands are on a mesh with Explicit axes.
+    """
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    named = [(name, x) for name, value in operands.items() for x in jax.tree.leaves(value)]
+    with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
+    require_one_device(op, [x for _, x in with_routes], implementation)
+    if not isinstance(jnp.zeros(()), Tracer):  # Outside of `jax.jit`.
+        require_same_devices(with_routes)
+    return why_not_fused(named)
 
 
 def _checked(
@@ -212,15 +248,16 @@ def _checked(
 
 
 def _movement(
-    op: str, moved: jax.Array, routing: Routing, axis_name: AxisName | None, implementation: Implementation | None
-) -> Movement:
+    op: str, moved: jax.Array, routing: Routing, axis_name: AxisName | None, implementation: Implementation | None,
+    why_not: str,
+) -> Movement:  # fmt: skip
     """Chooses what moves tokens and rows: the kernels wherever they can on a measured GPU, else XLA.
+
+    `why_not` says why no kernel can be built, whatever the device; empty if one might be.
 
     Raises:
       NotImplementedError: the caller asked for the kernels, and they cannot serve the call.
     """
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    require_one_device(op, [moved], implementation)
     movement = Movement(axis_name, dispatch.target(), implementation == "fused")
     plan = movement.plan(moved.shape[1], moved.dtype, routing)
 
@@ -235,7 +272,7 @@ def _movement(
 
     choice = dispatch.decide_unmodeled(
         op, implementation, plan.target, serve, reason="XLA also moves the rows that are not in use",
-        why_not_by_default=None if plan.group is None else untried(plan.group),
+        why_not=why_not, why_not_by_default=None if plan.group is None else untried(plan.group),
         shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}",
     )  # fmt: skip
     record(choice)

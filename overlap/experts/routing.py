@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -74,7 +75,8 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
         routes are dropped: they compute nothing and add nothing. None: nothing is dropped.
 
     Returns:
-      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less.
+      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less or T is a
+      symbol of `jax.export`.
       Deterministic. A token that chooses one expert several times may need more rows than there are; such routes are
       dropped and counted, the last ones first.
 
@@ -95,7 +97,8 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     experts = gathered(experts, axis_name)
     tokens, k = experts.shape
     routes, rows = tokens * k, tokens * min(k, owned)
-    rows = rows if capacity is None else min(rows, owned * capacity)
+    if capacity is not None:  # The number of tokens may be a symbol of `jax.export`, which cannot be compared.
+        rows = owned * capacity if jax.export.is_symbolic_dim(rows) else min(rows, owned * capacity)
     own = experts - first
     # Routes that this device does not compute have a group of their own, the last one.
     group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
@@ -115,18 +118,28 @@ def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
     A sort would be many kernels of XLA. Here a product with a triangular matrix counts within blocks of tokens, which
     is exact also where XLA rounds operands to bfloat16 or TF32: they are integers up to k, and sums are in float32.
     """
-    (tokens, k), size = group.shape, max(1, min(_BLOCK, group.shape[0]))
+    tokens, k = group.shape
     is_of = (group[..., None] == jnp.arange(groups)).sum(1, dtype=jnp.int32)
+    if jax.export.is_symbolic_dim(tokens):
+        before, total = jnp.cumsum(is_of, axis=0, dtype=jnp.int32) - is_of, is_of.sum(0, dtype=jnp.int32)
+    else:
+        before, total = _counted_in_blocks(is_of)
+    of_route = jnp.take_along_axis(before, group, axis=1, mode="clip")
+    # A token should not choose an expert twice; if it does, its earlier slots come first.
+    twice = ((group[:, :, None] == group[:, None, :]) & jnp.tri(k, k=-1, dtype=bool)).sum(2, dtype=jnp.int32)
+    return of_route + twice, total
+
+
+def _counted_in_blocks(is_of: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums of the rows before each row, [tokens, groups], and of all rows."""
+    (tokens, groups), size = is_of.shape, max(1, min(_BLOCK, is_of.shape[0]))
     blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
     within = jnp.einsum("ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.float32), blocks.astype(jnp.float32))
     within = within.astype(jnp.int32)
     of_block = blocks.sum(1, dtype=jnp.int32)
     earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
     before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
-    of_route = jnp.take_along_axis(before.reshape(-1, groups)[:tokens], group, axis=1, mode="clip")
-    # A token should not choose an expert twice; if it does, its earlier slots come first.
-    twice = ((group[:, :, None] == group[:, None, :]) & jnp.tri(k, k=-1, dtype=bool)).sum(2, dtype=jnp.int32)
-    return of_route + twice, of_block.sum(0, dtype=jnp.int32)
+    return before.reshape(-1, groups)[:tokens], of_block.sum(0, dtype=jnp.int32)
 
 
 def gathered(value: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -172,9 +185,10 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
     experts = jnp.asarray(experts) if hasattr(experts, "dtype") else experts
     kind = getattr(experts, "dtype", None)
     if kind is None or not jnp.issubdtype(kind, jnp.integer) or experts.ndim != 2 or not experts.shape[1]:
+        found = shown(experts) if kind is not None else f"{type(experts).__name__} {shown(experts)}"
         raise ValueError(
-            f"`experts` must be integers [tokens, k], the experts that each token chose, got {shown(experts)}: pass "
-            "the indices of lax.top_k, of rank 2"
+            f"`experts` must be integers [tokens, k], the experts that each token chose, got {found}: pass the "
+            "indices of lax.top_k, of rank 2, as an array (jnp.asarray)"
         )
     is_number = isinstance(num_experts, (int, np.integer)) and not isinstance(num_experts, bool)
     if not is_number or num_experts < 1:
@@ -194,14 +208,17 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
             f"`experts` must choose at most num_experts={count} experts for a token, got k={experts.shape[1]}: the "
             "experts of a token must differ"
         )
-    if (routes := devices * experts.size) > _MOST:
+    routes = devices * experts.size
+    is_symbol = jax.export.is_symbolic_dim(routes)  # Such a number cannot be compared.
+    if not is_symbol and routes > _MOST:
         raise ValueError(
             f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
             "calls"
         )
     capacity = _capacity(capacity)
     # An expert never has more rows than there are routes.
-    return experts.astype(jnp.int32), count // devices, None if capacity is None or capacity >= routes else capacity
+    capacity = None if capacity is None or (not is_symbol and capacity >= routes) else capacity
+    return experts.astype(jnp.int32), count // devices, capacity
 
 
 def _capacity(value: Given) -> int | None:

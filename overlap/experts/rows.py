@@ -12,7 +12,7 @@ So a derivative of one map is made of the other two, and so is every further der
 may change. Sums are in float32; those of other devices are rounded before they travel.
 
 Kernels compute them (`row_kernels.py`), or XLA with its own collectives. Rows behind the last one in use are not read.
-Where rows are written, they are zero by XLA, and undefined by the kernel.
+Where rows are written, they are zero by XLA, and undefined by the kernel; zero by both where jax looks for NaN.
 
 tokens: [T, h]. rows: [C, h]. gates: [T, k], or None where all are 1. See `Routing` for the letters.
 """
@@ -39,6 +39,7 @@ from overlap.experts.routing import Routing, gathered
 from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
+from overlap.kernels.launch import checks_numbers
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup
 
@@ -174,6 +175,8 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
     tokens, rows, gates = factors
     given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
     given["gates"] = None if gates is None else movement.gathered(gates.astype(jnp.float32))
+    if by == ROWS and checks_numbers():
+        given["filled"] = routing.filled
     out = _launched(by, plan, movement.must_fuse, {name: x for name, x in given.items() if x is not None})
     return movement.scattered(out) if by == GATES else out
 
@@ -181,13 +184,15 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # Equal kernels are traced once, and lowered once per program.
 def _launched(by: _Argument, plan: RowsPlan, must_fuse: bool, given: dict[str, jax.Array]) -> jax.Array:
     kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
+    filled = given.get("filled")
+    given = {name: x for name, x in given.items() if name != "filled"}
     otherwise = None if must_fuse or plan.group is not None else functools.partial(_on_one_device, by, plan)
 
     @sequential_vmap
     def run(given: dict[str, jax.Array]) -> jax.Array:
         return kernel(given, plan, otherwise)[("sums", "rows", "products")[by]]
 
-    return run(given)
+    return run(given) if filled is None else jnp.where(filled[:, None], run(given), 0)
 
 
 def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> row_kernels.Arrays:

@@ -124,7 +124,12 @@ def traced(
     if not least <= arrays <= most:
         wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as there are right operands,"
         count = least if arrays < least else most
-        raise ValueError(f"`activation` must be a function of {wanted} got {_name(function)}, which takes {count}")
+        way_out = "give one that does"
+        if arrays == 1 < least:
+            way_out = f"split right operands that are joined, jnp.split(weights, {least}, axis=-1), and pass the list"
+        raise ValueError(
+            f"`activation` must be a function of {wanted} got {_name(function)}, which takes {count}: {way_out}"
+        )
     # The traced function is used inside kernels, and outside on values that may vary along any mesh axes. So its own
     # types must say nothing of a mesh.
     with typeless():
@@ -153,7 +158,16 @@ def by_itself(function: Callable[..., jax.Array], batch: tuple[int, ...] = ()) -
 
     def apply(*values: jax.Array) -> jax.Array:
         given = [x.reshape(*batch, *x.shape[-2:]) if batch and x.ndim > 2 else x for x in values]
-        result = function(*given)
+        try:
+            result = function(*given)
+        except (IndexError, TypeError, ValueError) as wrong:
+            if _arrays_of(function) != (0, math.inf):
+                raise
+            raise ValueError(
+                f"`activation` must say by its parameters how many arrays it takes, got {_name(function)}, which takes "
+                f"any number, and fails for {len(given)} ({type(wrong).__name__}: {wrong}): name them, as in "
+                "lambda gate, up: …"
+            ) from wrong
         if getattr(result, "shape", None) != given[0].shape or jnp.iscomplexobj(result):
             raise ValueError(
                 f"`activation` must return one real array of its argument's shape {given[0].shape}, got "

@@ -27,7 +27,8 @@ _MOST_CHARACTERS = 80
 def shown(value: Given) -> str:
     """A value as messages show it: at most 80 characters; for an array its shape and dtype instead of its entries."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{type(value).__name__} of shape {tuple(np.shape(value))} and dtype {value.dtype}"
+        kind = "an array" if isinstance(value, jax.Array) else type(value).__name__
+        return f"{kind} of shape {tuple(np.shape(value))} and dtype {value.dtype}"
     text = repr(value)
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax import lax
 from jax.typing import DTypeLike
 
-from overlap.frame import block_scales
+from overlap.frame import arguments, block_scales
 from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import Operands, accumulator
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import current_target
+from overlap.primitives.types import Tree
 
 
 def products(
@@ -71,3 +74,12 @@ def guarded(rhs: jax.Array, mesh: AnyMesh | None = None) -> jax.Array:
     see the constant.
     """
     return lax.optimization_barrier(rhs) if current_target(mesh).platform == "cpu" else rhs
+
+
+def in_device_memory(function: Callable[[Tree], jax.Array], operands: Tree) -> jax.Array:
+    """Calls `function` with the operands in device memory. Its result is brought to where the first operand lies."""
+    leaves = jax.tree.leaves(operands)
+    if all(arguments.memory(x) == "device" for x in leaves):
+        return function(operands)
+    result = function(jax.device_put(operands, jax.memory.Space.Device))
+    return result if arguments.memory(leaves[0]) == "device" else jax.device_put(result, jax.memory.Space.Host)

@@ -10,14 +10,14 @@ The fused kernel lies behind a primitive of jax (`primitive.py`), which has its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import arguments, sharded
 from overlap.frame.explain import record
-from overlap.frame.operands import Operands, sizes
+from overlap.frame.operands import Leaf, sizes
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.primitive import fused
 from overlap.frame.signatures import Arguments
@@ -42,7 +42,7 @@ def decide(operation: Operation, call: Call, asked: dispatch.Asked) -> dispatch.
 
     _settings.require_valid()
     target = dispatch.target()
-    if reason := _why_not_fused(call.operands):
+    if reason := why_not_fused(call.operands.named):
         choice = dispatch.leave_to_xla(operation.name, asked.implementation, target, reason)
     else:
         problem = operation.problem(call.operands, call.layouts, call.out_dtype)
@@ -56,11 +56,14 @@ def _shapes(call: Call) -> str:
     return f"{m}x{'+'.join(map(str, widths))}x{k} {call.operands.lhs.dtype.name}"
 
 
-def _why_not_fused(operands: Operands) -> str:
-    """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be."""
-    if (memory := arguments.one_memory(operands.named)) != "device":
+def why_not_fused(named: Sequence[tuple[str, Leaf]]) -> str:
+    """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be.
+
+    Each operand comes after its name.
+    """
+    if (memory := arguments.one_memory(named)) != "device":
         return f"the fused kernel reads device memory, got operands in {memory} memory: jax.device_put them first"
-    shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in operands.named]
+    shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in named]
     return next(filter(None, (arguments.why_symbolic(*shape) for shape in shapes)), "")
 
 

@@ -40,6 +40,7 @@ _GIVEN_AS = {
     "rhs_block_scales": "rhs_scale",
     "more_lefts": "lhs",
     "more_rights": "rhs",
+    "sizes": "group_sizes",
 }
 # A result for each right operand, and the gathered left operand if the caller asked for it, or the gathered passenger.
 Results = tuple[tuple[jax.Array, ...], jax.Array | None]
@@ -83,8 +84,7 @@ class Operands:
     @property
     def named(self) -> list[tuple[str, Leaf]]:
         """Each array that is given, after the name of the argument that it comes from."""
-        with_fields = [(keystr(path[:1], simple=True), x) for path, x in tree_leaves_with_path(self)]
-        return [(_GIVEN_AS.get(field, field), x) for field, x in with_fields]
+        return named_arrays(self)
 
     @property
     def matrices(self) -> Operands:
@@ -136,6 +136,12 @@ class Operands:
         nothing = (None,) * len(self.rhs_list)
         columns = [x or nothing for x in (self.column_scales, self.biases, self.addends)]
         return list(zip(self.rhs_list, *columns, strict=True))
+
+
+def named_arrays(operands: Any) -> list[tuple[str, Leaf]]:
+    """Each array of a dataclass of operands, after the name of the argument that it comes from."""
+    with_fields = [(keystr(path[:1], simple=True), x) for path, x in tree_leaves_with_path(operands)]
+    return [(_GIVEN_AS.get(field, field), x) for field, x in with_fields]
 
 
 def rhs_names(container: type | None, count: int, name: str = "rhs") -> list[str]:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
@@ -101,7 +102,7 @@ class _Static:
 
 @_operation_p.def_impl
 def _run(*leaves: jax.Array, static: _Static) -> list[jax.Array]:
-    _require_same_devices(jax.tree.unflatten(static.operands, leaves))
+    require_same_devices(jax.tree.unflatten(static.operands, leaves).named)
     return _compiled(*leaves, traced=static.traced)
 
 
@@ -111,11 +112,14 @@ def _compiled(*leaves: jax.Array, traced: core.ClosedJaxpr) -> list[jax.Array]:
     return core.jaxpr_as_fun(traced)(*leaves)
 
 
-def _require_same_devices(operands: Operands) -> None:
-    """Raises ValueError if two operands were put on different devices, since jax's own message names none."""
+def require_same_devices(named: Sequence[tuple[str, Leaf]]) -> None:
+    """Raises ValueError if two operands were put on different devices, since jax's own message names none.
+
+    Each operand comes after its name. Call it where the operands are values: as constants of a program they may differ.
+    """
     first: tuple[str, set[object]] | None = None
-    for name, x in operands.named:
-        if not getattr(x, "committed", False):
+    for name, x in named:
+        if isinstance(x, Tracer) or not getattr(x, "committed", False):
             continue
         devices = x.sharding.device_set
         first = first or (name, devices)

@@ -67,6 +67,14 @@ def sealed(
     return run
 
 
+def checks_numbers() -> bool:
+    """Whether jax looks for NaN or infinity in each result (`jax_debug_nans`): no result may then have undefined rows.
+
+    jax reads these settings when a program runs, and this function when it is traced. So they must be set before.
+    """
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
 def leave_to_xla(op: str, reason: str, *, must_fuse: bool) -> None:
     """Warns, once for each reason, that XLA runs in the kernel's place.
 

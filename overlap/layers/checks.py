@@ -47,6 +47,21 @@ def check_dtypes(layer: str, **dtypes: Any) -> None:
             raise ValueError(f"{layer}: {name} must be a floating-point dtype, got {found.name}: {way_out}")
 
 
+def check_keywords(layer: str, given: dict[str, Any]) -> None:
+    """Raises TypeError if a name is no string, an initializer no function, or `rngs` no nnx.Rngs. None passes."""
+    for keyword, value in given.items():
+        if keyword == "rngs":
+            is_right, wanted = isinstance(value, nnx.Rngs), "an nnx.Rngs, got {}: give nnx.Rngs(0), say"
+        elif keyword.endswith("_init"):
+            is_right, wanted = callable(value), "a function, got {}: give jax.nn.initializers.normal(0.02), say"
+        elif keyword in ("name", "part_of"):
+            is_right, wanted = value is None or isinstance(value, str), "a string, got {}: give a name, or leave it out"
+        else:
+            continue
+        if not is_right:
+            raise TypeError(f"{layer}: {keyword} must be {wanted.format(repr(value))}")
+
+
 def check_activation(layer: str, activation: Any) -> None:
     """Raises TypeError if the activation is no function."""
     if not callable(activation):
@@ -86,6 +101,10 @@ def check_features(layer: str, x: Any, name: str, features: int) -> None:
     `name` is the layer's argument that `features` comes from.
     """
     check_array(layer, "the input", x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{layer}: the input must be floating-point, got {x.dtype}: embed token ids first, e.g. with nnx.Embed"
+        )
     check_rows(layer, x.shape)
     if x.shape[-1] != features:
         raise ValueError(
@@ -103,4 +122,16 @@ def check_residual(layer: str, residual: Any, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{layer}: residual must have the shape of the result, {shape}, got {tuple(residual.shape)}: "
             "jnp.broadcast_to or reshape it first"
+        )
+
+
+def check_mask(layer: str, mask: Any, shape: tuple[int, ...]) -> None:
+    """Raises TypeError if the mask is no array, and ValueError if it is no booleans of this shape. None passes."""
+    if mask is None:
+        return
+    check_array(layer, "mask", mask)
+    if tuple(mask.shape) != shape or mask.dtype != bool:
+        raise ValueError(
+            f"{layer}: mask must be booleans of shape {shape}, one for each row of the input, got {mask.dtype} of "
+            f"shape {tuple(mask.shape)}: compare (ids != padding), or jnp.broadcast_to it first"
         )

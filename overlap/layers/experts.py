@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Unpack
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -15,23 +17,27 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 import overlap
 from overlap.frame import sharded
+from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
     check_activation,
     check_dtypes,
     check_features,
     check_flags,
+    check_mask,
     check_residual,
     check_sizes,
 )
 from overlap.layers.linear import BIAS_INIT, KERNEL_INIT
-from overlap.layers.mlp import GatedMLP, silu
+from overlap.layers.mlp import GatedMLP, gated, silu
 from overlap.layers.parallel import (
     LinearOptions,
     Options,
     Parallel,
+    devices_along,
     divides,
     mesh_in_use,
     metadata,
@@ -45,6 +51,8 @@ from overlap.sharded.partitions import open_axes
 class RouterReport(NamedTuple):
     """What an `ExpertMLP` returns beside its result: scalars in float32, over the tokens of all devices.
 
+    Tokens that a mask leaves out do not count. If it leaves out all, the three are 0.
+
     Attributes:
       load_balance_loss: E · Σ f[e] · P[e], where f[e] is the share of the routes that chose expert e, and P[e] the mean
         of its probability. It is 1 if all experts are chosen alike, and at most E. Of Switch Transformer; for k experts
@@ -56,6 +64,14 @@ class RouterReport(NamedTuple):
     load_balance_loss: jax.Array
     z_loss: jax.Array
     dropped: jax.Array
+
+
+# nnx.tabulate lays a tuple out by numbers, and fails on the names that jax gives the entries of a named one.
+register_pytree_with_keys(
+    RouterReport,
+    lambda report: ([(SequenceKey(index), entry) for index, entry in enumerate(report)], None),
+    lambda _, entries: RouterReport(*entries),
+)
 
 
 class ExpertKernel(nnx.Module):
@@ -100,8 +116,10 @@ class ExpertMLP(Parallel):
         are the probabilities.
       capacity_factor: None: nothing is dropped. Else an expert takes at most capacity_factor · (its equal share of the
         routes of the devices along `axis`) rows, and further routes add nothing. It bounds memory and the slowest
-        device's time.
-      activation: an elementwise function, by default jax.nn.silu.
+        device's time. The share is that of all rows of the input, also of those that a mask leaves out. First come the
+        rows of the first device, and of these the first sequences; without sequence parallelism the first sequences.
+      activation: an elementwise function of gate, by default jax.nn.silu. Or one of both gate and up, in place of
+        activation(gate) · up; `shared` has it, too.
       use_bias: whether each product of the experts has a bias. The router has none.
       name: what profiles and the HLO's metadata call this layer.
       **options: as for `ColumnParallelLinear`. `kernel_init` draws each expert by itself. `keep_gathered` counts for
@@ -124,7 +142,7 @@ class ExpertMLP(Parallel):
         shared_features: int | None = None,
         normalize_gates: bool = True,
         capacity_factor: float | None = None,
-        activation: Callable[[jax.Array], jax.Array] = silu,
+        activation: Callable[..., jax.Array] = silu,
         use_bias: bool = False,
         name: str | None = None,
         **options: Unpack[LinearOptions],
@@ -170,86 +188,136 @@ class ExpertMLP(Parallel):
             GatedMLP(in_features, shared_features, activation=activation, name="shared", **options)
         )  # fmt: skip
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> tuple[jax.Array, RouterReport]:
+    def __call__(
+        self, x: jax.Array, residual: jax.Array | None = None, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, RouterReport]:
         """Computes the experts' sum + shared(x) + residual.
 
         Args:
           x: [..., rows, in_features], sharded as between layers (`Parallel`).
           residual: of the same shape, sharded as the result, to which it is added.
+          mask: booleans [..., rows], sharded as `x`: True for a token, False for padding; None: all are tokens. For
+            padding the experts' sum is 0; `shared` and `residual` are added to it as to others. Padding takes no
+            expert's capacity, counts in no loss, and has no effect on gradients through the experts and the router.
 
         Returns:
           [..., rows, in_features], sharded as `x`; and the `RouterReport`, whose losses a training adds to its own.
         """
         check_features(self.title, x, "in_features", self.in_features)
         check_residual(self.title, residual, tuple(x.shape))
+        check_mask(self.title, mask, tuple(x.shape[:-1]))
         with jax.named_scope(self.name):
-            x = placed(self, x, spec_between_layers(self, x.shape))
+            x = routed = placed(self, x, spec := spec_between_layers(self, x.shape))
+            if mask is not None:
+                mask = placed(self, jnp.asarray(mask), P(*spec[:-1]))
+                routed = jnp.where(mask[..., None], x, 0)  # Padding may hold NaN, and 0 times NaN is NaN.
             with jax.named_scope("router"):
-                gates, chosen, balance, z = self._routes(x)
-            out, dropped = self._experts(x, gates, chosen)
+                gates, chosen, balance, z, routes = self._routes(routed, mask)
+            out, dropped = self._experts(routed, gates, chosen)
             if self.shared is not None:
                 residual = self.shared(x, residual)
             out = checkpoint_name(out if residual is None else out + residual, self.name)
-            return out, RouterReport(balance, z, dropped.sum() / jnp.float32(chosen.size))
+            return out, RouterReport(balance, z, dropped.sum() / routes)
 
-    def _routes(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The gates and the chosen experts, [..., rows, experts_per_token], and both losses.
+    def _routes(
+        self, x: jax.Array, mask: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """The gates and the chosen experts, [..., rows, experts_per_token], both losses, and the number of routes.
 
-        Gates are read by comparison instead of by index, so that their gradient has no scatter.
+        Gates are read by comparison instead of by index, so that their gradient has no scatter. A token that `mask`
+        leaves out chooses expert -1, which does not exist.
         """
         logits = self.router(x)
         probabilities = jax.nn.softmax(logits)
         _, chosen = lax.top_k(lax.stop_gradient(probabilities), self.experts_per_token)
+        squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+        tokens = jnp.float32(squares.size)
+        if mask is not None:
+            chosen = jnp.where(mask[..., None], chosen, -1)
+            probabilities = jnp.where(mask[..., None], probabilities, 0)
+            squares = jnp.where(mask, squares, 0)
+            tokens = jnp.maximum(mask.sum(dtype=jnp.float32), 1)
         is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
         gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
         if self.normalize_gates:
-            gates /= gates.sum(-1, keepdims=True)
-        tokens = tuple(range(x.ndim - 1))
-        share = is_chosen.astype(jnp.float32).mean((*tokens, x.ndim - 1))
-        balance = self.num_experts * (share * probabilities.mean(tokens)).sum()
-        return gates, chosen, balance, (jax.nn.logsumexp(logits, axis=-1) ** 2).mean()
+            total = gates.sum(-1, keepdims=True)
+            gates /= total if mask is None else jnp.where(mask[..., None], total, 1)
+        every = tuple(range(x.ndim - 1))
+        routes = tokens * self.experts_per_token
+        share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
+        balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
+        return gates, chosen, balance, squares.sum() / tokens, routes
 
     def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""
-        mesh, rows = mesh_in_use(self), x.shape[-2]
-        devices, whole = dict(mesh.shape)[self.axis], spec_between_layers(self, x.shape)
-        # Without sequence parallelism each device has all rows: let it bring a part of them, as with it.
-        spec = P(*whole[:-2], self.axis, None)
-        if more := -rows % devices if not self.sequence_parallel else 0:
-            padding = [(0, 0)] * (x.ndim - 2) + [(0, more), (0, 0)]
-            x, gates, chosen = (
-                jnp.pad(value, padding, constant_values=empty) for value, empty in ((x, 0), (gates, 0), (chosen, -1))
-            )
+        mesh, shape = mesh_in_use(self), x.shape
+        spec = between = spec_between_layers(self, shape)
+        # The devices along `axis` share the tokens of one such group.
+        groups = devices_along(self, self.batch_axis) if x.ndim > 2 else 1
+        tokens = math.prod(shape[:-1]) // groups
+        capacity = None
+        if self.capacity_factor is not None:  # The padding below does not count.
+            if jax.export.is_symbolic_dim(tokens):
+                raise ValueError(
+                    f"{self.title}: capacity_factor needs numbers of rows, got symbols in shape {shape}: export a "
+                    "program for each size, or leave capacity_factor out"
+                )
+            capacity = math.ceil(self.capacity_factor * tokens * self.experts_per_token / self.num_experts)
+        if not self.sequence_parallel:
+            # Each device along `axis` has all tokens of its group: let it bring a part of them to the experts.
+            spec = P(self.batch_axis if x.ndim > 2 else None, self.axis, None)
+            more = [(0, 0), (0, -tokens % devices_along(self, self.axis)), (0, 0)]
+
+            def padded(value: jax.Array, empty: int) -> jax.Array:
+                of_groups = self._reshaped(value, (groups, tokens, value.shape[-1]), P(spec[0], None, None))
+                return jnp.pad(of_groups, more, constant_values=empty)
+
+            x, gates, chosen = padded(x, 0), padded(gates, 0), padded(chosen, -1)
         kernels = {"gate": self.gate, "up": self.up, "down": self.down}
         weights = {name: module.kernel[...] for name, module in kernels.items()}
+        for name, one in weights.items():
+            features = self.in_features, self.hidden_features
+            wanted = self.num_experts, *(features[::-1] if name == "down" else features)
+            if one.shape != wanted:
+                raise ValueError(
+                    f"{self.title}: {name}.kernel must be [experts, in, out] = {list(wanted)}, got {list(one.shape)}: "
+                    "load weights that are stored [experts, out, in] as weights.swapaxes(1, 2)"
+                )
         weights |= {f"{name}.bias": module.bias[...] for name, module in kernels.items() if module.bias is not None}
         promoted = dtypes.promote_dtype((x, *weights.values()), dtype=self.dtype)
         parts = dict(zip(("x", *weights), promoted, strict=True)) | {"gates": gates, "chosen": chosen}
         specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
         specs |= dict.fromkeys(("x", "gates", "chosen"), spec)
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
+        of_parts = functools.partial(self._of_parts, capacity)
         try:
-            out, dropped = sharded.enter(self._of_parts, mesh, specs, spec, open_axes(mesh))(parts)
+            out, dropped = sharded.enter(of_parts, mesh, specs, spec, open_axes(mesh))(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         if not self.sequence_parallel:
-            out = (jax.reshard if sharded.explicit_axes(mesh) else lax.with_sharding_constraint)(
-                out, NamedSharding(mesh, whole)
-            )
-        return out[..., :rows, :], dropped
+            whole = P(spec[0], None, None)
+            is_explicit = bool(sharded.explicit_axes(mesh))
+            out = jax.reshard(out, NamedSharding(mesh, whole)) if is_explicit else placed(self, out, whole)
+            out = self._reshaped(out[:, :tokens], shape, between)
+        return out, dropped
 
-    def _of_parts(self, parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _reshaped(self, x: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
+        """The array in another shape. On an Explicit mesh, `spec` says how the result is sharded."""
+        mesh = mesh_in_use(self)
+        return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if sharded.explicit_axes(mesh) else None)
+
+    def _of_parts(self, capacity: int | None, parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""
         x, gates, chosen = (parts[name].reshape(-1, parts[name].shape[-1]) for name in ("x", "gates", "chosen"))
         axes = names_in(self.fsdp_axis)
 
         def whole(name: str) -> jax.Array:
-            return lax.all_gather(parts[name], axes, axis=1, tiled=True) if axes else parts[name]
+            if not axes:
+                return parts[name]
+            gathered = lax.all_gather(parts[name], axes, axis=1, tiled=True)
+            # Where the tokens are the same along an axis of FSDP, so is the result, and its type must say so.
+            return same_along(gathered, set(axes) - axes_of(x))
 
-        capacity = None
-        if self.capacity_factor is not None:
-            routes = chosen.size * lax.axis_size(self.axis)
-            capacity = math.ceil(self.capacity_factor * routes / self.num_experts)
         routing = overlap.route(chosen, self.num_experts, self.axis, capacity=capacity)
         with_bias, common = "gate.bias" in parts, {
             "preferred_element_type": self.preferred_element_type, "implementation": self.implementation,
@@ -257,7 +325,7 @@ class ExpertMLP(Parallel):
         with jax.named_scope("gate_up"):
             hidden = overlap.all_gather_lhs_grouped_matmul(
                 x, [whole("gate"), whole("up")], routing, self.axis,
-                activation=lambda gate, up: self.activation(gate) * up,
+                activation=gated(self.activation),
                 bias=[parts["gate.bias"], parts["up.bias"]] if with_bias else None, **common,
             )  # fmt: skip
         with jax.named_scope("down"):

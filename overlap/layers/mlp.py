@@ -7,6 +7,7 @@ from typing import Unpack
 
 import jax
 
+from overlap.frame.activation import takes_all
 from overlap.layers.checks import check_activation, check_features, check_residual, check_sizes
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from overlap.layers.parallel import Layer, LinearOptions
@@ -15,6 +16,11 @@ from overlap.layers.parallel import Layer, LinearOptions
 def silu(x: jax.Array) -> jax.Array:
     """jax.nn.silu. That function itself cannot be pickled, nor could a layer that has it as an attribute."""
     return jax.nn.silu(x)
+
+
+def gated(activation: Callable[..., jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The function of gate and up: `activation` itself if it takes two arrays, else activation(gate) · up."""
+    return activation if takes_all(activation, (None, None)) else lambda gate, up: activation(gate) * up
 
 
 class GatedMLP(Layer):
@@ -28,7 +34,8 @@ class GatedMLP(Layer):
       in_features: features of the input.
       hidden_features: features between gate and down, a multiple of the devices along `axis`.
       out_features: features of the result; by default `in_features`.
-      activation: an elementwise function, by default jax.nn.silu.
+      activation: an elementwise function of gate, by default jax.nn.silu. Or one of both gate and up, in place of
+        activation(gate) · up.
       use_bias: whether each product has a bias.
       name: what profiles and the HLO's metadata call this layer.
       **options: as for `ColumnParallelLinear`.
@@ -44,7 +51,7 @@ class GatedMLP(Layer):
         hidden_features: int,
         out_features: int | None = None,
         *,
-        activation: Callable[[jax.Array], jax.Array] = silu,
+        activation: Callable[..., jax.Array] = silu,
         use_bias: bool = False,
         name: str = "GatedMLP",
         **options: Unpack[LinearOptions],
@@ -74,6 +81,5 @@ class GatedMLP(Layer):
         check_residual(self.title, residual, (*x.shape[:-1], self.down.out_features))
         with jax.named_scope(self.name):
             with jax.named_scope("gate_up"):
-                combined = lambda gate, up: self.activation(gate) * up  # noqa: E731
-                (hidden,) = column_parallel(x, [self.gate, self.up], combined)
+                (hidden,) = column_parallel(x, [self.gate, self.up], gated(self.activation))
             return self.down(hidden, residual)

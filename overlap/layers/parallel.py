@@ -10,12 +10,13 @@ from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
-from overlap.layers.checks import check_implementation, check_rows
+from overlap.layers.checks import check_implementation, check_keywords, check_rows
 
 Axis = str | tuple[str, ...]
 
@@ -52,13 +53,17 @@ class Layer(nnx.Module):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        init = inspect.unwrap(cls.__init__)
+        if "__init__" in vars(cls):  # For `help`, which else shows the parameters of nnx's metaclass.
+            _, *parameters = inspect.signature(init).parameters.values()
+            cls.__signature__ = inspect.Signature(parameters)
         if not cls.__module__.startswith("overlap.layers."):  # A user's class takes its own arguments.
             return
-        init = inspect.unwrap(cls.__init__)
 
         @functools.wraps(init)
         def checked(self: Layer, *args: Any, **given: Any) -> None:
             arguments.bound(cls.__name__, _signature(init), args, given)
+            check_keywords(cls.__name__, given)
             init(self, *args, **given)
 
         cls.__init__ = checked
@@ -156,7 +161,7 @@ def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
     """The layer's mesh, or that of `jax.set_mesh`.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is none, or it does not have the layer's axes, or these are manual.
     """
     mesh = jax.sharding.get_abstract_mesh() if layer.mesh is None else layer.mesh
     if mesh.empty:
@@ -164,7 +169,26 @@ def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
             f"{layer.title} must know the mesh (`with mesh:` is not read): build and call it inside "
             "`with jax.set_mesh(mesh):`, or give mesh="
         )
+    sizes, manual = dict(mesh.shape), getattr(mesh, "manual_axes", ())
+    for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
+        if not set(names_in(value)) <= set(sizes):
+            raise ValueError(
+                f"{layer.title}: {keyword}={value!r} is no axis of the mesh, which has {sizes}: name one of those, or "
+                "call the layer under the mesh that it was built for"
+            )
+        if set(names_in(value)) & set(manual):
+            raise ValueError(
+                f"{layer.title}: {keyword}={value!r} must not be manual, and jax.shard_map is over {manual} here: a "
+                "layer takes global arrays, so build and call it outside; inside, call the operations, such as "
+                "overlap.all_gather_lhs_matmul"
+            )
     return mesh
+
+
+def devices_along(layer: Parallel, axis: Axis | None) -> int:
+    """How many devices the layer's mesh has along `axis`; 1 along none."""
+    sizes = dict(mesh_in_use(layer).shape)
+    return math.prod(sizes[one] for one in names_in(axis))
 
 
 def divides(layer: Parallel, what: str, size: int, axis: Axis | None, way_out: str) -> None:
@@ -172,8 +196,7 @@ def divides(layer: Parallel, what: str, size: int, axis: Axis | None, way_out: s
 
     `what` and `way_out` are for the message.
     """
-    sizes = dict(mesh_in_use(layer).shape)
-    devices = math.prod(sizes[one] for one in names_in(axis))
+    devices = devices_along(layer, axis)
     if size % devices:
         raise ValueError(
             f"{layer.title}: {what}={size} must be a multiple of the {devices} devices along mesh axis {axis!r}: "
@@ -196,7 +219,11 @@ def placed(layer: Parallel, x: jax.Array, spec: P) -> jax.Array:
     """
     mesh = mesh_in_use(layer)
     if AxisType.Explicit not in mesh.axis_types:
-        return jax.lax.with_sharding_constraint(x, spec if layer.mesh is None else NamedSharding(mesh, spec))
+        constrained = lambda x: jax.lax.with_sharding_constraint(  # noqa: E731
+            x, spec if layer.mesh is None else NamedSharding(mesh, spec)
+        )
+        # Outside of `jax.jit`, jax brings an array of one device to the mesh in a jitted function only.
+        return constrained(x) if isinstance(x, Tracer) else jax.jit(constrained)(x)
     found = jax.typeof(x).sharding.spec
     for entry, wanted in zip(found, spec, strict=False):
         axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
@@ -248,9 +275,4 @@ def _check(layer: Parallel) -> None:
             f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
             "those two do not name"
         )
-    sizes = dict(mesh_in_use(layer).shape)
-    for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
-        if not set(names_in(value)) <= set(sizes):
-            raise ValueError(
-                f"{layer.title}: {keyword}={value!r} is no axis of the mesh, which has {sizes}: name one of those"
-            )
+    mesh_in_use(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -15,11 +16,15 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, sharded
+from overlap.frame.activation import BoundActivation
+from overlap.frame.by_xla import in_device_memory
+from overlap.frame.call import why_not_fused
 from overlap.frame.explain import record
 from overlap.frame.operands import Leaf, accumulator, rhs_names
 from overlap.frame.signatures import AnyArray, Given, Scale
 from overlap.kernels import groups
 from overlap.kernels.config import FLOAT8, Config
+from overlap.kernels.launch import checks_numbers
 from overlap.single_gpu import grouped_by_xla, grouped_choice, grouped_operation
 from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
 
@@ -117,11 +122,20 @@ def multiplied(
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     arguments.config(config)
     _settings.require_valid()
+    clears = (True, True) if checks_numbers() else clears
     transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
     container, operands = _checked(lhs, rhs, group_sizes, transpose_rhs, _NAMES)
     out_dtype = arguments.result_dtype(preferred_element_type, operands.lhs.dtype)
     operands = _with_vectors(operands, container, transpose_rhs, bias, lhs_scale, rhs_scale)
     combines = _combines(activation, rhs, container, _NAMES)
+    # The sizes are computed with first, wherever they are.
+    why_not = why_not_fused([(name, x) for name, x in operands.named if name != "group_sizes"])
+    target = dispatch.target()
+    must_fuse = implementation == "fused"
+    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, must_fuse, clears=clears)
+    if config is not None and not why_not:
+        with contextlib.suppress(NotImplementedError):  # XLA may serve the call.
+            grouped_choice.check(operands, product, config)
     applied, after = None, None
     if activation is not None:
         arrays = len(operands.rhs_list) if combines else 1
@@ -132,18 +146,21 @@ def multiplied(
             if implementation == "fused":
                 raise NotImplementedError(str(why)) from None
             after = activations.on_all(activations.by_itself(activation), combines)
-    target = dispatch.target()
-    must_fuse = implementation == "fused"
-    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, must_fuse, applied, clears)
+    product = dataclasses.replace(product, activation=applied)
     if after is not None:
         product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
-    choice = _decide(operands, product, implementation)
-    require_one_device(NAME, [operands.lhs, *operands.rhs_list], choice.implementation)
+    choice = _decide(operands, product, implementation, why_not)
+    require_one_device(NAME, [x for _, x in operands.named], choice.implementation)
     record(choice)
     product = dataclasses.replace(product, implementation=choice.implementation)
+    return in_device_memory(lambda operands: _computed(operands, product, after, out_dtype), operands)
+
+
+def _computed(operands: Grouped, product: Product, after: BoundActivation, out_dtype: jnp.dtype) -> jax.Array:
+    """Runs a product. XLA applies `after`, a function that no kernel can compute, to bare products and their scales."""
+    operands = dataclasses.replace(operands, sizes=groups.clipped(operands.sizes, operands.lhs.shape[0]))
     if after is None:
         return _run(operands, product)
-    # XLA applies a function that no kernel can compute, to bare products and their scales and biases.
     products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
     (out,) = after(grouped_by_xla.filled(grouped_by_xla.scaled(products, operands), operands.sizes))
     return grouped_by_xla.cleared(out, operands.sizes).astype(out_dtype)
@@ -230,7 +247,7 @@ def _checked(
             )
     if not sizes.shape[0]:
         raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
-    return container, Grouped(lhs, tuple(rhs_list), groups.clipped(sizes, lhs.shape[0]))
+    return container, Grouped(lhs, tuple(rhs_list), sizes)
 
 
 def _with_vectors(
@@ -306,8 +323,8 @@ def require_one_device(name: str, operands: Sequence[Leaf], implementation: Impl
     )
 
 
-def _decide(operands: Grouped, product: Product, implementation: Implementation | None) -> Explanation:
-    """Chooses between the kernel and XLA."""
+def _decide(operands: Grouped, product: Product, implementation: Implementation | None, why_not: str) -> Explanation:
+    """Chooses between the kernel and XLA. `why_not` says why no kernel can be built, if that is so."""
     lhs, given = operands.lhs, product.config
     (m, k), n = lhs.shape, operands.rhs_list[0].shape[1 if product.transpose_rhs else 2]
 
@@ -325,5 +342,6 @@ def _decide(operands: Grouped, product: Product, implementation: Implementation 
 
     return dispatch.decide_unmodeled(
         NAME, implementation, product.target, serve, reason="XLA multiplies all rows with all matrices",
+        why_not=why_not,
         shapes=f"{operands.sizes.shape[0]} groups, {m}x{n}x{k} {lhs.dtype.name}",
     )  # fmt: skip

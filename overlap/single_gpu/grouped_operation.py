@@ -37,7 +37,8 @@ from overlap.choice.dispatch import Implementation
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation
 from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
-from overlap.frame.operands import F32, Leaf, Structure, accumulator
+from overlap.frame.operands import F32, Leaf, Structure, accumulator, named_arrays
+from overlap.frame.primitive import require_same_devices
 from overlap.kernels import epilogue, launch
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.target import Target
@@ -80,6 +81,11 @@ class Grouped:
     def lefts(self) -> tuple[Leaf, ...]:
         """The left operands."""
         return self.lhs, *self.more_lefts
+
+    @property
+    def named(self) -> list[tuple[str, Leaf]]:
+        """Each array that is given, after the name of the argument that it comes from."""
+        return named_arrays(self)
 
     @property
     def sides(self) -> int:
@@ -176,6 +182,7 @@ def _type(*leaves: Leaf, static: _Static) -> Leaf:
 
 @_grouped_p.def_impl
 def _compiled(*leaves: jax.Array, static: _Static) -> jax.Array:
+    require_same_devices(jax.tree.unflatten(static.operands, leaves).named)
     with jax.disable_jit(False):
         return _jitted(*leaves, static=static)
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from overlap import layers
@@ -104,6 +105,28 @@ def test_at_the_call() -> None:
 
     with jax.set_mesh(make_mesh()):
         nnx.eval_shape(call_all)  # Draws no parameters.
+
+
+def test_on_another_mesh() -> None:
+    """Each layer says which axis the mesh lacks, and that it takes global arrays."""
+    one = Mesh(jax.devices()[:1], ("x",))
+    for build in (
+        functools.partial(Norm, 32),
+        functools.partial(MLP, 32, 64),
+        functools.partial(layers.ExpertMLP, 32, 64, 8, 2),
+    ):
+        with jax.set_mesh(make_mesh()):
+            made = nnx.eval_shape(lambda build=build: build(rngs=nnx.Rngs(0), **AXES))
+        call = lambda x, made=made: made(x)  # noqa: E731
+        with jax.set_mesh(one), pytest.raises(ValueError, match=r": axis='tensor' is no axis of the mesh, .*'x': 1"):
+            jax.eval_shape(call, x((2, 8, 32)))
+
+        def built(build: Any = build) -> None:
+            build(rngs=nnx.Rngs(0), **AXES)
+
+        inside = jax.shard_map(built, mesh=make_mesh(), in_specs=(), out_specs=None)
+        with pytest.raises(ValueError, match=r": axis='tensor' must not be manual, .*: a layer takes global arrays"):
+            jax.eval_shape(inside)
 
 
 def test_activations_that_are_sharded_otherwise() -> None:

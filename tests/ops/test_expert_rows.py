@@ -20,7 +20,7 @@ from overlap.choice import dispatch
 from overlap.experts import chunks as chunks_of_rows
 from overlap.experts import operations, row_kernels, rows
 from overlap.experts.routing import Routing
-from tests.ops.expert_cases import Case, exact, kept, layer, on_devices, operands, program, routings
+from tests.ops.expert_cases import Case, exact, gated, kept, layer, on_devices, operands, program, routings
 from tests.oracle import ALLOWED, make_mesh
 
 pytestmark = pytest.mark.one_jax
@@ -71,6 +71,34 @@ def test_results_and_gradients(name: str, kind: str) -> None:
     assert_as_near((out, grads), (out_xla, grads_xla), (expected, expected_grads), context)
     again = program(case)(given, ids, weights)
     np.testing.assert_array_equal(again[0][1][0], out)
+
+
+@pytest.mark.parametrize(("of", "by"), [
+    (lambda run: run, jax.jit), *(pytest.param(of, by, marks=pytest.mark.slow) for of, by in (
+        (lambda run: run, lambda run: run), (jax.value_and_grad, jax.jit), (jax.value_and_grad, lambda run: run)))
+])  # fmt: skip
+def test_jax_looks_for_nan(of: Any, by: Any) -> None:
+    """Rows that are not in use hold none then, and a NaN of another operation is reported for that operation."""
+    case = Case(1, 4, 2, 3, axes=(), **FUSED)
+    given, ids = half(operands(case, 0)), routings(case, 0)["ids out of range"]
+    del given["shift"]
+
+    def run(given: Any, shift: Any, ids: Any) -> jax.Array:
+        routing = overlap.route(ids, case.experts, None)
+        hidden = overlap.all_gather_lhs_grouped_matmul(
+            given["x"], [given["w_gate"], given["w_up"]], routing, None, activation=gated, implementation="fused"
+        )
+        out = overlap.grouped_matmul_reduce_scatter(
+            hidden, given["w_down"], given["gates"], routing, None, implementation="fused"
+        )
+        return jnp.log(jnp.abs(out.astype(jnp.float32)).sum() + shift)
+
+    called = by(of(run))
+    with jax.debug_nans(True):
+        for found in jax.tree.leaves(called(given, 1.0, ids)):
+            assert np.isfinite(np.asarray(found, np.float32)).all()
+        with pytest.raises(FloatingPointError, match=r"\(nan\) encountered in log"):
+            called(given, -1e9, ids)
 
 
 def scanned(run: Any, given: Any, ids: Any) -> Any:

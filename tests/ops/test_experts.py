@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -107,6 +108,22 @@ def test_routes_of_many_tokens() -> None:
 
 def lists(case: Case, ids: jax.Array) -> Any:
     return jax.tree.map(lambda x: x[None], overlap.route(ids, case.experts, case.axis, capacity=case.capacity))
+
+
+@pytest.mark.parametrize("capacity", [70, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_number_of_tokens_that_is_a_symbol(capacity: int | None) -> None:
+    case = Case(1, 150, 2, 6, capacity, axes=())
+    ids = routings(case, secrets.randbits(32))["ids out of range"]
+    types = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("2*b"), 2), jnp.int32)
+    exported = jax.export.export(jax.jit(lambda ids: lists(case, ids)))(types)
+    found = exported.call(ids)
+    used = int(found.group_sizes.sum())
+    rows = jax.tree.map(np.asarray, overlap.route(ids, 6, None, capacity=capacity))
+    assert found.group_sizes.tolist() == [rows.group_sizes.tolist()] and found.dropped == rows.dropped
+    assert found.tokens[0, :used].tolist() == rows.tokens[:used].tolist()
+    nowhere = found.tokens.shape[1]  # With a capacity, there may be more rows than without a symbol.
+    positions = np.where(rows.positions == len(rows.tokens), nowhere, rows.positions)
+    np.testing.assert_array_equal(found.positions[0], positions)
 
 
 def test_a_capacity_above_all_routes_drops_nothing() -> None:
@@ -265,6 +282,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: overlap.route(X, 3, None), r"`experts` must be integers \[tokens, k\].*float32: pass the indices"),
     (lambda r: overlap.route(IDS[0], 3, None), r"`experts` must be integers .* shape \(2,\)"),
     (lambda r: overlap.route([[0]], 3, None), "`experts` must be integers"),  # pyright: ignore[reportArgumentType]
+    (lambda r: overlap.route([[0, 1]], 8, None), r"got list \[\[0, 1\]\]: pass .*asarray"),  # pyright: ignore[reportArgumentType]
+    (lambda r: jax.eval_shape(lambda x: overlap.route(x, 8, None), X), r"got an array of shape \(4, 6\) and dtype f"),
     (lambda r: overlap.route(IDS[:, :0], 3, None), r"`experts` must be integers .* shape \(4, 0\)"),
     (lambda r: overlap.route(IDS, 1, None), "at most num_experts=1 experts for a token, got k=2: the experts of"),
     (lambda r: overlap.route(IDS, 0, None), "`num_experts` must be an integer of at least 1, got 0: pass the number"),

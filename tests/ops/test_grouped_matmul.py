@@ -291,6 +291,8 @@ def test_a_function_that_no_kernel_computes():
         (ValueError, {"rhs": [jnp.ones((GROUPS, K, N), BF16)] * 2}, "unless `activation` takes one array for each"),
         (ValueError, {"rhs": []}, "empty list"),
         (ValueError, {"group_sizes": jnp.ones(GROUPS)}, r"`group_sizes` must be integers of shape \(groups,\)"),
+        (ValueError, {"activation": lambda gate, up: gate * up},
+         r"`activation` .* takes 2: split right operands .*jnp\.split\(weights, 2, axis=-1\), and pass the list"),
         (ValueError, {"bias": jnp.ones(N)}, r"`bias` must have shape \(4, 136\).* got \(136,\)"),
         (ValueError, {"lhs_scale": jnp.ones(M)}, r"`lhs_scale` must be a scalar or of shape \(120, 1\)"),
         (ValueError, {"rhs_scale": jnp.ones((GROUPS, 1))}, r"`rhs_scale` must have shape \(4, 136\)"),
@@ -324,6 +326,8 @@ def test_explicit_axes(devices):
     for implementation, x in wrong:
         with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
             jax.eval_shape(lambda x=x, how=implementation: overlap.grouped_matmul(x, rhs, sizes, implementation=how))
+    with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
+        overlap.grouped_matmul(lhs, rhs, jax.device_put(sizes, jax.NamedSharding(mesh, jax.P("x"))))
     with jax.set_mesh(mesh):
         with pytest.raises(NotImplementedError, match="must be called inside jax"):
             overlap.grouped_matmul(lhs, rhs, sizes, implementation="xla")

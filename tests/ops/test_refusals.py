@@ -6,6 +6,7 @@ single_gpu/test_refusals.py the configurations.
 """
 
 import contextlib
+import functools
 
 import jax
 import jax.export
@@ -28,6 +29,7 @@ GATHER, WEIGHTS_N, WEIGHTS_K, SCATTER, COLUMNS, EVERYWHERE = ALL[1:]
 COLLECTIVE, SUMS, WEIGHTS = ALL[1:], ALL[4:], (WEIGHTS_N, WEIGHTS_K)
 FUSED, ONCE = {"implementation": "fused"}, {"implementation": "fused", "config": SMALL.replace(one_shot=True)}
 SPREAD = FUSED | {"config": SMALL}
+GROUPED = ("grouped_matmul", "all_gather_lhs_grouped_matmul", "grouped_matmul_reduce_scatter")
 V, NI = ValueError, NotImplementedError
 X, W = struct(128, 64), struct(64, 256)
 SCALE = np.ones
@@ -111,6 +113,10 @@ TABLE = [
     (SUMS[::2], [X, 1], [W, W], {}, V, ["lhs[1]", "array", "int"]),
     ((GATHER,), [X, X], [W, W], {}, V, ["`lhs`", "one array", "list of 2", "`matmul_reduce_sc"]),
     (SUMS, None, None, FUSED | {"config": overlap.Config(cluster=2)}, V, ["`cluster`", "`stream_k`", "2 and 1"]),
+    (("matmul", GATHER), None, None, {"activation": lambda gate, up: gate * up}, V,
+     ["`activation`", "takes 2", "jnp.split(weights, 2, axis=-1)", "pass the list"]),
+    ((GATHER,), None, [W, W], {"activation": lambda *a: a[0] * a[1]}, V,
+     ["`activation`", "by its parameters how many", "any number", "fails for 1", "name them"]),
     # What the kernel does not serve, and XLA does.
     (COLLECTIVE, None, struct(1, 64, 256), FUSED, NI, ["`rhs`", "leading", "(1,)", "xla"]),
     ((GATHER,), None, [W, struct(2, 64, 136)], FUSED, NI, ["`rhs[1]`", "leading dimensions", "(2,)", "xla"]),
@@ -203,7 +209,7 @@ def test_some_axes_that_are_not_manual():
 # --- Configurations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [*ALL, "sharded_matmul"])
+@pytest.mark.parametrize("op", [*ALL, "sharded_matmul", *GROUPED])
 def test_a_configuration_is_checked_first_even_if_xla_runs(op):
     """Before the activation is called, too."""
 
@@ -214,9 +220,11 @@ def test_a_configuration_is_checked_first_even_if_xla_runs(op):
         if op == "sharded_matmul":
             with jax.set_mesh(make_mesh(x=2)):
                 return answer(overlap.sharded_matmul, X, W, **SHARDED, **more, config=config)
+        if op in GROUPED:
+            return overlap.explain(on_devices(op, **more, config=config)[0], struct(128, 128), struct(128, 256))
         return explain(op, *good(op), **more, config=config)
 
-    takes_activation = {"activation": activation} if op in ("matmul", *SUMS) else {}
+    takes_activation = {"activation": activation} if op in ("matmul", *SUMS, *GROUPED[:2]) else {}
     for implementation in (None, "fused", "xla"):
         for config in (overlap.Config(tile_n=96), {"tile_n": 128}):
             with pytest.raises(ValueError, match=r"`(tile_n|config)` must be"):
@@ -245,7 +253,9 @@ SHARDED = {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding":
 
 def on_devices(op, **keywords):
     """Returns (call of two whole matrices, the sharding of a whole matrix on the devices that compute it)."""
-    mesh = make_mesh(x=1 if op == "matmul" else 2)
+    mesh = make_mesh(x=1 if op in ("matmul", *GROUPED) else 2)
+    if op in GROUPED:
+        return functools.partial(in_one_group, op, **keywords), jax.NamedSharding(mesh, P())
     if op == "sharded_matmul":
         return (lambda *x: overlap.sharded_matmul(*x, **SHARDED, mesh=mesh, **keywords)), jax.NamedSharding(mesh, P())
     function, (_, _, *axis), given = call_of(op, None, None, keywords)
@@ -254,7 +264,19 @@ def on_devices(op, **keywords):
     return mapped if axis else call, jax.NamedSharding(mesh, P())
 
 
-MEMORY_OPS = ["matmul", GATHER, "sharded_matmul"]
+def in_one_group(op, lhs, rhs, **keywords):
+    """Returns the product of one group, to which all rows belong. Gates are the first column of `lhs`."""
+    if op == "grouped_matmul":
+        return overlap.grouped_matmul(lhs, rhs[None], jnp.array([128]), **keywords)
+    gates = [lhs[:, :1]] if op == GROUPED[2] else []
+    routing = overlap.route(jnp.zeros((lhs.shape[0], 1), int), 1, None)
+    return getattr(overlap, op)(lhs, rhs[None], *gates, routing, None, **keywords)
+
+
+# The operations, and what they call the left and the right operand.
+MEMORY_OPS = {"matmul": ("lhs", "rhs"), GATHER: ("lhs", "rhs"), "sharded_matmul": ("lhs", "rhs")} | dict(
+    zip(GROUPED, [("lhs", "rhs"), ("x", "w"), ("h", "w")], strict=True)
+)
 
 
 @pytest.mark.parametrize("op", MEMORY_OPS)
@@ -262,10 +284,13 @@ def test_sizes_that_are_symbols(op):
     (rows,) = jax.export.symbolic_shape("2*b")
     types = struct(rows, 64), struct(64, 256)
     exported = jax.export.export(jax.jit(on_devices(op)[0]))(*types)
-    if op == "matmul":  # (jax 0.11 and 0.12 do not run a program that gathers or scatters along a symbol.)
+    if op in (
+        "matmul",
+        *GROUPED[:2],
+    ):  # (jax 0.11 and 0.12 do not run a program that gathers or scatters along a symbol.)
         lhs, rhs = (jnp.arange(np.prod(shape)).reshape(shape).astype(BF16) % 8 for shape in SIZES)
         np.testing.assert_array_equal(exported.call(lhs, rhs), lhs @ rhs)
-    with pytest.raises(NotImplementedError, match=r"sizes that are numbers, got `lhs` of shape \(.*b, 64\): export a"):
+    with pytest.raises(NotImplementedError, match=r"sizes that are numbers, got `\w+` of shape \(.*b, 64\): export a"):
         jax.eval_shape(on_devices(op, implementation="fused")[0], *types)
 
 
@@ -283,12 +308,15 @@ def test_vmap_over_a_number_that_is_a_symbol(monkeypatch):
 def test_operands_in_host_memory(op, implementation):
     """XLA multiplies operands that are all in host memory, but no kernel does; nobody multiplies across memories."""
     call, whole = on_devices(op, implementation=implementation)
+    left, right = MEMORY_OPS[op]
     of_device = [jax.device_put(jnp.zeros(shape, BF16), whole) for shape in SIZES]
     of_host = [jax.device_put(x, whole.with_memory_kind("pinned_host")) for x in of_device]
     for run in (call, jax.jit(call)):
-        with pytest.raises(ValueError, match=r"^`lhs` and `rhs` .* got device and host: .*device_put\(rhs,"):
+        with pytest.raises(
+            ValueError, match=rf"^`{left}` and `{right}` .* got device and host: .*device_put\({right},"
+        ):
             run(of_device[0], of_host[1])
-        with pytest.raises(ValueError, match=r"got host and device: move one of them first, .*device_put\(lhs,"):
+        with pytest.raises(ValueError, match=rf"got host and device: move one of them first, .*device_put\({left},"):
             run(of_host[0], of_device[1])
     if implementation == "fused":
         with pytest.raises(
@@ -297,6 +325,8 @@ def test_operands_in_host_memory(op, implementation):
             call(*of_host)
     else:
         assert jax.eval_shape(call, *of_host).shape == jax.eval_shape(call, *of_device).shape
+        if op == "grouped_matmul":
+            assert jax.memory.Space.Host == jax.typeof(call(*of_host)).memory_space
 
 
 def test_operands_on_different_devices_are_refused():
@@ -311,6 +341,11 @@ def test_operands_on_different_devices_are_refused():
             with pytest.raises(ValueError, match=refusal):
                 call(lhs, rhs)
         assert product(lhs, free).devices() == {jax.devices()[1]}
+        for op in GROUPED:
+            call, (left, right) = on_devices(op)[0], MEMORY_OPS[op]
+            refusal = rf"`{right}` must be on the same devices as `{left}` \(.*1\), got \(.*0\): move"
+            with pytest.raises(ValueError, match=refusal):
+                call(lhs, rhs)
         # As constants of a compiled program they may lie anywhere, as in `lhs @ rhs`.
         np.testing.assert_array_equal(jax.jit(lambda: product(lhs, rhs))(), product(lhs, free))
 
