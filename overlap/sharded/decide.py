@@ -66,4 +66,5 @@ def _together(forward: Sequence[Explanation], backward: Sequence[Explanation]) -
 
 
 def _by_xla(choice: Explanation, reason: str, cause: Cause) -> Explanation:
-    return Explanation(choice.op, "xla", None, reason, cause, choice.target, plan=choice.plan, shapes=choice.shapes)
+    of_call = {"plan": choice.plan, "shapes": choice.shapes, "ratio": choice.ratio}
+    return Explanation(choice.op, "xla", None, reason, cause, choice.target, **of_call)

@@ -59,7 +59,9 @@ class Tuning:
             if outcome.result and "xla" in outcome.result.others
         }
         way = step.faster(self.step_ms)
-        verdicts = dict.fromkeys((outcome.problem for outcome in outcomes), way) if way else {}
+        # A problem that no configuration ran has no kernel to be measured, but may be XLA's.
+        problems = self.configs if way == "fused" else [outcome.problem for outcome in outcomes]
+        verdicts = dict.fromkeys(problems, way) if way else {}
         self.chosen = Session(dict(self.configs), measured, verdicts=verdicts)
         self._contexts: list[contextlib.AbstractContextManager[object]] = []
 

@@ -332,3 +332,12 @@ def test_the_table_is_made_of_results(tmp_path, monkeypatch, capsys):
     assert (rows["", 64].problem.dtype, rows["", 64].problem.out_dtype) == ("float8_e4m3fn", "bfloat16")
     assert (rows["n", 128].problem.n, rows["n", 128].problem.k) == (64, 512)
     assert (rows["k", 128].problem.n, rows["k", 128].problem.k) == (256, 128)
+
+
+def test_a_batch_is_a_distance_and_the_way_out_is_said_where_xla_runs(measure):
+    measure({plain(64): 2.0})
+    ((distance, _),) = neighbours(plain(16, batch=4))
+    assert distance == 4  # Two doublings of the rows, and two of the batch.
+    for ratio in (0.6, 1.6):
+        measure({16: ratio})
+        assert ('implementation="fused"' in verdict(sized(m=17)).reason) == (ratio < 1)

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import signal
+import types
 
 import jax
 import jax.numpy as jnp
@@ -367,3 +368,77 @@ def test_the_fastest_way_is_the_verdict_of_all_problems(ms, way, monkeypatch):
     assert ("the whole function: " in str(tuning)) == bool(ms)
     again = autotune.of_whole(tuning, layer, operands(), {})
     assert again.step_ms == ms
+
+
+class Late:
+    """As if jitted. Its results are there later than its calls return, and the first call takes longest."""
+
+    lower = None
+    clock = 0.0
+    calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return types.SimpleNamespace(block_until_ready=self.wait)
+
+    def wait(self):
+        self.clock += [1.0, 0.001, 0.005, 0.002, 0.004, 0.003][(self.calls - 1) // 3]
+
+
+def test_times_are_medians_of_finished_calls_after_the_first(monkeypatch):
+    run = Late()
+    monkeypatch.setattr(step, "time", types.SimpleNamespace(perf_counter=lambda: run.clock))
+    ms = step.times_ms(run, (jnp.ones(2),), {}, [], Session())
+    assert ms == pytest.approx({"": 3.0, "fused": 3.0, "xla": 3.0})
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, jax.errors.JaxRuntimeError])
+def test_a_way_that_fails_has_no_time(error):
+    def fails(x):
+        if choose.settled(SMALL) == "fused":
+            raise error("no memory")
+        return x
+
+    assert set(step.times_ms(fails, (jnp.ones(2),), {}, [SMALL], Session())) == {"", "xla"}
+
+
+def test_kernels_are_measured_as_they_were_tuned():
+    seen, tuned = [], Config(stages=3, tile_n=128)
+
+    def product(x, w):
+        with recorded() as found:
+            out = overlap.matmul(x, w)
+        seen.append([choice.config for choice in found])
+        return out
+
+    step.times_ms(product, operands(), {}, [SMALL], Session({SMALL: tuned}))
+    assert seen == [[None], [tuned], [None]]
+
+
+def test_on_gpus_the_function_is_measured_if_all_arguments_are_arrays(monkeypatch):
+    monkeypatch.setattr(autotune, "tune", lambda problems, *_, **__: [Outcome(p) for p in problems])
+    monkeypatch.setattr(step, "times_ms", lambda *_: {"": 2.0, "xla": 1.0})
+    run = lambda x, w, scale=None: layer(x, w)  # noqa: E731
+    x, w = operands()
+    assert not autotune.autotune(run, x, w, save=False).step_ms
+    monkeypatch.setattr(autotune.dispatch, "target", lambda: H200)
+    monkeypatch.setattr(autotune, "problems_of", lambda *_, **__: [SMALL])
+    assert autotune.autotune(run, x, w, save=False).step_ms == {"": 2.0, "xla": 1.0}
+    assert not autotune.autotune(run, x, w, scale=jax.ShapeDtypeStruct((), jnp.float32), save=False).step_ms
+
+
+@pytest.mark.parametrize("way", ["fused", "xla"])
+def test_a_verdict_beside_a_failed_problem_and_without_a_file(way, monkeypatch):
+    """A problem that no configuration ran gets the verdict for XLA only."""
+    path, words = tuning_cases.write(tuning_cases.line()), {"fused": "by kernels", "xla": "by XLA"}[way]
+    (found,) = tables.read(path)
+    failed = Outcome(tuning_cases.problem("128x8192x8192"), note="no configuration ran")
+    monkeypatch.setattr(step, "times_ms", lambda *_: {"": 3.0, way: 1.0})
+    for where in (path, None):
+        before = autotune.Tuning([Outcome(found.problem, result=found), failed], where)
+        tuning = autotune.of_whole(before, layer, operands(), {})
+        with tuning:
+            assert (choose.verdict(failed.problem, H200).cause is Cause.IN_STEP) == (way == "xla")
+        assert str(tuning).endswith(f"the whole function: the choice 3.00 ms, all {words} 1.00 ms")
+    said = choose.verdict(found.problem, H200).reason
+    assert f"fastest {words} alone" in said and str(path) in said

@@ -1,6 +1,7 @@
 """Which products of global arrays kernels compute: forward and backward are decided together."""
 
 import functools
+import logging
 import re
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import crossover, dispatch
-from overlap.choice.crossover import Measured
+from overlap.choice.crossover import Cause, Measured
 from overlap.choice.problem import Problem
 from overlap.kernels.target import Target
 from overlap.sharded.plan import plan_of
@@ -129,3 +130,60 @@ def test_no_kernel_of_global_arrays_needs_all_of_its_ctas_at_once():
         assert 1 <= choice.ctas_at_once <= 16 < choice.target.num_cores
         transports.add(choice.transport)
     assert "pull" in transports and "ring" not in transports
+
+
+PLAIN = Problem("matmul", ROWS // 4, WIDTH, WIDTH, BF16, BF16)
+
+
+@pytest.mark.parametrize(
+    ("specs", "measured", "implementation"),
+    [(COLUMNS, (GATHER, GATHER_BACK), "fused"), ((P("x"), P(), P("x")), (PLAIN,), "xla")],
+    ids=["collective", "plain"],
+)
+def test_a_small_gain_is_taken_by_collectives_only(specs, measured, implementation, measure):
+    measure(dict.fromkeys(measured, 1.01))
+    assert explained(specs)[0].implementation == implementation
+
+
+def test_several_right_sides_count_each(measure):
+    measure({SCATTER: 0.7, SCATTER_BACK: 1.2})
+    x, w = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=jax.NamedSharding(MESH, spec))
+        for s, spec in (((ROWS, WIDTH), ROW[0]), ((WIDTH, WIDTH), ROW[1]))
+    )
+
+    def loss(x, w, v):
+        y, z = overlap.sharded_matmul(x, [w, v], out_sharding=ROW[2])
+        return (y.astype(jnp.float32) * z).sum()
+
+    first, *_ = overlap.explain(jax.grad(loss, (0, 1, 2)), x, w, w)
+    assert "together 0.97 x" in first.reason and first.shapes == "16384x4096x1024 bfloat16"
+
+
+def test_a_product_is_logged_once(measure, caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_logged", set())
+    measure({GATHER: 1.6, GATHER_BACK: 0.9})
+    with caplog.at_level(logging.INFO, "overlap"):
+        for lhs, rhs, out in (COLUMNS, FSDP):
+            given = [
+                jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=jax.NamedSharding(MESH, spec))
+                for s, spec in (((ROWS, WIDTH), lhs), ((WIDTH, WIDTH), rhs))
+            ]
+            for _ in range(2):
+                jax.eval_shape(functools.partial(overlap.sharded_matmul, out_sharding=out), *given)
+    said = [r.getMessage() for r in caplog.records if "no tuning table" not in r.getMessage()]
+    assert len(said) == 2 and "together" in said[0] and "not measured" in said[1]
+
+
+def test_the_cause_and_the_ratio_of_the_decision_are_kept(measure):
+    measure({GATHER: 0.9, GATHER_BACK: 1.4})
+    first, _ = explained(COLUMNS)
+    assert first.cause is Cause.MEASURED and first.ratio == pytest.approx(0.9)
+    measure({GATHER: 1.1, GATHER_BACK: 0.6})
+    first, *_ = explained(COLUMNS)
+    assert first.implementation == "xla" and first.ratio == pytest.approx(1.1)
+
+
+def test_why_only_xla_can_run_is_said():
+    (only,) = explained(COLUMNS, activation=lambda x: x / jnp.linalg.norm(x))
+    assert only.cause is Cause.NOT_SERVED and "activation" in only.reason

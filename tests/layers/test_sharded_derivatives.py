@@ -12,7 +12,20 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from tests.layers.sharded_cases import AUTO, COLUMNS, MESHES, B, K, M, N, assert_near, assert_same, put, whole
+from tests.layers.sharded_cases import (
+    AUTO,
+    COLUMNS,
+    MESHES,
+    B,
+    K,
+    M,
+    N,
+    assert_near,
+    assert_same,
+    collectives,
+    put,
+    whole,
+)
 
 SPECS = {  # For each operation: the partitions of lhs, rhs and the result.
     "columns": COLUMNS,
@@ -161,3 +174,67 @@ def test_abstract_meshes(kind):
         # The result, and both gradients, lie as they should.
         constraints = re.findall(r"sdy.sharding_constraint %\S+ <@\w+, (\[.*?\])>", text)
         assert {'[{"x"}, {}, {"y"}]', '[{"x"}, {"y"}, {}]', '[{}, {"y"}]'} <= {*constraints}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_several_terms_are_rounded_once(dtype):
+    """256 + 1 + 1: in bfloat16 each of two sums would be rounded to 256."""
+    x = np.ones((B, M, K), jnp.bfloat16)
+    w = np.full((K, N), 256 / K, jnp.bfloat16)
+    bias = np.ones(N, dtype)
+    addend = np.ones((M, N), dtype)
+    outs = on("columns")(x, w, bias=bias, addend=addend), on("columns")(x, w, bias=2 * bias)
+    assert {y.dtype for y in outs} == {jnp.dtype(jnp.bfloat16)}
+    assert_same(outs, (np.full((B, M, N), 258),) * 2)
+
+
+def test_an_activation_captures_a_scalar():
+    x, w = whole(1, B, M, K), whole(2, K, N)
+    out = jax.jit(lambda x, w, s: on("columns", activation=lambda z: z * s)(x, w))(x, w, np.float32(3))
+    assert_same(out, 3 * (x @ w))
+
+
+def test_no_float32_is_kept_for_an_activation():
+    x, w = (whole(i, *s, dtype=jnp.bfloat16) for i, s in enumerate(((B, M, K), (K, N))))
+    product = on("columns", activation=jax.nn.silu, implementation="xla")
+    pull = jax.eval_shape(lambda x, w: jax.vjp(product, x, w)[1], x, w)
+    assert {y.dtype for y in jax.tree.leaves(pull) if y.size >= B * M * N} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_operands_sums_and_results_are_constrained():
+    x, w = whole(1, B, M, K), whole(2, K, N)
+    for name in SPECS:
+        text = jax.jit(on(name, implementation="xla")).lower(x, w).as_text()
+        assert {*re.findall(r"sdy.sharding_constraint (%arg\d)", text)} == {"%arg0", "%arg1"}
+    text = jax.jit(on("columns", implementation="xla", activation=jax.nn.silu)).lower(x, w).as_text()
+    assert text.count('[{"x"}, {}, {"y"}]>') == 2  # The product, and the result.
+    half = x.astype(jnp.float16), w.astype(jnp.float16)
+    text = jax.jit(on("rows", implementation="xla")).lower(*half).as_text()
+    assert re.search(r"sharding_constraint .*tensor<8x16x24xf32>", text)  # The sum travels in float32.
+
+
+@pytest.mark.parametrize(("name", "barriers"), [("weights", 1), ("weights before", 1), ("columns", 0)])
+def test_only_gathers_that_are_repeated_have_barriers(name, barriers, monkeypatch):
+    # Without those that keep XLA for CPUs from seeing constants.
+    monkeypatch.setattr("overlap.frame.by_xla.guarded", lambda rhs, mesh=None: rhs)
+    x, w = whole(1, B, M, K), whole(2, K, N)
+    for keep, count in ((False, barriers), (None, 0), (True, 0)):
+        product = on(name, keep_gathered=keep, implementation="xla")
+        text = jax.jit(jax.grad(lambda x, w, f=product: f(x, w).sum(), (0, 1))).lower(x, w).as_text()
+        assert text.count("optimization_barrier") == count, keep
+
+
+@pytest.mark.parametrize(("name", "gathers"), [("columns", 1), ("weights", 1), ("weights before", 2)])
+def test_what_lies_between_two_programs(name, gathers):
+    """True alone keeps what was gathered, and then the backward pass gathers nothing again."""
+    placed = put(AUTO, whole(1, B, M, K), SPECS[name][0]), put(AUTO, whole(2, K, N), SPECS[name][1])
+    d = put(AUTO, whole(3, B, M, N), SPECS[name][2])
+    found = {}
+    nbytes = lambda tree: sum(y.addressable_shards[0].data.nbytes for y in jax.tree.leaves(tree))  # noqa: E731
+    for keep in (False, None, True):
+        product = on(name, keep_gathered=keep, implementation="xla")
+        pull = jax.jit(lambda x, w, f=product: jax.vjp(f, x, w)[1])(*placed)
+        backward = jax.jit(lambda pull, d: pull(d)).lower(pull, d).compile()
+        found[keep] = nbytes(pull), collectives(backward)["f32", "all-gather"]
+    assert found[False] == found[None] == (nbytes(placed), gathers)
+    assert found[True][0] > nbytes(placed) and found[True][1] == 0

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
+from overlap.choice.crossover import Cause, Verdict
 from overlap.emulation import emulate
 from overlap.kernels import target
 from overlap.sharded import matmul as module
@@ -320,3 +321,17 @@ def test_explain(monkeypatch):
     heads = rhs.update(shape=(8192, 224, 128))
     split = answer(overlap.sharded_matmul, lhs, heads, out_sharding=P("x", None, "y", None))
     assert split == answer(overlap.sharded_matmul, lhs, rhs, out_sharding=FSDP[2])
+
+
+@pytest.mark.one_jax
+def test_other_decisions_compile_an_eager_call_again(monkeypatch):
+    x, w = jnp.ones((64, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    specs = {"lhs_sharding": P("x"), "rhs_sharding": P(None, "x"), "out_sharding": P(None, "x")}
+    call = functools.partial(overlap.sharded_matmul, x, w, mesh=make_mesh(AxisType.Auto, x=4), **specs)
+    call()
+    call()
+    before = module._run_eagerly._cache_size()
+    monkeypatch.setattr(dispatch, "settled", lambda problem: "fused")
+    monkeypatch.setattr(dispatch, "verdict", lambda *_: Verdict(False, "changed", Cause.MEASURED, 2.0))
+    call()
+    assert module._run_eagerly._cache_size() == before + 1

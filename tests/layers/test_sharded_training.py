@@ -188,3 +188,11 @@ def test_export(monkeypatch):
     unchecked = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     exported = jax.export.export(jax.jit(layer), platforms=["cuda"], disabled_checks=unchecked)(*types)
     assert exported.nr_devices == 4 and exported.mlir_module().count("@mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("keep", [None, False, True])
+def test_kernels_keep_gathered_weights_only_if_asked(keep):
+    given = [x.astype(jnp.bfloat16) for x in operands()]
+    fused = functools.partial(block, implementation="fused", keep_gathered=keep)
+    lines = jax.jit(with_gradients(fused)).lower(*given).as_text().splitlines()
+    assert sum("stablehlo.all_gather" in line and "bf16" in line for line in lines) == (2 if keep else 4)

@@ -1,6 +1,6 @@
 """`python -m overlap`: exit statuses, what is refused by name, the emulated demo from end to end, and the soak test."""
 
-from __future__ import annotations
+from __future__ import collections
 
 import argparse
 import importlib.util
@@ -22,6 +22,7 @@ import overlap
 from overlap import cli
 from overlap.cli import demo, devices, doctor, ending, main, soak, soak_programs, soak_step, trace_files
 from overlap.emulation import emulate
+from overlap.frame.explain import recorded
 from overlap.kernels.target import emulating
 from overlap.tuning import trace
 
@@ -194,6 +195,7 @@ def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, 
 
 def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
     """On two devices as the command runs it. On four, XLA gathers weights along the other axis; a wrong bit counts."""
+    assert soak_step.STEP in soak.CASES
     monkeypatch.setattr(soak, "CASES", [soak_step.STEP])
     assert cli.main(["soak", "--programs", "1", "--seed", "3"]) == 0
     assert re.search(r"step +1 programs", capsys.readouterr().out)
@@ -207,6 +209,13 @@ def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
         wrong = int(soak_step.program.__wrapped__(soak_step.STEP, mesh, "y", 1)(*given))
         # On each device at least both results and the cotangent of the last weights are then wrong.
         assert wrong == 0 if change == 0 else wrong >= 3 * mesh.size
+    with recorded() as found:
+        jax.eval_shape(soak_step.program.__wrapped__(soak_step.STEP, mesh, "y", 1), *given)
+    fused = collections.Counter(choice.op for choice in found if choice.implementation == "fused")
+    assert fused == {"all_gather_lhs_matmul": 3, "matmul_reduce_scatter": 3}
+    monkeypatch.setattr(soak_step, "exact", exact)
+    monkeypatch.setattr(soak_step, "spin", lambda us: us)  # The rows of the late device are then wrong.
+    assert int(soak_step.program.__wrapped__(soak_step.STEP, mesh, "y", 1)(*given)) > 0
 
 
 def test_every_case_is_exact_in_its_dtype_and_meshes_and_axes_of_four_devices():
