@@ -1,8 +1,9 @@
 """`python -m overlap`: exit statuses, what is refused by name, the emulated demo from end to end, and the soak test."""
 
-from __future__ import collections
+from __future__ import annotations
 
 import argparse
+import collections
 import importlib.util
 import io
 import os
