@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import importlib.util
 import io
 import os
@@ -196,7 +195,6 @@ def test_a_wrong_bit_is_reported_with_the_command_that_repeats_it(here, capsys, 
 
 def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
     """On two devices as the command runs it. On four, XLA gathers weights along the other axis; a wrong bit counts."""
-    assert soak_step.STEP in soak.CASES
     monkeypatch.setattr(soak, "CASES", [soak_step.STEP])
     assert cli.main(["soak", "--programs", "1", "--seed", "3"]) == 0
     assert re.search(r"step +1 programs", capsys.readouterr().out)
@@ -212,7 +210,7 @@ def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
         assert wrong == 0 if change == 0 else wrong >= 3 * mesh.size
     with recorded() as found:
         jax.eval_shape(soak_step.program.__wrapped__(soak_step.STEP, mesh, "y", 1), *given)
-    fused = collections.Counter(choice.op for choice in found if choice.implementation == "fused")
+    fused = Counter(choice.op for choice in found if choice.implementation == "fused")
     assert fused == {"all_gather_lhs_matmul": 3, "matmul_reduce_scatter": 3}
     monkeypatch.setattr(soak_step, "exact", exact)
     monkeypatch.setattr(soak_step, "spin", lambda us: us)  # The rows of the late device are then wrong.
@@ -221,6 +219,7 @@ def test_a_step_with_products_by_kernels_and_by_xla(here, capsys, monkeypatch):
 
 def test_every_case_is_exact_in_its_dtype_and_meshes_and_axes_of_four_devices():
     """The soak test relies on this: a right result has exactly the expected bits."""
+    assert soak_step.STEP in soak.CASES
     meshes = list(soak_programs.meshes(jax.devices()[:4]))
     assert [dict(mesh.shape) for mesh in meshes] == [{"x": 4}, {"x": 4}, {"x": 2, "y": 2}, {"x": 2, "y": 2}]
     assert len({tuple(d.id for d in mesh.devices.flat) for mesh in meshes}) == 2
