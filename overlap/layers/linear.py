@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import overlap
-from overlap.layers.checks import check_dtypes, check_features, check_residual, check_sizes
+from overlap.layers.checks import check_dtypes, check_features, check_flags, check_residual, check_sizes
 from overlap.layers.parallel import Options, Parallel, divides, metadata, spec_between_layers, spec_inside_layer
 
 KERNEL_INIT, BIAS_INIT = initializers.lecun_normal(), initializers.zeros_init()
@@ -41,6 +41,7 @@ class _ParallelLinear(Parallel, nnx.Linear):
     ):
         Parallel.__init__(self, name=name, **options)
         check_sizes(self.title, in_features=in_features, out_features=out_features)
+        check_flags(self.title, use_bias=use_bias)
         check_dtypes(self.title, dtype=dtype, param_dtype=param_dtype, preferred_element_type=preferred_element_type)
         rows, columns = spec = self.kernel_spec
         divides(self, "in_features", in_features, rows, _FEATURES)

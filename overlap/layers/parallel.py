@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
-from overlap.layers.checks import check_implementation, check_keywords, check_rows
+from overlap.layers.checks import check_flags, check_implementation, check_keywords, check_rows
 
 Axis = str | tuple[str, ...]
 
@@ -269,6 +269,9 @@ def names_in(axis: Axis | None) -> tuple[str, ...]:
 def _check(layer: Parallel) -> None:
     """Raises ValueError if the mesh does not have the layer's axes, or the implementation does not exist."""
     check_implementation(layer.title, layer.implementation)
+    check_flags(layer.title, sequence_parallel=layer.sequence_parallel)
+    if layer.keep_gathered is not None:
+        check_flags(layer.title, keep_gathered=layer.keep_gathered)
     if not isinstance(layer.axis, str) or layer.axis in (*names_in(layer.fsdp_axis), *names_in(layer.batch_axis)):
         raise ValueError(
             f"{layer.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={layer.axis!r}, "
