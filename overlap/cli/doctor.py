@@ -157,7 +157,16 @@ def _jax(facts: Facts) -> Fact:
         return Fact("jax", PROBLEM, found, f"the versions differ: pip install 'jax[cuda13]=={version}'")
     if version not in _requirements.TESTED_JAX:
         return Fact("jax", NOTE, found, f"in the supported range, but not a tested version ({tested})")
-    return Fact("jax", OK, found)
+    return Fact("jax", OK, f"{found}{_assembler(version, versions)}")
+
+
+def _assembler(version: str, versions: Mapping[str, str]) -> str:
+    """Says what assembles kernels for GPUs: jax 0.11 takes ptxas, jax 0.12 nvJitLink if its package is there."""
+    if not any(package.endswith("plugin") for package in versions):
+        return ""
+    if version.startswith("0.11") or version_of("nvidia-nvjitlink") is None:
+        return "; kernels are assembled by ptxas"
+    return "; kernels are assembled by nvJitLink, and the largest tiles may spill registers (docs/support.md)"
 
 
 def _gpus(facts: Facts) -> Fact:
@@ -287,7 +296,9 @@ def _emulator(facts: Facts) -> Fact:
         return Fact("emulator", NOTE, f"not tried: see {', '.join(blocking)}")
     works, answer = ask(EMULATED_RUN, timeout_s=300, JAX_PLATFORMS="cpu")
     if works:
-        return Fact("emulator", OK, f"{answer}; a CPU stands for a {_settings.emulated_gpu().capitalize()} GPU")
+        stands_for = f"a CPU stands for a {_settings.emulated_gpu().capitalize()} GPU"
+        beware = "jaxlib for CPUs adds up some products with constants wrongly (docs/troubleshooting.md)"
+        return Fact("emulator", OK, f"{answer}; {stands_for}; {beware}")
     return Fact("emulator", PROBLEM, answer, "run `make test`; if it fails too, this is a bug to report")
 
 

@@ -148,6 +148,11 @@ NOT_USED = on(doctor.ASK_JAX_DEVICES, (False, "Unknown backend gpux")) | {
               ("0.10.2", PROBLEM, ["jax 0.10.2 is too old: overlap needs >= 0.11.2 and < 0.13"]),
               ("0.11.2", OK, []), ("0.12.1", NOTE, ["not a tested version"]), ("0.13.0", PROBLEM, ["is too new"]))),
         ("jax", {"installed": {"jax": "0.11.2", "jax-cuda13-plugin": "0.12.0"}}, PROBLEM, ["the versions differ"]),
+        ("jax", on(doctor.ASK_JAX, of_jax("0.12.0.1"))
+         | {"installed": {"jax": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1", "nvidia-nvjitlink": "13.0"}},
+         OK, ["assembled by nvJitLink, and the largest tiles may spill"]),
+        ("jax", {"installed": {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2", "nvidia-nvjitlink": "13.0"}},
+         OK, ["assembled by ptxas"]),
         # The imported version counts, not the installed one.
         ("jax", on(doctor.ASK_JAX, of_jax("0.10.2", "/elsewhere/jax")), PROBLEM,
          ["`import jax` gives /elsewhere/jax, jax 0.10.2", "PYTHONPATH"]),
