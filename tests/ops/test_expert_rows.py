@@ -233,14 +233,20 @@ def of_all_maps(movement: rows.Movement) -> Any:
     return call
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_where_xla_splits_the_program(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# With the last two, the parts of a row in which a kernel computes have features in common.
+@pytest.mark.parametrize(
+    ("devices", "features", "dtype"),
+    [(1, 256, jnp.bfloat16), (2, 256, jnp.bfloat16), (1, 160, jnp.float32), (1, 416, jnp.float32)],
+)
+def test_where_xla_splits_the_program(
+    devices: int, features: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under jit without `shard_map` XLA runs in place of kernels of one device, if there are several."""
     ran = []
     monkeypatch.setattr(rows, "_on_one_device", lambda *args, f=rows._on_one_device: ran.append(args[0]) or f(*args))
     movement = rows.Movement(None, dispatch.target())
     chance = np.random.default_rng(0)
-    tokens, of_rows = (chance.integers(-3, 4, (n, 256)).astype(jnp.bfloat16) for n in (3, 4))
+    tokens, of_rows = (chance.integers(-3, 4, (n, features)).astype(dtype) for n in (3, 4))
     of_rows[2], gates = np.nan, np.float32([[2, np.nan], [3, -1], [np.inf, -np.inf]])
     mesh = make_mesh(x=devices)
     given = jax.device_put((tokens, of_rows, gates), NamedSharding(mesh, P(None, "x")))
