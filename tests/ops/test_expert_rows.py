@@ -238,9 +238,7 @@ def of_all_maps(movement: rows.Movement) -> Any:
     ("devices", "features", "dtype"),
     [(1, 256, jnp.bfloat16), (2, 256, jnp.bfloat16), (1, 160, jnp.float32), (1, 416, jnp.float32)],
 )
-def test_where_xla_splits_the_program(
-    devices: int, features: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_xla_splits_the_program(devices: int, features: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under jit without `shard_map` XLA runs in place of kernels of one device, if there are several."""
     ran = []
     monkeypatch.setattr(rows, "_on_one_device", lambda *args, f=rows._on_one_device: ran.append(args[0]) or f(*args))
