@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
+import types
 from typing import Any
 
 import jax
@@ -322,6 +323,35 @@ def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     # With gates and without.
     assert sorted(name.removeprefix("overlap_") for name in names) == [
         "added_rows", "added_rows", "copied_rows", "copied_rows", "products_of_rows"]  # fmt: skip
+
+
+def test_kernels_that_copy_begin_with_own_tokens_and_sums_with_those_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own tokens need no transfer, and are copied while the first ones of the peers arrive. Sums are to be sent first."""
+    launched: dict[str, chunks_of_rows.Refs] = {}
+
+    def watched(plan: Any, name: str, body: Any, *args: Any, **options: Any) -> Any:
+        return launch(plan, name, lambda refs: (launched.update({name: refs}), body(refs))[1], *args, **options)
+
+    launch = row_kernels.launch
+    monkeypatch.setattr(row_kernels, "launch", watched)
+    movement, mesh = rows.Movement("x", dispatch.target(), True), make_mesh(x=2)
+
+    def both(tokens: jax.Array, gates: jax.Array, ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, 4, "x")
+        return rows.added(rows.copied(tokens, routing, movement), gates, routing, movement)
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    given = jnp.ones((32, 128), jnp.bfloat16), jnp.ones((32, 2)), jnp.zeros((32, 2), jnp.int32)
+    with overlap.emulation.emulate(cores=1):
+        jax.jit(jax.grad(lambda *x: mapped(*x).astype(jnp.float32).sum(), (0, 1))).lower(*given)
+    first = {}
+    for name, refs in launched.items():
+        group: Any = types.SimpleNamespace(size=2, peer=lambda distance: distance)
+        refs = dataclasses.replace(refs, plan=dataclasses.replace(refs.plan, group=group))
+        order = [int(refs.at(number).distance) for number in range(2 * refs.plan.chunks)]
+        assert sorted(order) == [0] * refs.plan.chunks + [1] * refs.plan.chunks
+        first[name] = order[0]
+    assert first == {"overlap_copied_rows": 0, "overlap_products_of_rows": 0, "overlap_added_rows": 1}
 
 
 @pytest.mark.parametrize(("chunks", "devices", "ctas"), [(5, 2, 2), (7, 3, 3), (4, 2, 9), (6, 4, 1), (1, 2, 4)])

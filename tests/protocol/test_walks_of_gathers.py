@@ -61,6 +61,8 @@ def test_rows_by_pull(devices, cluster):
         check_shards(schedule, devices)
         blocks, n_tiles = schedule.row_blocks, schedule.order.n_tiles
         tiles = [schedule.tile(index) for index in range(schedule.tiles)]
+        # Tiles come in the order of the steps, those of the own shard first.
+        assert [step for step, *_ in tiles] == sorted(step for step, *_ in tiles)
         tiles = [(step, m * cluster + rank, n) for step, m, n in tiles for rank in range(cluster)]
         # A cluster's last tile may lie below the last row.
         assert all(m < blocks + cluster - 1 for _, m, _ in tiles)
@@ -213,7 +215,8 @@ def test_weights(devices, along):
         ]
         real = [(s, m, n) for s, m, n in tiles if m < m_tiles and n < n_tiles]
         assert sorted(real) == list(itertools.product(range(shards), range(m_tiles), range(n_tiles)))
-        assert real[0][0] == 0  # The own columns come first.
+        # The own columns come first, then those of each step in turn.
+        assert [step for step, *_ in tiles] == sorted(step for step, *_ in tiles)
         steps = range(devices if along == "k" else 1)
         of_k = [schedule.rows_of_k_step(0, k) for k in range(schedule.k_steps)]
         assert of_k == [(step, row) for step in steps for row in range(0, shard[0], 64)]
