@@ -326,7 +326,7 @@ def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_kernels_that_copy_begin_with_own_tokens_and_sums_with_those_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Own tokens need no transfer, and are copied while the first ones of the peers arrive. Sums are to be sent first."""
+    """Own tokens need no transfer: they are copied while those of the peers arrive. Peers wait for their sums."""
     launched: dict[str, chunks_of_rows.Refs] = {}
 
     def watched(plan: Any, name: str, body: Any, *args: Any, **options: Any) -> Any:
