@@ -96,7 +96,7 @@ def row(label: str, case: Case, *, slow: bool = False, **expected: Any) -> None:
     """Adds a row: what is assembled, and what is expected of the last kernel.
 
     name: of the kernel. words, not_words: in the PTX. smem: the bytes, or the least and the most. full: whether each
-    core has one CTA. spills: whether the kernel may spill.
+    core has one CTA. spills: the most bytes that the kernel may spill.
     """
     ROWS.append(pytest.param(case, expected, id=label, marks=[pytest.mark.slow] if slow else []))
 
@@ -148,11 +148,15 @@ row("gathered block scales", slow=True, words=("block_scale",), case=Case(
     GATHER, 4, SHAPE, "float8_e4m3fn", "b200", {"layout": "nt", "out": "bfloat16", "block_scales": True}, processes=4,
 ))  # fmt: skip
 
-for name, target in (("every_operation", "h200"), ("capturing", "b200"), ("capturing", "h200")):
+for number, (name, target, spills) in enumerate((
+    # With more columns at a time, softplus spills 80 bytes and the exact GELU 1612.
+    ("capturing", "h200", 0), ("softplus", "b200", 0), ("exact_gelu", "b200", 64), ("exact_gelu", "h200", 16),
     # `every_operation` captures too many values; no real program has this many.
+    ("capturing", "b200", 64), ("every_operation", "h200", 2**20),
+)):  # fmt: skip
     row(f"activation {name} on {target}",
-        Case("tests.ops.activation_cases:assembled", 1, (1024, 1536, 2048), "bf16", target, {"activation": name}),
-        slow=target == "b200" or name == "every_operation", spills=name == "every_operation")  # fmt: skip
+        Case("tests.ops.activation_cases:assembled", 1, (4096, 8192, 4096), "bf16", target, {"activation": name}),
+        slow=number > 1, spills=spills)  # fmt: skip
 IN_TURN, SWAPPED = {"schedule": "pingpong"}, {"swap_operands": True}
 for number, (dtype, config) in enumerate((
     ("bf16", dict(tile_m=128, tile_n=256, stages=4, gated=True)),
@@ -267,7 +271,7 @@ def test_other_kernels(case, expected):
     if "full" in expected:  # Some lessons of the ladder have a CTA for each tile.
         faults = [fault for fault in faults if not fault.startswith("a grid of")]
         assert not expected["full"] or math.prod(report.grid) == TARGETS[case.target].core_count
-    assert expected.get("spills") or faults == []
+    assert faults == [] or 0 < report.spills <= expected.get("spills", 0)
     assert report.architecture == TARGETS[case.target].architecture
     assert report.name == expected.get("name", report.name)
     least, most = (smem, smem) if isinstance(smem := expected.get("smem", (0, 2**20)), int) else smem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -33,6 +34,13 @@ def capturing(scalar: Any, half: Any, count: Any, flag: Any) -> Any:
     return activation
 
 
+WITHOUT_SCALARS = {
+    "every_operation": every_operation,
+    "softplus": jax.nn.softplus,
+    "exact_gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
+
+
 def assembled(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
     """Returns a product with the activation that `case.config["activation"]` names."""
     from jax.sharding import PartitionSpec as P
@@ -41,7 +49,7 @@ def assembled(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]
     dtypes = ("f32", "bf16", "int32", "bool") if name == "capturing" else ()
 
     def call(lhs: jax.Array, rhs: jax.Array, *scalars: jax.Array) -> jax.Array:
-        activation = capturing(*scalars) if scalars else every_operation
+        activation = capturing(*scalars) if scalars else WITHOUT_SCALARS[name]
         return overlap.matmul(lhs, rhs, activation=activation, implementation="fused")
 
     mapped = jax.shard_map(call, mesh=mesh, in_specs=jax.sharding.PartitionSpec(), out_specs=P(), check_vma=False)

@@ -136,17 +136,20 @@ def test_the_backward_pass_is_explained_and_chosen_for_itself(gain, implementati
     monkeypatch.setattr(crossover, "verdict", verdict)
     x, q, k = struct(4096, 8192), struct(8192, 4096), struct(8192, 512)
 
-    def explained(op, lhs, rhs, **more):
+    def explained(op, lhs, rhs, wanted=(0, 1), **more):
         def total(lhs, rhs):
             out = op(lhs, rhs, preferred_element_type=BF16, **more)
             return sum(x.astype(F32).sum() for x in jax.tree.leaves(out))
 
-        return overlap.explain(jax.grad(total, (0, 1)), lhs, rhs, mesh=H100S)
+        return overlap.explain(jax.grad(total, wanted), lhs, rhs, mesh=H100S)
 
     answers = explained(overlap.all_gather_lhs_matmul, x, [q, k, k], axis_name="x")
     forward, backward = answers
     assert forward.implementation == "fused" and backward.implementation == implementation
     assert "8192x8192x5120" in backward.reason and "`lhs` gathered beside it" in backward.plan
+    # The rows are gathered for the weights' gradients only.
+    _, of_rows = explained(overlap.all_gather_lhs_matmul, x, [q, k, k], wanted=0, axis_name="x")
+    assert of_rows.implementation == implementation and of_rows.plan == "backward pass, cotangent of `lhs`"
     header, *rows = str(answers).splitlines()
     assert header.startswith("calls") and [row.split()[1] for row in rows] == [x.op for x in answers]
     assert len(explained(overlap.matmul_all_reduce, x, k, axis_name="x")) == 1

@@ -185,6 +185,18 @@ def test_what_does_not_fit_the_operands_is_not_rounded_to_them(name, dtype):
         assert error <= 2 * rounding + 1e-3 * np.linalg.norm(exact)
 
 
+def test_the_gradient_of_a_scale_takes_the_product_before_it_is_rounded():
+    """In the dtype of the result, 256 + 1 is 256."""
+    lhs, rhs = jnp.zeros((8, K), BF16).at[0, :2].set(jnp.array([256, 1], BF16)), jnp.ones((K, N), BF16)
+
+    def corner(scale):
+        return overlap.matmul(lhs, rhs, lhs_scale=scale, implementation="fused", config=SMALL)[0, 0]
+
+    with running():
+        found = jax.jit(jax.grad(corner))(jnp.ones((8, 1)))
+    assert found.tolist() == [[257.0], *[[0.0]] * 7]
+
+
 @pytest.mark.parametrize("op", ["lhs", "n", pytest.param("k", marks=slow)])
 def test_gradients_of_gathers_at_the_ends_of_the_range(op):
     """Large rows of one operand, small columns of the other: what overflows also overflows in plain JAX.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
+import types
 from typing import Any
 
 import jax
@@ -233,14 +234,18 @@ def of_all_maps(movement: rows.Movement) -> Any:
     return call
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_where_xla_splits_the_program(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# With the last two, the parts of a row in which a kernel computes have features in common.
+@pytest.mark.parametrize(
+    ("devices", "features", "dtype"),
+    [(1, 256, jnp.bfloat16), (2, 256, jnp.bfloat16), (1, 160, jnp.float32), (1, 416, jnp.float32)],
+)
+def test_where_xla_splits_the_program(devices: int, features: int, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under jit without `shard_map` XLA runs in place of kernels of one device, if there are several."""
     ran = []
     monkeypatch.setattr(rows, "_on_one_device", lambda *args, f=rows._on_one_device: ran.append(args[0]) or f(*args))
     movement = rows.Movement(None, dispatch.target())
     chance = np.random.default_rng(0)
-    tokens, of_rows = (chance.integers(-3, 4, (n, 256)).astype(jnp.bfloat16) for n in (3, 4))
+    tokens, of_rows = (chance.integers(-3, 4, (n, features)).astype(dtype) for n in (3, 4))
     of_rows[2], gates = np.nan, np.float32([[2, np.nan], [3, -1], [np.inf, -np.inf]])
     mesh = make_mesh(x=devices)
     given = jax.device_put((tokens, of_rows, gates), NamedSharding(mesh, P(None, "x")))
@@ -318,6 +323,35 @@ def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     # With gates and without.
     assert sorted(name.removeprefix("overlap_") for name in names) == [
         "added_rows", "added_rows", "copied_rows", "copied_rows", "products_of_rows"]  # fmt: skip
+
+
+def test_kernels_that_copy_begin_with_own_tokens_and_sums_with_those_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own tokens need no transfer: they are copied while those of the peers arrive. Peers wait for their sums."""
+    launched: dict[str, chunks_of_rows.Refs] = {}
+
+    def watched(plan: Any, name: str, body: Any, *args: Any, **options: Any) -> Any:
+        return launch(plan, name, lambda refs: (launched.update({name: refs}), body(refs))[1], *args, **options)
+
+    launch = row_kernels.launch
+    monkeypatch.setattr(row_kernels, "launch", watched)
+    movement, mesh = rows.Movement("x", dispatch.target(), True), make_mesh(x=2)
+
+    def both(tokens: jax.Array, gates: jax.Array, ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, 4, "x")
+        return rows.added(rows.copied(tokens, routing, movement), gates, routing, movement)
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    given = jnp.ones((32, 128), jnp.bfloat16), jnp.ones((32, 2)), jnp.zeros((32, 2), jnp.int32)
+    with overlap.emulation.emulate(cores=1):
+        jax.jit(jax.grad(lambda *x: mapped(*x).astype(jnp.float32).sum(), (0, 1))).lower(*given)
+    first = {}
+    for name, refs in launched.items():
+        group: Any = types.SimpleNamespace(size=2, peer=lambda distance: distance)
+        refs = dataclasses.replace(refs, plan=dataclasses.replace(refs.plan, group=group))
+        order = [int(refs.at(number).distance) for number in range(2 * refs.plan.chunks)]
+        assert sorted(order) == [0] * refs.plan.chunks + [1] * refs.plan.chunks
+        first[name] = order[0]
+    assert first == {"overlap_copied_rows": 0, "overlap_products_of_rows": 0, "overlap_added_rows": 1}
 
 
 @pytest.mark.parametrize(("chunks", "devices", "ctas"), [(5, 2, 2), (7, 3, 3), (4, 2, 9), (6, 4, 1), (1, 2, 4)])

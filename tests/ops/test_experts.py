@@ -99,8 +99,8 @@ def test_results_and_gradients(name: str) -> None:
 
 
 def test_routes_of_many_tokens() -> None:
-    """They are counted in blocks of 128 tokens."""
-    for case in (Case(2, 150, 2, 6, capacity=70), Case(2, 200, 3, 4)):
+    """They are counted in blocks of 128 tokens. A capacity for more rows than there are routes adds no rows."""
+    for case in (Case(2, 150, 2, 6, capacity=70), Case(2, 200, 3, 4), Case(2, 12, 1, 8, capacity=20)):
         ids = routings(case, secrets.randbits(32))["ids out of range"]
         of_each = on_devices(case, functools.partial(lists, case))
         check_routing(case, ids, kept(case, ids), jax.jit(of_each)(ids), case)

@@ -81,7 +81,7 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
 
 
 class Gated:
-    scalars = ()
+    scalars = ops = ()
 
     def __call__(self, values: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
         return jnp.maximum(values[0], 0) * values[1]

@@ -127,19 +127,55 @@ def test_what_is_no_number_stays_in_its_group(implementation):
     """Also in gradients: of a bias, of scales, of a scalar that an activation without a derivative at zero captures."""
     lhs, rhs = jnp.ones((6, 64), BF16).at[0, 0].set(jnp.nan), jnp.ones((2, 64, 64), BF16)
 
-    def loss(bias, lhs, rows, scalar):
+    def loss(bias, lhs, rows, columns, scalar):
         out = overlap.grouped_matmul(
-            lhs, rhs, jnp.array([2, 3]), bias=bias, lhs_scale=rows, implementation=implementation,
+            lhs, rhs, jnp.array([2, 3]), bias=bias, lhs_scale=rows, rhs_scale=columns, implementation=implementation,
             activation=lambda y: jnp.sqrt(y * scalar),
         )  # fmt: skip
         return jnp.where(jnp.arange(6)[:, None] > 0, out.astype(F32), 0).sum()
 
-    given = jnp.zeros((2, 64)), lhs, jnp.ones((6, 1)).at[5].set(jnp.nan)
-    d_bias, d_lhs, d_rows = jax.grad(loss, (0, 1, 2))(*given, 1.0)
-    assert jnp.isnan(d_bias).any(1).tolist() == [True, False]
+    given = jnp.zeros((2, 64)), lhs, jnp.ones((6, 1)).at[5].set(jnp.nan), jnp.ones((2, 64))
+    d_bias, d_lhs, d_rows, d_columns = jax.grad(loss, (0, 1, 2, 3))(*given, 1.0)
+    assert jnp.isnan(d_bias).any(1).tolist() == jnp.isnan(d_columns).any(1).tolist() == [True, False]
     assert not jnp.isnan(d_lhs[1:]).any() and not jnp.isnan(d_rows[1:]).any()
     clean = lhs.at[0, 0].set(1)
-    assert jnp.isfinite(jax.grad(loss, 3)(given[0], clean, jnp.ones((6, 1)), 1.0))
+    assert jnp.isfinite(jax.grad(loss, 4)(given[0], clean, jnp.ones((6, 1)), given[3], 1.0))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_the_product_under_a_derivative_is_not_rounded_before_its_epilogue(implementation):
+    """257 - 256 is 1, and 257 in bfloat16 is 256."""
+    lhs, rhs = jnp.zeros((8, 64), BF16).at[:, :2].set(jnp.array([256, 1], BF16)), jnp.ones((1, 64, 64), BF16)
+
+    def f(lhs):
+        keywords = {"bias": jnp.full((1, 64), -256.0), "implementation": implementation}
+        return overlap.grouped_matmul(lhs, rhs, jnp.array([8]), **keywords)
+
+    for out in (f(lhs), jax.vjp(f, lhs)[0]):
+        np.testing.assert_array_equal(out, np.ones((8, 64)))
+
+
+@pytest.mark.parametrize("operand", ["bias", "columns"])
+def test_gradients_of_vectors_of_groups_are_summed_in_all_bits(operand):
+    """A product sums them, which tensor cores otherwise round to TF32."""
+    given = drawn(8)
+
+    def loss(vector):
+        call = functools.partial(overlap.grouped_matmul, given["lhs"], given["rhs"], given["sizes"])
+        return call(**{"bias" if operand == "bias" else "rhs_scale": vector}, implementation="xla").sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((GROUPS, N)))
+    found = list(precisions_in(program.jaxpr))
+    assert found and set(found) == {(jax.lax.Precision.HIGHEST,) * 2}
+
+
+def precisions_in(program):
+    """Yields the precision of each product of float32 matrices."""
+    for equation in program.eqns:
+        if equation.primitive.name == "dot_general" and equation.invars[0].aval.dtype == F32:
+            yield equation.params["precision"]
+        for part in jaxprs_in_params(equation.params):
+            yield from precisions_in(part)
 
 
 def gated(gate, up):

@@ -19,7 +19,9 @@ from overlap.emulation import emulate
 from overlap.kernels.hopper import mainloop
 from overlap.kernels.hopper.limits import smem_bytes
 from overlap.kernels.limits import BARRIER_BYTES
+from overlap.kernels.product_kernel import ProductKernel
 from overlap.kernels.target import SMEM_BYTES, Target
+from tests.ops.contract import FORMS
 from tests.oracle import make_mesh
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -85,6 +87,35 @@ def test_the_ring_needs_no_chunk_buffers(hopper):
     for transport in ("pull", "ring"):
         with pytest.raises(ValueError, match="split_k"):
             explain(config=overlap.Config(split_k=2), transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("name", "lead"), [("pull", ()), ("pull", (2,)), ("ring", ()), ("weights n", ()), ("weights k", ())]
+)
+def test_own_tiles_come_first_and_own_shards_are_not_copied(name, lead, monkeypatch):
+    """Otherwise no transfer is hidden, or each device copies more than its peers' shards. Results do not show it."""
+    launches, steps, launch = [], [], ProductKernel.launch
+
+    def watched(kernel, inputs, out_types, body_of):
+        def watched_body_of(refs):
+            body = body_of(refs)
+            steps.append([body.tile_at(index).step for index in range(kernel.work.tiles)])
+            return body
+
+        launches.append(out_types)
+        return launch(kernel, inputs, out_types, watched_body_of)
+
+    monkeypatch.setattr(ProductKernel, "launch", watched)
+    call, devices = FORMS[name].but(lead=lead), 3
+    given = call.types(devices)
+    with emulate(cores=2):
+        call.program(make_mesh(x=devices), given, call, call.out_specs).lower(given)
+    (of_tiles,), (results,) = steps, launches
+    # Where the shards lie one below the other along k, each tile begins with the own one.
+    counts = [len(of_tiles)] if name == "weights k" else [len(of_tiles) // devices] * devices
+    assert of_tiles == [step for step, count in enumerate(counts) for _ in range(count)]
+    *_, copied, _, _ = results.scratch.shape
+    assert copied == devices - 1
 
 
 def test_who_sends_own_tiles_too_has_most_registers_for_it():
