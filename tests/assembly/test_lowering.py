@@ -56,8 +56,10 @@ BF16_FLOPS_PER_US = 989e6  # An H200's peak, from its data sheet.
 BATCH, ROWS, WIDTH, HIDDEN = 4, 2048, 2048, 8192
 
 
-def test_a_fused_block_with_fsdp():
+def test_a_fused_block_with_fsdp(monkeypatch):
     """XLA's scheduler learns how long kernels take. Weights are gathered again when their shards alone are there."""
+    # This machine has no GPU. Leave out the barriers that keep XLA for CPUs from seeing constants.
+    monkeypatch.setattr("overlap.frame.by_xla.guarded", lambda rhs, mesh=None: rhs)
     mesh = make_mesh(data=2, tensor=2)
     between, inside, up, down = P("data", "tensor"), P("data", None, "tensor"), P("data", "tensor"), P("tensor", "data")
     shapes = ((BATCH, ROWS, WIDTH), between), ((WIDTH, HIDDEN), up), ((HIDDEN, WIDTH), down)
