@@ -21,10 +21,9 @@ from overlap.kernels.hooks import Epilogue, Values
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
-# An activation is computed for so many columns at a time, and a program of many operations for fewer. For 32, the
-# intermediate values of a long program spill: on Blackwell those of the exact GELU (91 operations) 1612 bytes, for 16 a
-# few, and those of softplus (26 operations) 80 bytes, for 16 none.
-_WIDTH, _WIDTH_IF_LONG, _MANY_OPS = 32, 16, 16
+# An activation is computed for so many columns at a time, but one of many operations for as many as the mainloop says:
+# its intermediate values need registers.
+_WIDTH, _MANY_OPS = 32, 16
 _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 
@@ -120,7 +119,7 @@ def epilogue(
         if program is None:
             return sums[0]
         scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
-        at_once = _WIDTH if len(program.ops) < _MANY_OPS else _WIDTH_IF_LONG
+        at_once = _WIDTH if len(program.ops) < _MANY_OPS else mainloop.long_activation_columns
         for first in range(0, width, at_once):
             part = [lax.slice(x, (0, first), (height, min(first + at_once, width))) for x in sums]
             parts.append(program(part, scalars).astype(jnp.float32))

@@ -105,6 +105,7 @@ class Mainloop(Protocol):
       num_threads: how many warpgroups a CTA has (Pallas calls a warpgroup a thread).
       compute_warpgroups: how many warpgroups run the epilogue, which brings sums to memory. On Hopper they also
         multiply.
+      long_activation_columns: for how many columns at a time an activation of many operations is computed.
     """
 
     @property
@@ -112,6 +113,9 @@ class Mainloop(Protocol):
 
     @property
     def compute_warpgroups(self) -> int: ...
+
+    @property
+    def long_activation_columns(self) -> int: ...
 
     def check_types(self, types: OperandTypes) -> None:
         """Raises NotImplementedError if the mainloop does not take these dtypes and layouts."""

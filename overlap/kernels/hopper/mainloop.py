@@ -273,6 +273,7 @@ class Hopper:
 
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
+    long_activation_columns = 32
 
     def check_types(self, types: OperandTypes) -> None:
         limits.check_types(types)
