@@ -43,7 +43,6 @@ def elementwise_map(of_entry: ClosedJaxpr, *operands: jax.Array) -> jax.Array:
     return _entries_p.bind(*alike(operands), of_entry=of_entry)
 
 
-@_entries_p.def_impl
 def _evaluate(*operands: jax.Array, of_entry: ClosedJaxpr) -> jax.Array:
     def evaluate(*entries: jax.Array) -> jax.Array:
         return jaxpr_as_fun(of_entry)(*entries)[0]
@@ -51,6 +50,10 @@ def _evaluate(*operands: jax.Array, of_entry: ClosedJaxpr) -> jax.Array:
     for _ in range(operands[-1].ndim):
         evaluate = jax.vmap(evaluate)
     return evaluate(*operands)
+
+
+# Outside of jit too it is lowered: arrays of Explicit axes have types that the jaxpr does not fit.
+_entries_p.def_impl(jax.jit(_entries_p.bind, static_argnames="of_entry"))
 
 
 @_entries_p.def_abstract_eval

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
@@ -110,8 +111,9 @@ class _Call:
             )
 
 
-# For calls outside `jax.jit`. The decisions are part of the cache key: a call that is equal to an earlier one is
-# compiled again only if other decisions were made.
+# For calls outside `jax.jit`, those that `jax.grad` traces too: evaluated one by one, operations on arrays of Explicit
+# axes get types that their derivatives do not fit. The decisions are part of the cache key: a call that is equal to an
+# earlier one is compiled again only if other decisions were made.
 _run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
 
 
@@ -344,7 +346,7 @@ def sharded_matmul(
     )
     arguments.require_values(**given.arrays)
     checked, operands, whole = _prepare(given)
-    if any(isinstance(x, Tracer) for x in operands.values()):
+    if isinstance(jnp.zeros(()), Tracer):
         outs = checked.run(operands)
     else:
         with recorded() as decisions:
