@@ -97,7 +97,12 @@ _ABSENT = r"1 of 2 processes did not come to overlap.initialize\(\) within 2 s: 
     ],
 )
 def test_a_job(launcher, mode, status, said, products, most_s):
-    if shutil.which(ENVIRONMENT["MPIRUN"] if "mpirun" in launcher else LAUNCHERS[launcher][0]) is None:
+    needed = LAUNCHERS[launcher][0]
+    if "mpirun" in launcher:
+        needed = ENVIRONMENT["MPIRUN"]
+    elif "mpich" in launcher:
+        needed = _MPICH
+    if shutil.which(needed) is None:
         pytest.skip(f"no {launcher} (extra `mpi`, or apt-get install mpich)")
     process, seconds = _run([*LAUNCHERS[launcher], sys.executable, RANK_PY, mode], env=ENVIRONMENT)
     assert process.returncode == status or (status is None and process.returncode != 0), process.stderr
