@@ -42,14 +42,16 @@ from overlap import _cuda
 from overlap.cli import console, ending
 from overlap.cli.arguments import WrongArguments, finite_number, whole_number
 
-METHODS, LAYOUTS = tuple(LAYERS), ("tensor", "fsdp", "both")
+METHODS = tuple(LAYERS)
+LAYOUTS = ("tensor", "fsdp", "both")
 PLAIN = ("plain", "plain between", "plain hiding")
 _FLAGS = {"plain hiding": "--xla_gpu_enable_latency_hiding_scheduler=true"}
 # The largest relative difference of a loss from plain's. Products are rounded to bfloat16 (2^-8) in another order.
 LOSS_BOUND = 2.0**-7
 _COLUMNS = ("method", "status", "rounds", "loop_us", "loop_us_p10", "loop_us_p90", "xla_over_this", "peak_gib",
             "peak_over_plain", "first_call_s", "loss_difference")  # fmt: skip
-_DRY_DEVICES, _GIB = 2, 2.0**30
+_DRY_DEVICES = 2
+_GIB = 2.0**30
 Result = dict[str, Any]  # What `step_program.measure` returns, and "facts"; or "error": why there is no result.
 
 
@@ -77,7 +79,8 @@ def case_of(model: str, layout: str, devices: int, arguments: argparse.Namespace
     Raises:
       WrongArguments: the devices do not divide a size.
     """
-    given, fsdp = MODELS[model], {"tensor": 1, "fsdp": devices, "both": 2}[layout]
+    given = MODELS[model]
+    fsdp = {"tensor": 1, "fsdp": devices, "both": 2}[layout]
     case = Case(
         **dataclasses.asdict(given.sizes),
         layers=arguments.layers or given.layers,

@@ -30,7 +30,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import kernel_times
 
 FSDP, TENSOR = "fsdp", "tensor"
-BETWEEN, HEADS = P(FSDP, TENSOR, None), P(FSDP, None, TENSOR, None)
+BETWEEN = P(FSDP, TENSOR, None)
+HEADS = P(FSDP, None, TENSOR, None)
 # By method: the module of the layers, and their keyword `implementation` if they have one.
 LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
     "plain": ("examples.plain_layers", {}),
@@ -40,7 +41,12 @@ LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
     "fused": ("overlap.layers", {"implementation": "fused"}),
     "layers xla": ("overlap.layers", {"implementation": "xla"}),
 }
-WARM_UP, TIMES, STEPS_PER_TIME, LOSSES, PROFILED = 5, 5, 5, 10, 3
+# Steps: before the times; of each of `TIMES` times; whose losses are compared; that are profiled.
+WARM_UP = 5
+TIMES = 5
+STEPS_PER_TIME = 5
+LOSSES = 10
+PROFILED = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,8 @@ class ColumnParallelLinear(_Linear):
         batch_axis: Axis = None,
         **options: Any,
     ):
-        kernel, result = P(fsdp_axis, axis), P(batch_axis, None, axis)
+        kernel = P(fsdp_axis, axis)
+        result = P(batch_axis, None, axis)
         super().__init__(in_features, out_features, kernel=kernel, bias=P(axis), result=result, **options)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -75,7 +76,8 @@ class RowParallelLinear(_Linear):
         batch_axis: Axis = None,
         **options: Any,
     ):
-        kernel, result = P(axis, fsdp_axis), P(batch_axis, axis, None)
+        kernel = P(axis, fsdp_axis)
+        result = P(batch_axis, axis, None)
         super().__init__(in_features, out_features, kernel=kernel, bias=P(None), result=result, **options)
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]

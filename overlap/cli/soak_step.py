@@ -27,8 +27,9 @@ import overlap
 from overlap.cli.soak_programs import Axis, exact, gated, spin
 from overlap.primitives.integers import ceil_div
 
-# How many rows and columns of the cotangent are not zero.
-_ROWS, _COLUMNS = 8, 4
+# In how many rows of the cotangent, and how many columns of these, elements are not zero.
+_ROWS = 8
+_COLUMNS = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from overlap import emulation
@@ -203,7 +201,7 @@ def _why_not_fused(
     named = [(name, x) for name, value in operands.items() for x in jax.tree.leaves(value)]
     with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
     require_one_device(op, [x for _, x in with_routes], implementation)
-    if not isinstance(jnp.zeros(()), Tracer):  # Outside of `jax.jit`.
+    if not arguments.is_in_jit():
         require_same_devices(with_routes)
     return why_not_fused(named)
 

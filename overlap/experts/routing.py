@@ -121,7 +121,8 @@ def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
     tokens, k = group.shape
     is_of = (group[..., None] == jnp.arange(groups)).sum(1, dtype=jnp.int32)
     if jax.export.is_symbolic_dim(tokens):
-        before, total = jnp.cumsum(is_of, axis=0, dtype=jnp.int32) - is_of, is_of.sum(0, dtype=jnp.int32)
+        before = jnp.cumsum(is_of, axis=0, dtype=jnp.int32) - is_of
+        total = is_of.sum(0, dtype=jnp.int32)
     else:
         before, total = _counted_in_blocks(is_of)
     of_route = jnp.take_along_axis(before, group, axis=1, mode="clip")

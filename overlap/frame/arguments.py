@@ -24,6 +24,11 @@ from overlap.kernels.config import Config
 _MOST_CHARACTERS = 80
 
 
+def is_in_jit() -> bool:
+    """Whether `jax.jit` or the like traces this code. `jax.grad` alone evaluates it, though operands are tracers."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
 def shown(value: Given) -> str:
     """A value as messages show it: at most 80 characters; for an array its shape and dtype instead of its entries."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -21,9 +21,11 @@ from overlap.kernels.hooks import Epilogue, Values
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
-# An activation is computed for so many columns at a time, but one of many operations for as many as the mainloop says:
-# its intermediate values need registers.
-_WIDTH, _MANY_OPS = 32, 16
+# An activation is computed for so many columns at a time.
+_WIDTH = 32
+# One of at least so many operations is computed for as many columns as the mainloop says: its intermediate values need
+# registers.
+_MANY_OPS = 16
 _VECTORS = {"floats": jnp.float32, "integers": jnp.int32}
 
 

@@ -250,7 +250,8 @@ class ExpertMLP(Parallel):
 
     def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""
-        mesh, shape = mesh_in_use(self), x.shape
+        mesh = mesh_in_use(self)
+        shape = x.shape
         spec = between = spec_between_layers(self, shape)
         # The devices along `axis` share the tokens of one such group.
         groups = devices_along(self, self.batch_axis) if x.ndim > 2 else 1

@@ -169,7 +169,8 @@ def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
             f"{layer.title} must know the mesh (`with mesh:` is not read): build and call it inside "
             "`with jax.set_mesh(mesh):`, or give mesh="
         )
-    sizes, manual = dict(mesh.shape), getattr(mesh, "manual_axes", ())
+    sizes = dict(mesh.shape)
+    manual = getattr(mesh, "manual_axes", ())
     for keyword, value in (("axis", layer.axis), ("fsdp_axis", layer.fsdp_axis), ("batch_axis", layer.batch_axis)):
         if not set(names_in(value)) <= set(sizes):
             raise ValueError(
@@ -219,9 +220,8 @@ def placed(layer: Parallel, x: jax.Array, spec: P) -> jax.Array:
     """
     mesh = mesh_in_use(layer)
     if AxisType.Explicit not in mesh.axis_types:
-        constrained = lambda x: jax.lax.with_sharding_constraint(  # noqa: E731
-            x, spec if layer.mesh is None else NamedSharding(mesh, spec)
-        )
+        sharding = spec if layer.mesh is None else NamedSharding(mesh, spec)
+        constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         # Outside of `jax.jit`, jax brings an array of one device to the mesh in a jitted function only.
         return constrained(x) if isinstance(x, Tracer) else jax.jit(constrained)(x)
     found = jax.typeof(x).sharding.spec
@@ -278,4 +278,4 @@ def _check(layer: Parallel) -> None:
             f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
             "those two do not name"
         )
-    mesh_in_use(layer)
+    mesh_in_use(layer)  # It has the axes, or this raises.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -58,7 +56,7 @@ class _Call:
         # The caller's own scopes stay around this scope.
         with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
             product = self.product
-            if product.implementation is None or product.implementation == "xla":
+            if product.implementation != "fused":
                 choice = decide(
                     lambda decided: self._of_parts(dataclasses.replace(product, decided=decided)),
                     operands,
@@ -346,7 +344,7 @@ def sharded_matmul(
     )
     arguments.require_values(**given.arrays)
     checked, operands, whole = _prepare(given)
-    if isinstance(jnp.zeros(()), Tracer):
+    if arguments.is_in_jit():
         outs = checked.run(operands)
     else:
         with recorded() as decisions:
