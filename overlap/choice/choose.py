@@ -137,6 +137,8 @@ def verdict(problem: Problem, target: Target) -> Verdict:
         return measured._replace(reason=f"{measured.reason} ({source})")
     if not rates_of(target).measured:
         return crossover.NOTHING_MEASURED
+    if problem.spec.xla_wastes:
+        return Verdict(False, problem.spec.xla_wastes, Cause.PREDICTED)
     return crossover.verdict(problem, gpu_of(target))
 
 

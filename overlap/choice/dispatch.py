@@ -123,7 +123,7 @@ def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
     return current_target(mesh)
 
 
-def _first_that_fits(
+def first_that_fits(
     config: Config, source: str, problem: Problem, device: Target, check: Callable[[Config, Target], None]
 ) -> tuple[Config, str]:
     """Returns (config, source) if `check` accepts `config`, else the best candidate that it accepts and "heuristic".
@@ -184,7 +184,7 @@ def decide(
         return Explanation(op, "xla", None, "asked for", Cause.ASKED_FOR, device)
     source = "given"
     if config is None:
-        config, source = _first_that_fits(*choose_config(problem, device), problem, device, check)
+        config, source = first_that_fits(*choose_config(problem, device), problem, device, check)
 
     def fused(reason: str, cause: Cause) -> Explanation:
         transport = circumstances.transport, circumstances.transport_reason

@@ -36,7 +36,8 @@ class Problem:
       devices: how many devices take part.
       layout: two letters, for the left and the right operand: "t" if it is stored transposed, else "n". For example,
         "nt" means that only the right operand is stored transposed.
-      batch: how many products of these sizes one call computes.
+      batch: how many products of these sizes one call computes. Of products of groups of rows: how many groups. `m` (or
+        k, of a contraction) is then the number of rows of a group on average.
       block_scaled: whether the operands have one scale for each block of elements.
       sides: how many right operands lie side by side in each tile, for an activation of all of them. `n` counts the
         columns of all.
@@ -215,8 +216,12 @@ class Problem:
         out_dtype = "float32" if config.split_k > 1 and not transport else self.out_dtype
         layouts = OperandLayouts(self.transpose_lhs, self.transpose_rhs)
         m = self.m if transport == "one_shot" else self.block[0]
+        if self.spec.groups == "m":
+            m *= self.batch  # All groups lie in one operand.
         of_scales = self.block_scaled, self.sides
-        return OperandTypes(m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales)
+        return OperandTypes(
+            m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales, grouped=self.spec.groups
+        )
 
     def check(self, config: Config, target: Target, transport: Transport = "") -> None:
         """Checks that the fused kernel can run this problem with `config`. Raises as `limits.check` does.
@@ -224,6 +229,8 @@ class Problem:
         `transport` is the one that the caller named; "": the usual one.
         """
         self._check_blocks(config)
+        if self.spec.groups:
+            limits.check_groups(config)
         transport = transport or self.transport(config)
         part: Dimension = "" if transport == "one_shot" else self.scattered
         m, n = (self.m, self.n) if transport == "one_shot" else self.block
@@ -231,7 +238,8 @@ class Problem:
         if part:
             names[part] += f" / {self.devices}"
         sizes = {"m": (names["m"], m), "n": (names["n"], n // self.sides), "k": ("k", self.whole[2])}
-        limits.check(mainloop_of(target), self.types(config, transport), sizes, config, target, part)
+        beside_bytes = limits.ZEROS_BYTES if self.spec.groups == "m" else 0
+        limits.check(mainloop_of(target), self.types(config, transport), sizes, config, target, part, beside_bytes)
 
     def _check_blocks(self, config: Config) -> None:
         """Raises NotImplementedError if operands cannot be cut into equal blocks, one per device.

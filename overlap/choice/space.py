@@ -161,7 +161,7 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
     joined = problem.op == "all_gather_lhs_matmul" and problem.devices > 1
     one_shot = problem.replicates and problem.communicates
     shapes = SHAPE | {
-        "cluster": SHAPE["cluster"] if target.is_blackwell else (1,),
+        "cluster": SHAPE["cluster"] if target.is_blackwell and not problem.spec.groups else (1,),
         "joined": SHAPE["joined"] if joined else (False,),
         "one_shot": SHAPE["one_shot"] if one_shot else (False,),
     }
@@ -174,6 +174,8 @@ def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
         if _is_pointless(whole, problem, target):
             continue
         yield whole
+        if problem.spec.groups:
+            continue
         yield from (cut for cut in _cut(whole, problem, target) if not spills(cut))
 
 
@@ -182,7 +184,7 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
 
     Each CTA has at least LEAST_K_STEPS k steps.
     """
-    if problem.communicates or not target.is_hopper:
+    if problem.communicates or problem.spec.groups or not target.is_hopper:
         return
     usual, k_steps = _usual(problem), -(-problem.k // tile_k(problem.dtype))
     upright = itertools.product((False,), TILE_M, TILE_N)
@@ -288,7 +290,7 @@ def _base(shape: Config, problem: Problem, target: Target) -> Config | None:
 
 def _ordered(config: Config, problem: Problem, target: Target) -> Config:
     """Returns a configuration with the best tile order: for plain products the one with the shortest predicted time."""
-    if not problem.communicates and rates_of(target).measured:
+    if not problem.communicates and (rates_of(target).measured or problem.spec.groups):
         orders = itertools.product(FINE["order_width"], FINE["order_minor"])
         ordered = [dataclasses.replace(config, order_minor=minor, order_width=width) for width, minor in orders]
         return min(ordered, key=lambda config: predicted_us(config, problem, target))

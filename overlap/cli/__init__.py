@@ -24,7 +24,7 @@ from overlap.kernels.operations import BY_NAME
 __all__ = ["main"]
 
 # What --op names: the operations, of which each way to shard the operands counts as one.
-OPS = tuple(BY_NAME)
+OPS = tuple(op for op, spec in BY_NAME.items() if not spec.groups)
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
     "are wrong; 130 after Ctrl-C."

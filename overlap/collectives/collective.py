@@ -65,7 +65,7 @@ class Collective(Operation):
             raise NotImplementedError(
                 f"the fused kernel takes leading dimensions of `lhs` only, and `{batched[0]}` has {call.batch}: {XLA}"
             )
-        if call.sizes[0] == 0:
+        if call.form.batch == 0:
             raise NotImplementedError(
                 f"the fused kernel needs leading dimensions of at least 1, got {call.batch} in `lhs`: {XLA}"
             )

@@ -1,7 +1,7 @@
 """The two operations of an expert layer: gather tokens and multiply by expert; multiply by expert and scatter sums.
 
-    all_gather_lhs_grouped_matmul   x [T, H] → tokens of all devices → rows by expert → grouped product [C, N]
-    grouped_matmul_reduce_scatter   h [C, I] → grouped product → sums of each token's rows → this device's part [T, H]
+    all_gather_lhs_grouped_matmul   lhs [T, H] → tokens of all devices → rows by expert → grouped product [C, N]
+    grouped_matmul_reduce_scatter   lhs [C, I] → grouped product → sums of each token's rows → this device's part [T, H]
 
 Per token and direction, an all-gather moves D - 1 rows, and an exchange of the routes k (D - 1) / D. So for D ≤ k the
 gather moves no more, and it needs neither counts on the wire nor shapes that depend on the data.
@@ -12,9 +12,11 @@ transposes. The products are `grouped_matmul`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap import emulation
@@ -22,22 +24,20 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.experts.routing import Routing, axis_of
 from overlap.experts.rows import Movement, added, copied
-from overlap.frame import arguments, sharded
+from overlap.frame import arguments, call, sharded
 from overlap.frame.arguments import shown
 from overlap.frame.by_xla import in_device_memory
-from overlap.frame.call import why_not_fused
 from overlap.frame.explain import record
 from overlap.frame.peers import require_peers, untried
 from overlap.frame.primitive import require_same_devices
-from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
-from overlap.primitives.types import Tree
-from overlap.single_gpu.grouped_matmul import multiplied, require_one_device, require_operands
+from overlap.single_gpu import grouped_matmul
 
 
 def all_gather_lhs_grouped_matmul(
-    x: AnyArray,
-    w: AnyArray | Sequence[AnyArray],
+    lhs: AnyArray,
+    rhs: AnyArray | Sequence[AnyArray],
     routing: Routing,
     axis_name: AxisName | None,
     *,
@@ -50,20 +50,20 @@ def all_gather_lhs_grouped_matmul(
 ) -> jax.Array:
     """Gathers the tokens of all devices, and multiplies for each expert of this device the tokens that chose it.
 
-    Row r of the result is activation(x[routing.tokens[r]] @ w[e] + bias[e]), where x are the tokens of all devices and
-    e is the expert of row r. Call it inside `jax.shard_map`.
+    Row r of the result is activation(lhs[routing.tokens[r]] @ rhs[e] + bias[e]), where lhs are the tokens of all
+    devices and e is the expert of row r. Call it inside `jax.shard_map`.
 
     Args:
-      x: the tokens of this device, [T, H]; global [D · T, H], sharded by rows.
-      w: the weights of this device's experts, [E / D, H, N], or [E / D, N, H] with `transpose_rhs`; global
-        [E, …], sharded along the experts. Same dtype as `x`. Or a list of two such arrays, if `activation` takes two
+      lhs: the tokens of this device, [T, H]; global [D · T, H], sharded by rows.
+      rhs: the weights of this device's experts, [E / D, H, N], or [E / D, N, H] with `transpose_rhs`; global
+        [E, …], sharded along the experts. Same dtype as `lhs`. Or a list of two such arrays, if `activation` takes two
         arrays: `lambda gate, up: jax.nn.silu(gate) * up`.
       routing: what `overlap.route` returned for the same axis.
       axis_name: the mesh axis, or a tuple of axes, as for `overlap.route`; None on one device.
       activation: see `overlap.grouped_matmul`.
-      bias: [E / D, N], added to each row of an expert; a list if `w` is one.
+      bias: [E / D, N], added to each row of an expert; a list if `rhs` is one.
       preferred_element_type, config, implementation: see `overlap.grouped_matmul`.
-      transpose_rhs: whether `w` is stored transposed.
+      transpose_rhs: whether `rhs` is stored transposed.
 
     Returns:
       [C, N]: the rows of this device, sorted by expert, as `routing` says. Rows that are not in use are zero.
@@ -73,8 +73,9 @@ def all_gather_lhs_grouped_matmul(
       ValueError: shapes do not fit each other or the routing; or for the reasons of `overlap.grouped_matmul`.
       NotImplementedError: `implementation="fused"`, and the kernel cannot serve this call.
 
-    Differentiable to any order in `x`, `w` and `bias`. The gradient of `x` is that of `grouped_matmul_reduce_scatter`:
-    each token's rows are added in float32 in the order of its slots, and the sums are scattered in the dtype of `x`.
+    Differentiable to any order in `lhs`, `rhs` and `bias`. The gradient of `lhs` is that of
+    `grouped_matmul_reduce_scatter`: each token's rows are added in float32 in the order of its slots, and the sums are
+    scattered in the dtype of `lhs`.
 
     Example:
       >>> def layer(x, experts, gates, w_gate, w_up, w_down):  # Inside jax.shard_map over axis "x".
@@ -87,29 +88,36 @@ def all_gather_lhs_grouped_matmul(
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
     op = "all_gather_lhs_grouped_matmul"
-    tokens, weights = _checked(routing, "x", x, w, transpose_rhs, bias, activation)
-    why_not = _why_not_fused(op, implementation, routing, {"x": tokens, "w": weights, "bias": bias})
+    given = Arguments(
+        lhs,
+        rhs,
+        bias=bias,
+        activation=activation,
+        preferred_element_type=preferred_element_type,
+        transpose_rhs=transpose_rhs,
+        config=config,
+        implementation=implementation,
+    )
+    given, tokens = _checked(routing, given)
+    why_not = _why_not_fused(op, routing, given)
     if tokens.dtype in FLOAT8:
         raise ValueError(
-            f"`x` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
+            f"`lhs` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
         )
-    axis_name = _require_tokens("x", tokens, routing, op, axis_name)
+    axis_name = _require_tokens("lhs", tokens, routing, op, axis_name)
     movement = _movement(op, tokens, routing, axis_name, implementation, why_not)
 
-    def run(given: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
-        tokens, weights, bias = given
-        return multiplied(
-            copied(tokens, routing, movement), weights, routing.group_sizes, clears=(True, False), bias=bias,
-            activation=activation, preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs,
-            config=config, implementation=implementation,
-        )  # fmt: skip
+    def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
+        tokens, rhs, bias = arrays
+        rows = copied(tokens, routing, movement)
+        return grouped_matmul.run(dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias), clears=(True, False))
 
-    return in_device_memory(run, (tokens, weights, bias))
+    return in_device_memory(run, (tokens, given.rhs, bias))
 
 
 def grouped_matmul_reduce_scatter(
-    h: AnyArray,
-    w: AnyArray,
+    lhs: AnyArray,
+    rhs: AnyArray,
     gates: AnyArray,
     routing: Routing,
     axis_name: AxisName | None,
@@ -122,15 +130,15 @@ def grouped_matmul_reduce_scatter(
 ) -> jax.Array:
     """Multiplies each row by its expert's weights, and adds the rows of each token, times their gates.
 
-    For token t of this device the result is the sum over its slots j of gates[t, j] · (row @ w[e] + bias[e]), where row
-    is the row of slot j on the device of its expert e. Routes that were dropped, or that name no expert, add nothing.
-    Call it inside `jax.shard_map`.
+    For token t of this device the result is the sum over its slots j of gates[t, j] · (row @ rhs[e] + bias[e]), where
+    row is the row of slot j on the device of its expert e. Routes that were dropped, or that name no expert, add
+    nothing. Call it inside `jax.shard_map`.
 
     Args:
-      h: the rows of this device, [C, I], as `all_gather_lhs_grouped_matmul` returns them. Rows that are not in use may
-        hold anything.
-      w: the weights of this device's experts, [E / D, I, H], or [E / D, H, I] with `transpose_rhs`; global
-        [E, …], sharded along the experts. Same dtype as `h`.
+      lhs: the rows of this device, [C, I], as `all_gather_lhs_grouped_matmul` returns them. Rows that are not in use
+        may hold anything.
+      rhs: the weights of this device's experts, [E / D, I, H], or [E / D, H, I] with `transpose_rhs`; global
+        [E, …], sharded along the experts. Same dtype as `lhs`.
       gates: the weight of each route in its token's sum, [T, k] per device; global [D · T, k], sharded by rows.
         Floating-point of any dtype; float32 is best.
       routing: what `overlap.route` returned for the same axis.
@@ -138,7 +146,7 @@ def grouped_matmul_reduce_scatter(
       bias: [E / D, H], added to each row of an expert, before the gate.
       preferred_element_type: dtype of the result, of the product's rows and of the sums that travel; see
         `overlap.grouped_matmul`.
-      transpose_rhs: whether `w` is stored transposed.
+      transpose_rhs: whether `rhs` is stored transposed.
       config, implementation: see `overlap.grouped_matmul`.
 
     Returns:
@@ -149,7 +157,7 @@ def grouped_matmul_reduce_scatter(
       ValueError: shapes do not fit each other or the routing; or for the reasons of `overlap.grouped_matmul`.
       NotImplementedError: `implementation="fused"`, and the kernel cannot serve this call.
 
-    Differentiable to any order in `h`, `w`, `gates` and `bias`. The backward pass gathers the cotangents, as
+    Differentiable to any order in `lhs`, `rhs`, `gates` and `bias`. The backward pass gathers the cotangents, as
     `all_gather_lhs_grouped_matmul` gathers tokens. It keeps the product's rows for the gradient of the gates.
 
     Example:
@@ -159,16 +167,25 @@ def grouped_matmul_reduce_scatter(
     Source: as for `all_gather_lhs_grouped_matmul`.
     """
     op = "grouped_matmul_reduce_scatter"
-    lhs, weights = _checked(routing, "h", h, w, transpose_rhs, bias)
+    given = Arguments(
+        lhs,
+        rhs,
+        bias=bias,
+        preferred_element_type=preferred_element_type,
+        transpose_rhs=transpose_rhs,
+        config=config,
+        implementation=implementation,
+    )
+    given, products = _checked(routing, given)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
-    why_not = _why_not_fused(op, implementation, routing, {"h": lhs, "w": weights, "gates": factors, "bias": bias})
+    why_not = _why_not_fused(op, routing, given, gates=factors)
     axis_name = _require_tokens("gates", factors, routing, op, axis_name)
     rows, k = routing.tokens.shape[0], routing.positions.shape[1]
-    if lhs.shape[0] != rows:
+    if products.shape[0] != rows:
         raise ValueError(
-            f"`h` must have a row for each of the {rows} rows of `routing`, got {lhs.shape[0]}: pass the result of "
-            "all_gather_lhs_grouped_matmul with this routing"
+            f"`lhs` must have a row for each of the {rows} rows of `routing`, got {products.shape[0]}: pass the "
+            "result of all_gather_lhs_grouped_matmul with this routing"
         )
     if factors.shape[1] != k:
         raise ValueError(
@@ -176,73 +193,46 @@ def grouped_matmul_reduce_scatter(
             "[T, k], as the ids that `route` got"
         )
 
-    def run(given: tuple[jax.Array, jax.Array, Leaf, Leaf]) -> jax.Array:
-        lhs, factors, weights, bias = given
-        products = multiplied(
-            lhs, weights, routing.group_sizes, clears=(False, True), bias=bias,
-            preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
-            implementation=implementation,
-        )  # fmt: skip
-        return added(products, factors, routing, _movement(op, products, routing, axis_name, implementation, why_not))
+    def run(arrays: tuple[jax.Array, jax.Array, Leaf, Leaf]) -> jax.Array:
+        lhs, factors, rhs, bias = arrays
+        rows = grouped_matmul.run(dataclasses.replace(given, lhs=lhs, rhs=rhs, bias=bias), clears=(False, True))
+        return added(rows, factors, routing, _movement(op, rows, routing, axis_name, implementation, why_not))
 
-    return in_device_memory(run, (lhs, factors, weights, bias))
+    return in_device_memory(run, (products, factors, given.rhs, bias))
 
 
-def _why_not_fused(
-    op: str, implementation: Implementation | None, routing: Routing, operands: Mapping[str, Tree]
-) -> str:
-    """Says why no kernel can be built for these operands, whatever the device; empty if one might be.
-
-    Raises:
-      ValueError: there is no such implementation; the operands are on different devices or in different memories.
-      NotImplementedError: the operands are on a mesh with Explicit axes.
-    """
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    named = [(name, x) for name, value in operands.items() for x in jax.tree.leaves(value)]
-    with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
-    require_one_device(op, [x for _, x in with_routes], implementation)
-    if not arguments.is_in_jit():
-        require_same_devices(with_routes)
-    return why_not_fused(named)
-
-
-def _checked(
-    routing: Given, name: str, lhs: Given, w: Given, transpose_rhs: Given, bias: Given, activation: Given = None
-) -> tuple[Leaf, Leaf]:
-    """Checks what both operations have. Returns the left operand, which is called `name`, and the weights, as arrays.
+def _checked(routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
+    """Checks what both operations have. Returns the arguments of their grouped product, and its left operand.
 
     Raises:
       ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
-    arguments.require_values(w=w, **{name: lhs})
-    lhs = arguments.array(name, lhs)
-    if lhs.ndim != 2:
-        raise ValueError(f"`{name}` must be a matrix, got shape {lhs.shape}: reshape it to [rows, features]")
-    if several := isinstance(w, (list, tuple)):
-        weights = {f"w[{i}]": arguments.array(f"w[{i}]", one) for i, one in enumerate(w)}
-    else:
-        weights = {"w": arguments.array("w", w)}
-    is_transposed, experts = arguments.flag("transpose_rhs", transpose_rhs), routing.group_sizes.shape[0]
-    for called, one in weights.items():
-        if one.ndim != 3 or one.shape[0] != experts:
-            raise ValueError(
-                f"`{called}` must be the weights of this device's {experts} experts, of rank 3, got shape {one.shape}: "
-                "shard the weights along their first dimension, as `route` counts the experts"
-            )
-        if (features := one.shape[2 if is_transposed else 1]) != lhs.shape[1]:
-            raise ValueError(
-                f"`{name}` and `{called}` must have the same number of features, got {lhs.shape[1]} and {features}: "
-                f"weights are [experts, {'out, in' if is_transposed else 'in, out'}], see `transpose_rhs`"
-            )
-    found = [*weights.values()] if several else weights["w"]
-    # `grouped_matmul` would name its own arguments. Only the types are checked: nothing is computed.
-    jax.eval_shape(lambda: require_operands(
-        lhs, found, routing.group_sizes, names=(name, "w"), bias=bias, activation=activation,
-        transpose_rhs=is_transposed,
-    ))  # fmt: skip
-    return lhs, found
+    given = dataclasses.replace(given, group_sizes=routing.group_sizes)
+    arguments.require_values(**given.arrays)
+    call.check_choice(given)
+    # Only the types are checked: nothing is computed.
+    jax.eval_shape(lambda: grouped_matmul.prepare(given)[1].operands)
+    lhs = arguments.array("lhs", given.lhs)
+    rhs = jax.tree.map(jnp.asarray, given.rhs)
+    return dataclasses.replace(given, lhs=lhs, rhs=rhs), lhs
+
+
+def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) -> str:
+    """Says why no kernel can be built for these operands, whatever the device; empty if one might be.
+
+    Raises:
+      ValueError: the operands are on different devices or in different memories.
+      NotImplementedError: the operands are on a mesh with Explicit axes.
+    """
+    arrays = {name: value for name, value in given.arrays.items() if name != "group_sizes"}
+    named = [(name, x) for name, value in (arrays | more).items() for x in jax.tree.leaves(value)]
+    with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
+    grouped_matmul.require_one_device(op, [x for _, x in with_routes], given.implementation)
+    if not arguments.is_in_jit():
+        require_same_devices(with_routes)
+    return call.why_not_fused(named)
 
 
 def _movement(

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from overlap.choice.choose import is_collecting
 from overlap.frame import arguments, by_xla
 from overlap.frame.explain import record_as_batched
-from overlap.frame.operands import Leaf, Operands, Results, sizes
+from overlap.frame.operands import Leaf, Operands, Results
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import launch
 
@@ -35,6 +36,8 @@ def batched(
     Returns:
       The results, all with the mapped dimension in front.
     """
+    if operands.group_sizes is not None:
+        return _one_by_one(operands, is_batched, plan, fused)
     symbolic = arguments.why_symbolic(f"`jax.vmap` over {axis_size} elements", [axis_size])
     if cannot := symbolic or plan.operation.why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
@@ -42,12 +45,13 @@ def batched(
         record_as_batched(plan.operation.name, plan.config, cannot)
         return _by_xla(operands, is_batched, axis_size, plan)
     one = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape[1:] if b else x.shape, x.dtype), operands, is_batched)
-    batch, m, *_ = sizes(one, plan.layouts)
+    plan = plan.of(one)
+    batch = plan.form.batch
     leading = (axis_size, *(() if batch is None else (batch,)))
     if axis_size == 0:
-        return tuple(jnp.zeros((*leading, m, n), plan.out_dtype) for n in plan.result_widths(one)), None
+        return tuple(jnp.zeros((*leading, plan.form.m, n), plan.out_dtype) for n in plan.result_widths), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
-        bare = plan.in_f32(one)
+        bare = plan.in_f32
         if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
@@ -59,6 +63,18 @@ def batched(
         return out.reshape(*leading, *out.shape[-2:])
 
     return tuple(map(unfold, outs)), None if kept is None else unfold(kept)
+
+
+def _one_by_one(operands: Operands, is_batched: Operands, plan: LaunchPlan, fused: Callable[..., Results]) -> Results:
+    """Computes one product after the other: the groups of each have sizes of their own."""
+    leaves, structure = jax.tree.flatten(operands)
+    mapped_at = [index for index, mapped in enumerate(jax.tree.leaves(is_batched)) if mapped]
+
+    def one(given: list[jax.Array]) -> Results:
+        changed = dict(zip(mapped_at, given, strict=True))
+        return fused(jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(leaves)]), plan)
+
+    return lax.map(one, [leaves[index] for index in mapped_at])
 
 
 def _by_xla(operands: Operands, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> Results:

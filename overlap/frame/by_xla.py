@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments, block_scales
+from overlap.frame import products as of_products
 from overlap.frame.activation import BoundActivation
 from overlap.frame.operands import Operands, accumulator
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels.config import FLOAT8
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import current_target
 from overlap.primitives.types import Tree
@@ -25,11 +28,16 @@ def products(
     An activation that combines the right operands makes one result.
     """
     operands = block_scales.dequantized(operands, layouts)
-    bare = not operands.has_epilogue and activation is None
+    sizes = operands.group_sizes
+    bare = not operands.has_epilogue and activation is None and (sizes is None or not operands.more_lefts)
     wide = out_dtype if bare else accumulator(operands.lhs.dtype)
-    outs = tuple(times(operands.lhs, rhs, layouts, wide) for rhs in operands.rhs_list)
+
+    def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return times(lhs, rhs, layouts, wide) if sizes is None else times_of_groups(lhs, rhs, sizes, layouts, wide)
+
+    outs = tuple(multiply(operands.lhs, rhs) for rhs in operands.rhs_list)
     for lhs, rhs in zip(operands.more_lefts, operands.more_rights, strict=True):
-        outs = (outs[0] + times(lhs, rhs, layouts, wide),)
+        outs = (outs[0] + multiply(lhs, rhs),)
     return outs if bare else finish(outs, operands, out_dtype, activation)
 
 
@@ -37,22 +45,19 @@ def finish(
     products: tuple[jax.Array, ...], operands: Operands, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
     """Applies the epilogue to whole products, and returns results of dtype `out_dtype`."""
-    values = []
+    values, product = [], of_products.of(operands)
     for z, (_, column_scale, bias, addend) in zip(products, operands.per_rhs, strict=True):
-        z = z if operands.row_scale is None else z * to_rank(operands.row_scale[..., None], z.ndim)
-        z = z if column_scale is None else z * to_rank(column_scale, z.ndim)
-        z = z if bias is None else z + to_rank(bias, z.ndim)
-        z = z if addend is None else z + to_rank(addend.astype(z.dtype), z.ndim)
+        z = z if operands.row_scale is None else z * product.of_rows(operands.row_scale, z)
+        z = z if column_scale is None else z * product.of_columns(column_scale, z)
+        z = z if bias is None else z + product.of_columns(bias, z)
+        z = z if addend is None else z + of_products.to_rank(addend.astype(z.dtype), z.ndim)
         values.append(z)
-    return tuple(x.astype(out_dtype) for x in (values if activation is None else activation(values)))
-
-
-def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """Returns `x` with dimensions of size 1 in front, so that it has `rank` dimensions.
-
-    jax would add them itself, but the setting `jax_numpy_rank_promotion` may forbid that.
-    """
-    return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
+    applied = product.guarded(activation)
+    if applied is not None:
+        values = applied(values)
+    elif operands.has_epilogue:
+        values = map(product.cleared, values)
+    return tuple(x.astype(out_dtype) for x in values)
 
 
 def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
@@ -66,6 +71,28 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
 
 
+def times_of_groups(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, layouts: OperandLayouts, dtype: DTypeLike
+) -> jax.Array:
+    """Returns a product of groups of rows, of `dtype`, by XLA's own operation for them.
+
+    rhs is [groups, k, n] (or transposed): [m, n]. Or it is [m, n], and the rows of each group are contracted: [groups,
+    k, n].
+    """
+    if lhs.dtype in FLOAT8:
+        lhs, rhs = lhs.astype(jnp.bfloat16), rhs.astype(jnp.bfloat16)
+    if rhs.ndim == 2:
+        contracting, grouped = ((0,), (0,)), []
+    else:
+        contracting, grouped = ((1,), (2 if layouts.transpose_rhs else 1,)), [0]
+    numbers = lax.RaggedDotDimensionNumbers((contracting, ((), ())), [0], grouped)
+    # XLA multiplies rows of other groups by zero instead of leaving them out, so none of them may hold a NaN.
+    product = of_products.Groups(sizes)
+    lhs = product.cleared(lhs)
+    rhs = rhs if grouped else product.cleared(rhs)
+    return lax.ragged_dot_general(lhs, rhs, sizes, numbers, preferred_element_type=accumulator(lhs.dtype)).astype(dtype)
+
+
 def guarded(rhs: jax.Array, mesh: AnyMesh | None = None) -> jax.Array:
     """Returns the right operand of a product, behind a barrier on CPUs. `mesh`: its mesh, if not the context's.
 
@@ -76,7 +103,7 @@ def guarded(rhs: jax.Array, mesh: AnyMesh | None = None) -> jax.Array:
     return lax.optimization_barrier(rhs) if current_target(mesh).platform == "cpu" else rhs
 
 
-def in_device_memory(function: Callable[[Tree], jax.Array], operands: Tree) -> jax.Array:
+def in_device_memory(function: Callable[[Tree], Tree], operands: Tree) -> Tree:
     """Calls `function` with the operands in device memory. Its result is brought to where the first operand lies."""
     leaves = jax.tree.leaves(operands)
     if all(arguments.memory(x) == "device" for x in leaves):

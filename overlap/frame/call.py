@@ -16,8 +16,9 @@ from typing import Any
 from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import arguments, sharded
+from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
-from overlap.frame.operands import Leaf, sizes
+from overlap.frame.operands import Leaf, Operands, Results
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.primitive import fused
 from overlap.frame.signatures import Arguments
@@ -45,22 +46,18 @@ def decide(operation: Operation, call: Call, asked: dispatch.Asked) -> dispatch.
     if reason := why_not_fused(call.operands.named):
         choice = dispatch.leave_to_xla(operation.name, asked.implementation, target, reason)
     else:
-        problem = operation.problem(call.operands, call.layouts, call.out_dtype)
+        problem = operation.problem(call.form)
         circumstances = operation.circumstances(call)
         choice = dispatch.decide(operation.name, asked, target, check, problem, circumstances)
-    return dataclasses.replace(choice, shapes=_shapes(call))
-
-
-def _shapes(call: Call) -> str:
-    _, m, widths, k = sizes(call.operands, call.layouts)
-    return f"{m}x{'+'.join(map(str, widths))}x{k} {call.operands.lhs.dtype.name}"
+    return dataclasses.replace(choice, shapes=str(call.form))
 
 
 def why_not_fused(named: Sequence[tuple[str, Leaf]]) -> str:
     """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be.
 
-    Each operand comes after its name.
+    Each operand comes after its name. Sizes of groups may lie in any memory, since XLA computes with them first.
     """
+    named = [(name, x) for name, x in named if name != "group_sizes"]
     if (memory := arguments.one_memory(named)) != "device":
         return f"the fused kernel reads device memory, got operands in {memory} memory: jax.device_put them first"
     shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in named]
@@ -95,13 +92,16 @@ def run_prepared(
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, asked)
+    operation.check_placement(call, choice.implementation)
     record(dataclasses.replace(choice, plan=purpose))
-    how = call.layouts, call.out_dtype
-    if choice.config is None:
-        return call.restore(operation.by_xla(call.operands, *how, call.by_xla))
-    if choice.target.platform == "cpu":
+    if choice.config is None and not operation.has_own_derivatives:
+        return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
+    if choice.config is not None and choice.target.platform == "cpu":
         emulation.enable()
     must_fuse = not purpose and asked.implementation == "fused"
-    plan = LaunchPlan(operation, *how, choice.target, choice.config, call.activation, must_fuse)
-    operands = operation.typed(call.operands)
-    return call.restore(sharded.in_enterable_axes(lambda operands: fused(operands, plan), operands))
+    plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
+
+    def run(operands: Operands) -> Results:
+        return sharded.in_enterable_axes(lambda operands: fused(operands, plan), operation.typed(operands))
+
+    return call.restore(in_device_memory(run, call.operands))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.typing import DTypeLike
 
-from overlap.frame import by_xla
+from overlap.frame import by_xla, products
 from overlap.frame.activation import BEFORE_ACTIVATION
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, Leaf, Operands, Results
+from overlap.frame.operands import F32, Leaf, Operands, Results, accumulator
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.config import FLOAT8, FLOAT16
 from overlap.kernels.operations import OperandLayouts
@@ -55,21 +54,17 @@ def derivative(
         results = evaluate()
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
-        # that stored z and the result was no faster.) Where no kernel has f32 results, as in gathers, or the activation
-        # takes several products, z has the result's dtype.
-        bare, sums = plan.in_f32(operands), dataclasses.replace(operands, scalars=())
-        if bare is None:
-            bare = dataclasses.replace(plan, operation=plan.operation.apart, activation=None)
+        # that stored z and the result was no faster.)
+        bare, sums = plan.operation.before_activation(plan), dataclasses.replace(operands, scalars=())
         several = plan.operation.combines and not bare.operation.takes_lists
         runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
         products, kept = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs), runs[0][1]
-        activation: Any = plan.bound_activation(operands)
-        results = tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products])), kept
+        results = plan.activated(operands, products), kept
     tangent = tangents_of(
         results,
         operands,
         tangents,
-        by_xla=plan.by_xla,
+        by_xla=plan.operation.of_tangents(plan),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -131,23 +126,25 @@ def _cotangents(
     ]
     gs = [part.g for part in parts]
     direct, wanted_rights = None, (*wanted.rhs_list, *wanted.more_rights)
-    if wanted.lhs is not None and not operation.reduces and d_kept is None:
+    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.reduces and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
         passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
-        if (one := operation.lhs_cotangent(gs, whole.rhs_list, passenger, wanted.lhs, plan)) is not None:
+        if (one := operation.lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
             direct, gathered = one
             whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
     # One product, a sum of products with one cotangent, or several products of one left operand.
-    pairs = list(zip(whole.lefts * len(gs), (*whole.rhs_list, *whole.more_rights), gs * len(whole.lefts), strict=True))
+    rights = (*whole.rhs_list, *whole.more_rights)
+    pairs = [_pair(whole, *both) for both in zip(whole.lefts * len(gs), rights, strict=True)]
+    with_gs = list(zip(pairs, gs * len(whole.lefts), strict=True))
     if d_lefts is None:
         d_lefts = [
-            None if dtype is None or direct is not None else _lhs_cotangent(plan, *pair, dtype)
-            for pair, dtype in zip(pairs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
+            None if dtype is None or direct is not None else _lhs_cotangent(plan, pair, g, dtype)
+            for (pair, g), dtype in zip(with_gs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
         ]
-    d_lhs, *more_lefts = d_lefts if operation.reduces else [functools.reduce(_add, d_lefts)]
+    d_lhs, *more_lefts = d_lefts if len(whole.lefts) > 1 else [functools.reduce(_add, d_lefts)]
     d_rights = tuple(
-        None if dtype is None else _rhs_cotangent(plan, *pair, dtype)
-        for pair, dtype in zip(pairs, wanted_rights, strict=True)
+        None if dtype is None else _rhs_cotangent(plan, pair, g, dtype)
+        for (pair, g), dtype in zip(with_gs, wanted_rights, strict=True)
     )
     found = Operands(
         d_lhs,
@@ -200,15 +197,16 @@ def _through_epilogue(
     """
     rhs, column_scale, _, addend = whole.per_rhs[index]
     _, wants_column, wants_bias, wants_addend = wanted.per_rhs[index]
-    d_sum, d_z = d_out.astype(F32), d_part.astype(F32)
-    row = 1.0 if whole.row_scale is None else by_xla.to_rank(whole.row_scale[..., None], d_z.ndim)
-    column = 1.0 if column_scale is None else by_xla.to_rank(column_scale, d_z.ndim)
+    product, wide = products.of(whole), accumulator(plan.form.dtype)
+    d_sum, d_z = d_out.astype(wide), d_part.astype(wide)
+    row = 1.0 if whole.row_scale is None else product.of_rows(whole.row_scale, d_z)
+    column = 1.0 if column_scale is None else product.of_columns(column_scale, d_z)
     d_row = d_column = None
     if wanted.row_scale is not None or wants_column is not None:
         pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
-        weighted = d_z * sum(_times(plan, *pair, plan.layouts, F32) for pair in pairs)
+        weighted = product.cleared(d_z) * sum(_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in pairs)
         if wants_column is not None:
-            d_column = (weighted * row).sum(axis=tuple(range(d_z.ndim - 1)))
+            d_column = product.sum_of_rows(weighted * row)
         if wanted.row_scale is not None and whole.row_scale is not None:
             d_row = _sum_to_rank((weighted * column).sum(axis=-1), whole.row_scale.ndim)
     return _Part(
@@ -217,7 +215,7 @@ def _through_epilogue(
         d_z * row * column if whole.is_scaled else d_part,
         d_row,
         d_column,
-        None if wants_bias is None else d_sum.sum(axis=tuple(range(d_sum.ndim - 1))),
+        None if wants_bias is None else product.sum_of_rows(d_sum),
         None if wants_addend is None else _sum_to_rank(d_sum, addend.ndim),
     )
 
@@ -241,45 +239,55 @@ def _through_activation(
     def of_floats(products: Sequence[jax.Array], *values: jax.Array) -> tuple[jax.Array, ...]:
         changed = dict(zip(floats, values, strict=True))
         given = dataclasses.replace(operands, scalars=tuple(changed.get(i, x) for i, x in enumerate(scalars)))
-        activation: Any = plan.bound_activation(given)
-        return tuple(x.astype(plan.out_dtype) for x in activation([z.astype(F32) for z in products]))
+        return plan.activated(given, products)
 
     d_products, *d_floats = jax.vjp(of_floats, products, *(scalars[i] for i in floats))[1](tuple(cotangents))
     found = dict(zip(floats, d_floats, strict=True))
     return d_products, tuple(found.get(index) for index in range(len(scalars)))
 
 
+def _pair(whole: Operands, lhs: jax.Array, rhs: jax.Array) -> Operands:
+    return Operands(lhs, (rhs,), group_sizes=whole.group_sizes)
+
+
 # d_lhs = g rhsᵀ and d_rhs = lhsᵀ g, each laid out as its operand is. So nothing is transposed in memory.
 
 
-def _lhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    layouts = plan.layouts
+def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if pair.group_sizes is not None and (one := plan.operation.lhs_cotangent([g], pair, None, dtype, plan)) is not None:
+        return one[0]
+    lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
     if layouts.transpose_lhs:
-        d = _times(plan, rhs, g, OperandLayouts(layouts.transpose_rhs, True), dtype)
+        d = _times(plan, _pair(pair, rhs, g), OperandLayouts(layouts.transpose_rhs, True), dtype)
     else:
-        d = _times(plan, g, rhs, OperandLayouts(False, not layouts.transpose_rhs), dtype)
+        d = _times(plan, _pair(pair, g, rhs), OperandLayouts(False, not layouts.transpose_rhs), dtype)
     return _sum_to_rank(d, lhs.ndim)
 
 
-def _rhs_cotangent(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    layouts = plan.layouts
+def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if (one := plan.operation.rhs_cotangent(pair, g, dtype, plan)) is not None:
+        return one
+    lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
         # The right operand is shared by all batch elements: their rows are contracted as one long dimension.
         lhs, g = lhs.reshape(-1, lhs.shape[-1]), g.reshape(-1, g.shape[-1])
     dtype = F32 if g.ndim > rhs.ndim else dtype
     if layouts.transpose_rhs:
-        d = _times(plan, g, lhs, OperandLayouts(True, layouts.transpose_lhs), dtype)
+        d = _times(plan, _pair(pair, g, lhs), OperandLayouts(True, layouts.transpose_lhs), dtype)
     else:
-        d = _times(plan, lhs, g, OperandLayouts(not layouts.transpose_lhs, False), dtype)
+        d = _times(plan, _pair(pair, lhs, g), OperandLayouts(not layouts.transpose_lhs, False), dtype)
     return _sum_to_rank(d, rhs.ndim)
 
 
-def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
+def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
     """Returns a product of the backward pass, in `dtype` or f32.
 
     Operands of different dtypes are converted to one that holds both.
     """
+    if pair.group_sizes is not None:
+        return plan.operation.times(pair, layouts, dtype, plan)
+    lhs, rhs = pair.lhs, pair.rhs_list[0]
     if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
         # All 8-bit floats are exact in 16 bits.
         lhs, rhs = (x.astype(y.dtype) if x.dtype in FLOAT8 else x for x, y in ((lhs, rhs), (rhs, lhs)))
@@ -288,4 +296,4 @@ def _times(plan: LaunchPlan, lhs: jax.Array, rhs: jax.Array, layouts: OperandLay
             lhs, rhs = lhs.astype(F32), rhs.astype(F32)
         return by_xla.times(lhs, rhs, layouts, F32)
     dtype = jnp.dtype(dtype if dtype in FLOAT16 else F32)
-    return plan.operation.times(lhs, rhs, layouts, dtype, plan)
+    return plan.operation.times(Operands(lhs, (rhs,)), layouts, dtype, plan)

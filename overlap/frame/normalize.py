@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
+from overlap.frame.form import Form
 from overlap.frame.operands import Leaf, Operands, accumulator, rhs_names
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import Arguments
@@ -34,8 +35,14 @@ def normalize(operation: Operation, given: Arguments) -> Call:
     (lhs, rhs), *more = _pairs(operation, given.lhs, given.rhs, layouts)
     more_lefts, more_rights = zip(*more, strict=True) if more else ((), ())
     container, rhs_list = _several(operation, rhs)
+    sizes, groups = None, None
+    if operation.spec.groups:
+        sizes = _group_sizes(given.group_sizes)
+        (groups,) = sizes.shape
+        _check_groups(lhs, dict(zip(rhs_names(container, len(rhs_list)), rhs_list, strict=True)), groups, layouts)
     out_dtype = _checked(operation, lhs, rhs_list, container, given.preferred_element_type, layouts)
-    batches = {tuple(x.shape[:-2]): None for x in (lhs, *more_lefts, *rhs_list, *more_rights) if len(x.shape) > 2}
+    matrices = (lhs, *more_lefts, *rhs_list, *more_rights) if groups is None else ()
+    batches = {tuple(x.shape[:-2]): None for x in matrices if len(x.shape) > 2}
     if len(batches) > 1:
         first, second, *_ = batches
         raise ValueError(
@@ -51,26 +58,30 @@ def normalize(operation: Operation, given: Arguments) -> Call:
         )
     result = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
-    scaled = scales.Scaled(batch, m, widths, container is not None, operation.spec.gathers == "m")
-    blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, container is not None, layouts)
+    scaled = scales.Scaled(batch, m, widths, container is not None, groups, operation.spec.gathers == "m")
+    blocks = None
+    if groups is None:
+        blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
     row_scale, column_scales = None, None
     if blocks is None:
         row_scale, column_scales = scales.normalize(given.lhs_scale, given.rhs_scale, scaled, wide)
     operands = Operands(
         lhs=_flat(lhs, 2),
-        rhs_list=tuple(_flat(x, 2) for x in rhs_list),
+        rhs_list=tuple(_flat(x, 2 if groups is None else 3) for x in rhs_list),
         row_scale=None if row_scale is None else _flat(row_scale, 1),
         column_scales=column_scales,
-        biases=_biases(operation, given.bias, result, container, wide),
+        biases=_biases(operation, given.bias, [scaled.of_columns(n) for _, n in result], container, wide),
         addends=_addends(operation, given.addend, result, batch, container, out_dtype),
         lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
         rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
         more_lefts=tuple(_flat(x, 2) for x in more_lefts),
         more_rights=tuple(_flat(x, 2) for x in more_rights),
+        group_sizes=sizes,
     )
     names = tuple(name for name, value in given.epilogue.items() if value is not None)
-    call = Call(operands, layouts, out_dtype, None, None, batch, container, names, operation.combines)
+    form = Form.of(operands, layouts, out_dtype)
+    call = Call(operands, form, None, None, batch, container, names, operation.combines)
     return call if given.activation is None else _with_activation(operation, call, given, given.activation)
 
 
@@ -89,8 +100,7 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
         except activations.NotElementwise as why:
             call = dataclasses.replace(call, not_elementwise=str(why))
             applied, scalars, by_xla = None, (), activations.by_itself(activation, call.batch)
-            _, m, widths, _ = call.sizes
-            for shape in {operation.result_shape(m, n) for n in widths}:
+            for shape in {operation.result_shape(call.form.m, n) for n in call.form.widths}:
                 types = [jax.ShapeDtypeStruct((*call.batch, *shape), accumulator(call.operands.lhs.dtype))] * arrays
                 jax.eval_shape(by_xla, *types)  # Raises here what the call would raise, for `explain`.
     operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
@@ -137,15 +147,15 @@ def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) 
 def _several(operation: Operation, rhs: Leaf) -> tuple[type | None, list[Leaf]]:
     """Returns the type of the container of right operands, list or tuple (None: a single operand), and the operands."""
     container = type(rhs) if operation.takes_lists and type(rhs) in (list, tuple) else None
+    if type(rhs) in (list, tuple) and not rhs:
+        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {type(rhs).__name__}: name the weights")
     if type(rhs) in (list, tuple) and container is None:
         raise ValueError(
             f"`rhs` of `{operation.name}` must be one array, got a {type(rhs).__name__} of {len(rhs)}: make a call "
             "for each. Lists are for several products of one gather (`all_gather_lhs_matmul`), for an `activation` of "
-            "as many arrays (there and in `matmul`), and for pairs that are added (`matmul_reduce_scatter`, "
-            "`matmul_all_reduce`)"
+            "as many arrays (there, in `matmul` and in `grouped_matmul`), and for pairs that are added "
+            "(`matmul_reduce_scatter`, `matmul_all_reduce`)"
         )
-    if container is not None and not rhs:
-        raise ValueError(f"`rhs` must hold at least one matrix, got an empty {container.__name__}: name the weights")
     given = [rhs] if container is None else list(rhs)
     names = rhs_names(container, len(given))
     return container, [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
@@ -200,7 +210,7 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
         )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
-        f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed"
+        f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed (`transpose_rhs`)"
         f"{', or `rhs` sharded along its other dimension' if operation.gather_factors['n'] > 1 else ''}?"
     )
 
@@ -222,20 +232,58 @@ def _per_rhs(name: str, given: Leaf, count: int, container: type | None) -> list
     return [(f"{name}[{index}]", x) for index, x in enumerate(given)]
 
 
+def _group_sizes(value: Leaf) -> Leaf:
+    kind = getattr(value, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.integer) or value.ndim != 1:
+        raise ValueError(
+            f"`group_sizes` must be integers of shape (groups,), got {arguments.shown(value)}: pass how many rows each "
+            "group has, e.g. as a jnp.array"
+        )
+    if not value.shape[0]:
+        raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
+    return arguments.each(jnp.asarray, value)
+
+
+def _check_groups(lhs: Leaf, rights: dict[str, Leaf], groups: int, layouts: OperandLayouts) -> None:
+    """Checks that the operands are those of groups of rows. `rights`: the right operands by name."""
+    if len(lhs.shape) != 2:
+        raise ValueError(
+            f"`lhs` must have 2 dimensions, got {len(lhs.shape)} (shape {tuple(lhs.shape)}): reshape it to [rows, k]"
+        )
+    first = next(iter(rights.values()))
+    for name, x in rights.items():
+        if len(x.shape) != 3:
+            layout = "n, k" if layouts.transpose_rhs else "k, n"
+            raise ValueError(
+                f"`{name}` must have 3 dimensions, (groups, {layout}), got {len(x.shape)} (shape {tuple(x.shape)}): "
+                "stack the matrices of the groups"
+            )
+        if x.shape[0] != groups:
+            raise ValueError(
+                f"`{name}` must have a matrix for each of the {groups} groups, got {x.shape[0]} (shape "
+                f"{tuple(x.shape)}): give each group one; of experts, each device has the matrices of its own experts"
+            )
+        if x.shape != first.shape:
+            raise ValueError(
+                f"the arrays of `rhs` must have one shape, got {tuple(first.shape)} and {tuple(x.shape)}: pad them"
+            )
+
+
 def _biases(
-    operation: Operation, bias: Leaf, result: list[tuple[int, int]], container: type | None, dtype: DTypeLike
+    operation: Operation, bias: Leaf, shapes: list[tuple[int, ...]], container: type | None, dtype: DTypeLike
 ) -> tuple[Leaf, ...] | None:
     if bias is None:
         return None
     biases = []
-    for (name, x), (_, n) in zip(_per_rhs("bias", bias, len(result), container), result, strict=True):
+    for (name, x), shape in zip(_per_rhs("bias", bias, len(shapes), container), shapes, strict=True):
         if x is None:  # One of several right operands has none.
             biases.append(None)
             continue
         x = arguments.array(name, x)
-        if tuple(x.shape) != (n,):
+        if tuple(x.shape) != shape:
+            of = "one value per group and column" if len(shape) > 1 else "one value per column"
             raise ValueError(
-                f"`{name}` must have shape ({n},), one value per column of "
+                f"`{name}` must have shape {shape}, {of} of "
                 f"{"this device's" if operation.takes_parts else 'the'} result, got {tuple(x.shape)}: reshape "
                 f"{_or_part(operation)}"
             )

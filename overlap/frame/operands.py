@@ -40,7 +40,6 @@ _GIVEN_AS = {
     "rhs_block_scales": "rhs_scale",
     "more_lefts": "lhs",
     "more_rights": "rhs",
-    "sizes": "group_sizes",
 }
 # A result for each right operand, and the gathered left operand if the caller asked for it, or the gathered passenger.
 Results = tuple[tuple[jax.Array, ...], jax.Array | None]
@@ -64,6 +63,8 @@ class Operands:
         if and only if `lhs_block_scale` is.
       more_lefts: left operands of further products, which are added to the first: [(batch,) m, k] each, as `lhs`.
       more_rights: their right operands, [k, n] each, as the first.
+      group_sizes: int32 [groups], the rows of each group. `rhs_list` are then [groups, k, n] each, or [groups, n, k] if
+        transposed, and vectors of columns are [groups, n]. There is no batch. None: the rows are no groups.
       passenger: [(batch,) rows, columns], of the dtype of `lhs`: an array that has no part in the product. The kernel
         gathers its rows meanwhile, since it leaves the links idle at first; the second of the `Results`.
     """
@@ -79,18 +80,21 @@ class Operands:
     rhs_block_scales: tuple[Leaf, ...] | None = None
     more_lefts: tuple[Leaf, ...] = ()
     more_rights: tuple[Leaf, ...] = ()
+    group_sizes: Leaf = None
     passenger: Leaf = None
 
     @property
     def named(self) -> list[tuple[str, Leaf]]:
         """Each array that is given, after the name of the argument that it comes from."""
-        return named_arrays(self)
+        with_fields = [(keystr(path[:1], simple=True), x) for path, x in tree_leaves_with_path(self)]
+        return [(_GIVEN_AS.get(field, field), x) for field, x in with_fields]
 
     @property
     def matrices(self) -> Operands:
         """The operands of the product alone, without those of its epilogue."""
         scales = {name: getattr(self, name) for name in ("lhs_block_scale", "rhs_block_scales")}
-        return Operands(self.lhs, self.rhs_list, **scales, more_lefts=self.more_lefts, more_rights=self.more_rights)
+        more = {"more_lefts": self.more_lefts, "more_rights": self.more_rights, "group_sizes": self.group_sizes}
+        return Operands(self.lhs, self.rhs_list, **scales, **more)
 
     @property
     def lefts(self) -> tuple[Leaf, ...]:
@@ -138,12 +142,6 @@ class Operands:
         return list(zip(self.rhs_list, *columns, strict=True))
 
 
-def named_arrays(operands: Any) -> list[tuple[str, Leaf]]:
-    """Each array of a dataclass of operands, after the name of the argument that it comes from."""
-    with_fields = [(keystr(path[:1], simple=True), x) for path, x in tree_leaves_with_path(operands)]
-    return [(_GIVEN_AS.get(field, field), x) for field, x in with_fields]
-
-
 def rhs_names(container: type | None, count: int, name: str = "rhs") -> list[str]:
     """The right operands' names for messages: `rhs`, or `rhs[0]`, `rhs[1]`, … if the caller gave several."""
     return [name] if container is None else [f"{name}[{index}]" for index in range(count)]
@@ -159,17 +157,13 @@ def summed_as(dtype: DTypeLike) -> jnp.dtype:
     return F32 if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)
 
 
-def sizes(operands: Operands, layouts: OperandLayouts) -> tuple[int | None, int, tuple[int, ...], int]:
-    """Returns (batch, m, n of each right operand, k of all pairs); batch is None if no operand has that dimension."""
-    m, _ = layouts.m_k(operands.lhs.shape)
-    k = sum(layouts.m_k(lhs.shape)[1] for lhs in operands.lefts)
-    widths = tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list)
-    blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
-    ranks = [(x, 2) for x in (*operands.lefts, *operands.rhs_list, *(operands.addends or ()), *blocks)]
-    if operands.row_scale is not None:
-        ranks.append((operands.row_scale, 1))
-    batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
-    return next(iter(batches), None), m, widths, k
+def can_fold(operands: Operands, layouts: OperandLayouts) -> bool:
+    """Whether the leading dimension of the left operand can be folded into its rows. Arrays may be types."""
+    addend, *_ = operands.addends or (None,)
+    of_rhs = (*operands.rhs_list, *(operands.rhs_block_scales or ()), *operands.more_rights)
+    if len(operands.lhs.shape) == 2 or layouts.transpose_lhs or any(len(x.shape) > 2 for x in of_rhs):
+        return False
+    return addend is None or len(addend.shape) > 2
 
 
 def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
@@ -177,13 +171,10 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
     A tile can then have rows of several batch elements. Arrays may be types.
     """
+    if not can_fold(operands, layouts):
+        return operands
     lhs, rows = operands.lhs, operands.row_scale
     addend, *_ = operands.addends or (None,)
-    of_rhs = (*operands.rhs_list, *(operands.rhs_block_scales or ()), *operands.more_rights)
-    if len(lhs.shape) == 2 or layouts.transpose_lhs or any(len(x.shape) > 2 for x in of_rhs):
-        return operands
-    if addend is not None and len(addend.shape) == 2:
-        return operands
     if rows is not None:
         rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
     blocks = operands.lhs_block_scale

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, final
 
@@ -21,7 +21,9 @@ from overlap.choice.choose import choose_config
 from overlap.choice.problem import Problem
 from overlap.frame import block_scales, by_xla
 from overlap.frame.activation import Activation, BoundActivation, on_all
-from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, sizes, summed_as
+from overlap.frame.form import Form
+from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, summed_as
+from overlap.frame.products import of as products_of
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
 from overlap.kernels.mainloop import OperandTypes
@@ -44,8 +46,7 @@ class Call:
 
     Attributes:
       operands: with at most one leading dimension. Arrays may be `jax.ShapeDtypeStruct`s.
-      layouts: how the operands lie in memory.
-      out_dtype: of all results.
+      form: sizes, layouts and dtypes; the results' dtype is `form.out_dtype`.
       activation: the traced activation; None for none, and for one that is not proven to be elementwise.
       by_xla: the caller's own activation function, which is applied where XLA runs, to the values of all right
         operands; None for none.
@@ -57,8 +58,7 @@ class Call:
     """
 
     operands: Operands
-    layouts: OperandLayouts
-    out_dtype: jnp.dtype
+    form: Form
     activation: Activation | None
     by_xla: BoundActivation
     batch: tuple[int, ...]
@@ -71,11 +71,6 @@ class Call:
     def names(self) -> list[str]:
         """The right operands' names for messages."""
         return rhs_names(self.container, len(self.operands.rhs_list))
-
-    @property
-    def sizes(self) -> tuple[int | None, int, tuple[int, ...], int]:
-        """Batch (None if there is none), m, n of each right operand, and k, all per shard."""
-        return sizes(self.operands, self.layouts)
 
     def restore(self, results: Results) -> Any:
         """Returns the results in the caller's form: with leading dimensions, and in a `container` if there is one."""
@@ -91,21 +86,39 @@ class LaunchPlan:
 
     Attributes:
       operation: the operation, with what is special about this call.
-      layouts: how the operands lie in memory.
-      out_dtype: the dtype of the results.
+      form: sizes, layouts and dtypes.
       target: the device.
-      config: the fused kernel's configuration.
+      chosen: the fused kernel's configuration; None: XLA computes the product, with the derivatives of the kernel.
       activation: the activation, of f32 values; None for none.
       must_fuse: whether the caller asked for the fused kernel. XLA may then not run in its place.
     """
 
     operation: Operation
-    layouts: OperandLayouts
-    out_dtype: DTypeLike
+    form: Form
     target: Target
-    config: Config
+    chosen: Config | None
     activation: Activation | None = None
     must_fuse: bool = False
+
+    @property
+    def config(self) -> Config:
+        """The configuration of a plan that is run by a kernel."""
+        assert self.chosen is not None
+        return self.chosen
+
+    @property
+    def layouts(self) -> OperandLayouts:
+        """How the operands lie in memory."""
+        return self.form.layouts
+
+    @property
+    def out_dtype(self) -> jnp.dtype:
+        """The dtype of the results."""
+        return self.form.out_dtype
+
+    def of(self, operands: Operands) -> LaunchPlan:
+        """Returns the plan for operands of other sizes, which may be types."""
+        return dataclasses.replace(self, form=Form.of(operands, self.layouts, self.out_dtype))
 
     def bound_activation(self, operands: Operands) -> BoundActivation:
         """Returns the activation with its scalars bound, as XLA computes and JAX differentiates it; None for none."""
@@ -135,15 +148,14 @@ class LaunchPlan:
         scalars = [x.astype(dtype) for x, dtype in zip(operands.scalars, program.scalars, strict=True)]
         return on_all(lambda *values: program(values, scalars), self.operation.combines)
 
-    def result_widths(self, operands: Operands) -> tuple[int, ...]:
-        """Returns the columns of each result."""
-        _, _, widths, _ = sizes(operands, self.layouts)
-        return widths[:1] if self.operation.combines else widths
+    @property
+    def result_widths(self) -> tuple[int, ...]:
+        """The columns of each result."""
+        return self.form.widths[:1] if self.operation.combines else self.form.widths
 
-    def described(self, operands: Operands) -> str:
-        """Returns the operation with the sizes of its operands, as reports of long waits name it."""
-        _, m, widths, k = sizes(operands, self.layouts)
-        return f"{self.operation.name} {m}x{'+'.join(map(str, widths))}x{k} {operands.lhs.dtype.name}"
+    def __str__(self) -> str:
+        """The operation with the sizes of its operands, as reports of long waits name it."""
+        return f"{self.operation.name} {self.form}"
 
     def types(
         self, operands: Operands, m: int, transport: Transport = "", out_dtype: DTypeLike | None = None
@@ -162,27 +174,37 @@ class LaunchPlan:
         unit = self.config.tile_n
         biases = operands.biases and [
             jnp.zeros(n, F32) if bias is None else bias
-            for bias, n in zip(operands.biases, sizes(operands, self.layouts)[2], strict=True)
+            for bias, n in zip(operands.biases, self.form.widths, strict=True)
         ]
         scales, of_columns = epilogue.filled(operands.column_scales, unit), epilogue.filled(biases, unit)
         return epilogue.Vectors(row_scale, scales, of_columns, epilogue.packed(operands.scalars, self.program))
 
     def by_xla(self, operands: Operands) -> Results:
         """Runs the whole operation by XLA."""
-        return self.operation.by_xla(operands, self.layouts, self.out_dtype, self.bound_activation(operands))
+        return self.operation.by_xla(operands, self.form, self.bound_activation(operands))
 
-    def in_f32(self, operands: Operands) -> LaunchPlan | None:
-        """Returns the plan for f32 results, without the activation; None if no kernel has such results.
+    def activated(self, operands: Operands, products: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns the results, given the values before the activation; by XLA, with derivatives of any order."""
+        applied = products_of(operands).guarded(self.bound_activation(operands))
+        assert applied is not None
+        wide = accumulator(self.form.dtype)
+        return tuple(x.astype(self.out_dtype) for x in applied([z.astype(wide) for z in products]))
+
+    @property
+    def in_f32(self) -> LaunchPlan | None:
+        """The plan for f32 results, without the activation; None if no kernel has such results.
 
         f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
-        another one is chosen. `operands` may hold `jax.ShapeDtypeStruct`s in place of arrays.
+        another one is chosen.
         """
-        problem, config = self.operation.problem(operands, self.layouts, F32), self.config
+        form = dataclasses.replace(self.form, out_dtype=F32)
+        problem = self.operation.problem(form)
+        config = self.config
         if not problem.accepts(config, self.target):
             config, _ = choose_config(problem, self.target)
         if self.operation.combines or not problem.accepts(config, self.target):
             return None
-        return dataclasses.replace(self, activation=None, out_dtype=F32, config=config)
+        return dataclasses.replace(self, activation=None, form=form, chosen=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,6 +219,8 @@ class Operation:
       takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
       transport: how data travels between devices in the fused kernel; empty: no data travels.
       takes_block_scales: whether the fused kernel takes scales of blocks.
+      has_own_derivatives: whether the derivatives are the frame's also where XLA computes the product. Else they are
+        jax's.
       batched_together: names of fields of `Operands`. In the kernel all of them have a batch dimension if one has.
     """
 
@@ -206,6 +230,7 @@ class Operation:
     takes_parts = True
     transport = ""
     takes_block_scales = False
+    has_own_derivatives = False
     batched_together = frozenset()
 
     @property
@@ -250,8 +275,8 @@ class Operation:
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
-        """Returns the call's sizes and dtypes, from which a configuration is chosen."""
+    def problem(self, form: Form) -> Problem:
+        """Returns what a configuration is chosen from."""
         raise NotImplementedError
 
     def check(self, call: Call, config: Config, target: Target) -> None:
@@ -286,6 +311,9 @@ class Operation:
             self.check_keywords(call)
             self.check(call, config, dispatch.target())
 
+    def check_placement(self, call: Call, implementation: str) -> None:
+        """Raises NotImplementedError if an implementation, "fused" or "xla", cannot run where the operands lie."""
+
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
         return dispatch.Circumstances()
@@ -304,18 +332,31 @@ class Operation:
         """Returns why the kernel cannot compute a `jax.vmap` (see `batch`) as its own batch; None if it can."""
         return None
 
+    # --- Derivatives ---
+
+    def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
+        """Returns the plan of what goes into the activation, which the derivative of the activation needs.
+
+        Where no kernel has f32 results, as in gathers, or the activation takes several products, it has the results'
+        dtype.
+        """
+        return plan.in_f32 or dataclasses.replace(plan, operation=self.apart, activation=None)
+
+    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
+        """Returns the operation as forward mode differentiates it: a function of operations with derivatives."""
+        return plan.by_xla
+
     # --- The implementation by XLA, and the backward pass ---
 
     @final
-    def by_xla(
-        self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike, activation: BoundActivation
-    ) -> Results:
+    def by_xla(self, operands: Operands, form: Form, activation: BoundActivation) -> Results:
         """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
         An operation says what differs in `gathered`, `reduced` and their kin, since the derivatives use these, too.
         Products that are summed over devices are rounded to the results' dtype before they are sent, but not to
         float16, in which sums could overflow.
         """
+        layouts, out_dtype = form.layouts, form.out_dtype
         gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))
         if not self.reduces:
             outs = by_xla.products(gathered, layouts, out_dtype, activation)
@@ -372,7 +413,7 @@ class Operation:
     def lhs_cotangent(
         self,
         gs: Sequence[jax.Array],
-        rhs_list: Sequence[jax.Array],
+        whole: Operands,
         passenger: jax.Array | None,
         dtype: DTypeLike,
         plan: LaunchPlan,
@@ -380,7 +421,7 @@ class Operation:
         """Returns the cotangent Σ g rhsᵀ of the left operand, multiplied, added and scattered by one kernel.
 
         Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel. Returns None if
-        there is no such kernel: then `times` and `scattered` do the same.
+        there is no such kernel: then `times` and `scattered` do the same. `whole` are the operands, gathered.
         """
         return None
 
@@ -393,8 +434,10 @@ class Operation:
         """
         return None
 
-    def times(
-        self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
-    ) -> jax.Array:
+    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
+        """Returns the cotangent lhsᵀ g of the right operand of a pair; None if `times` computes it."""
+        return None
+
+    def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         """Returns a product of the backward pass."""
-        return by_xla.times(lhs, rhs, layouts, dtype)
+        return by_xla.times(pair.lhs, pair.rhs_list[0], layouts, dtype)

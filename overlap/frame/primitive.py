@@ -8,6 +8,7 @@ rules.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ def fused(operands: Operands, plan: LaunchPlan) -> Results:
     if marks.current() is not None:
         # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
         # effect of tracing. A primitive would not let them through.
-        return plan.operation.launch(operands, plan)
+        return plan.operation.launch(operands, plan.of(operands))
+    plan = plan.of(operands)
     leaves, structure = jax.tree.flatten(operands)
     traced, types = tracer_of(plan.without_function, structure)(*leaves)
     static = _Static(traced, plan, structure, jax.tree.structure(types))
@@ -57,19 +59,21 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
     def of_leaves(*leaves: jax.Array) -> Results:
         operands = jax.tree.unflatten(structure, leaves)
         if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
-            return plan.operation.by_xla(operands, plan.layouts, plan.out_dtype, _stand_in(plan, operands))
-        with _timed(operands, plan):
+            return plan.operation.by_xla(operands, plan.form, _stand_in(plan, operands))
+        with _timed(plan):
             return plan.operation.launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 
 
-def _timed(operands: Operands, plan: LaunchPlan) -> AbstractContextManager[object]:
+def _timed(plan: LaunchPlan) -> AbstractContextManager[object]:
     """Tells XLA's scheduler how long the kernel takes. It then starts collectives early enough beside the kernel.
 
     Else it counts a custom call as taking no time, and lets collectives run before the kernels instead of beside them.
     """
-    problem = plan.operation.problem(operands, plan.layouts, plan.out_dtype)
+    if plan.chosen is None or plan.form.groups is not None:  # (Products of groups were measured without.)
+        return contextlib.nullcontext()
+    problem = plan.operation.problem(plan.form)
     ns = round(1e3 * predicted_us(plan.config, problem, plan.target))
     return set_xla_metadata(latency_metadata=str(ns))
 

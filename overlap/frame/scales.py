@@ -22,6 +22,7 @@ class Scaled:
       rows: rows of `lhs`.
       widths: columns of each right operand.
       several: whether the caller gave a list of right operands.
+      groups: how many groups the rows are divided into, which have scales of columns of their own; None: no groups.
       gathered: whether the rows of several devices are gathered. An `lhs_scale` of shape (1, 1) is then the scale of a
         device's only row. Else it is a scalar.
     """
@@ -30,7 +31,12 @@ class Scaled:
     rows: int
     widths: list[int]
     several: bool = False
+    groups: int | None = None
     gathered: bool = False
+
+    def of_columns(self, width: int) -> tuple[int, ...]:
+        """The shape of a vector of columns of a right operand with so many."""
+        return (width,) if self.groups is None else (self.groups, width)
 
 
 def normalize(
@@ -60,14 +66,14 @@ def normalize(
         if shape in (per_row, (scaled.rows, 1)) and (scaled.gathered or shape != (1, 1)):
             row = arguments.each(lambda x: x[..., 0], lhs_scale)
         elif shape in _SCALARS:
-            factors.append([_as_columns(lhs_scale, width) for width in scaled.widths])
+            factors.append([_as_columns(lhs_scale, scaled.of_columns(width)) for width in scaled.widths])
         else:
             raise ValueError(
                 f"`lhs_scale` must be a scalar or {per_row}, one value per row of `lhs`, got shape {shape}: reshape "
                 "it, or pass factors of columns as `rhs_scale`"
             )
     if rhs_scale is not None:
-        factors.append(_column_scales(rhs_scale, scaled.widths, scaled.several, dtype))
+        factors.append(_column_scales(rhs_scale, scaled, dtype))
     if not factors:
         return row, None
     first, *others = factors
@@ -76,8 +82,9 @@ def normalize(
     return row, tuple(first)
 
 
-def _column_scales(rhs_scale: Leaf, widths: list[int], several: bool, dtype: DTypeLike) -> list[Leaf]:
-    """Returns `rhs_scale` as one [n] per right operand."""
+def _column_scales(rhs_scale: Leaf, scaled: Scaled, dtype: DTypeLike) -> list[Leaf]:
+    """Returns `rhs_scale` as one [n], or [groups, n], per right operand."""
+    widths, several = scaled.widths, scaled.several
     if not isinstance(rhs_scale, (list, tuple)):
         scale = arguments.factor("rhs_scale", rhs_scale, dtype)
         if several and tuple(scale.shape) not in _SCALARS:
@@ -85,7 +92,7 @@ def _column_scales(rhs_scale: Leaf, widths: list[int], several: bool, dtype: DTy
                 "`rhs_scale` must be a scalar, or a list with one entry per matrix of `rhs`, got shape "
                 f"{tuple(scale.shape)}: give {len(widths)} entries"
             )
-        return [_per_column("rhs_scale", scale, width) for width in widths]
+        return [_per_column("rhs_scale", scale, scaled.of_columns(width)) for width in widths]
     kind = type(rhs_scale).__name__
     if not several:
         raise ValueError(
@@ -98,18 +105,24 @@ def _column_scales(rhs_scale: Leaf, widths: list[int], several: bool, dtype: DTy
         )
     names = [f"rhs_scale[{index}]" for index in range(len(widths))]
     scales = [arguments.factor(name, scale, dtype) for name, scale in zip(names, rhs_scale, strict=True)]
-    return [_per_column(name, scale, width) for name, scale, width in zip(names, scales, widths, strict=True)]
+    return [
+        _per_column(name, scale, scaled.of_columns(width))
+        for name, scale, width in zip(names, scales, widths, strict=True)
+    ]
 
 
-def _per_column(name: str, scale: Leaf, n: int) -> Leaf:
-    if tuple(scale.shape) not in _SCALARS | {(n,), (1, n)}:
+def _per_column(name: str, scale: Leaf, shape: tuple[int, ...]) -> Leaf:
+    if tuple(scale.shape) not in _SCALARS | {shape, (1, *shape) if len(shape) == 1 else shape}:
+        taken = f"{shape}, one value per group and column" if len(shape) > 1 else (
+            f"{shape} or {(1, *shape)}, one value per column of the result"
+        )  # fmt: skip
         raise ValueError(
-            f"`{name}` must be a scalar, ({n},) or (1, {n}), one value per column of the result, got shape "
-            f"{tuple(scale.shape)}: reshape it, or pass factors of rows as `lhs_scale`"
+            f"`{name}` must be a scalar or of shape {taken}, got shape {tuple(scale.shape)}: reshape it, or pass "
+            "factors of rows as `lhs_scale`"
         )
-    return _as_columns(scale, n)
+    return _as_columns(scale, shape)
 
 
-def _as_columns(scale: Leaf, n: int) -> Leaf:
-    """Returns a scalar, or one value per column, as [n]."""
-    return arguments.each(lambda x: jnp.broadcast_to(x.reshape(-1), (n,)), scale)
+def _as_columns(scale: Leaf, shape: tuple[int, ...]) -> Leaf:
+    """Returns a scalar, or one value per column, in a shape: [n], or [groups, n]."""
+    return arguments.each(lambda x: jnp.broadcast_to(x if x.shape == shape else x.reshape(-1), shape), scale)

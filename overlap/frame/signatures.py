@@ -44,6 +44,7 @@ class Arguments:
     lhs: AnyArray | Sequence[AnyArray]
     rhs: AnyArray | Sequence[AnyArray]
     axis_name: AxisName | None = None
+    group_sizes: AnyArray | None = None
     addend: PerRhs | None = None
     bias: PerRhs | None = None
     activation: Callable[..., jax.Array] | None = None
@@ -70,4 +71,4 @@ class Arguments:
         """The arguments that are arrays, or lists of arrays, by name."""
         epilogue = self.epilogue
         del epilogue["activation"]
-        return {"lhs": self.lhs, "rhs": self.rhs, **epilogue}
+        return {"lhs": self.lhs, "rhs": self.rhs, "group_sizes": self.group_sizes, **epilogue}

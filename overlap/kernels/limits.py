@@ -31,6 +31,9 @@ RESERVED_BYTES = 1024
 # The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
 # barrier `stored` included.
 MAIL_BYTES, MAIL_BARRIERS = 1024, 5
+# In a product of groups of rows, a box of zeros of this many rows lies in shared memory, with its barrier.
+ZERO_ROWS = 8
+ZEROS_BYTES = ZERO_ROWS * SWIZZLE_BYTES + BARRIER_BYTES
 # The transports whose data pass through shared memory in chunks.
 IN_CHUNKS = ("pull", "push", "broadcast")
 
@@ -101,6 +104,15 @@ def check(
         raise NotImplementedError(
             f"`split_k` must divide the {k_steps} k steps of k={k} ({depth} each), got {config.split_k}: "
             'name a divisor, or use implementation="xla"'
+        )
+
+
+def check_groups(config: Config) -> None:
+    """Raises ValueError if a product of groups of rows cannot be cut as the configuration says."""
+    if not config.cluster == config.stream_k == config.split_k == 1:
+        raise ValueError(
+            "`cluster`, `stream_k` and `split_k` of `config` must be 1 in a grouped product, got "
+            f"{config.cluster}, {config.stream_k} and {config.split_k}: leave them out"
         )
 
 

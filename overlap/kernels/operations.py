@@ -68,6 +68,9 @@ class OperationSpec:
       keyword: the keyword that chooses the dimension, and its value where the operands are not transposed.
       layouts: how the operands may lie in memory for the fused kernel: a letter each, "t" for transposed, else "n".
       epilogue: the keywords of the epilogue that the fused kernel takes.
+      groups: the dimension that groups of rows divide: "m" where each group has a right operand of its own, "k" where
+        the rows of each group are contracted; "" if there are no groups.
+      xla_wastes: why XLA is much slower in any case, so that its time is not compared; "" if it may be faster.
     """
 
     name: str
@@ -80,6 +83,8 @@ class OperationSpec:
     keyword: tuple[str, int] | None = None
     layouts: tuple[Layout, ...] = LAYOUTS
     epilogue: tuple[str, ...] = EPILOGUE
+    groups: Dimension = ""
+    xla_wastes: str = ""
 
     def __str__(self) -> str:
         along = self.gathers or self.scatters
@@ -141,6 +146,16 @@ ALL_REDUCE = OperationSpec(
     sums=True,
     transports=("broadcast", "one_shot"),
 )
-OPERATIONS = (MATMUL, GATHER_LHS, GATHER_RHS_N, GATHER_RHS_K, SCATTER_M, SCATTER_N, ALL_REDUCE)
-# The same by name.
-BY_NAME = {spec.name: spec for spec in OPERATIONS}
+GROUPED = OperationSpec(
+    "grouped_matmul",
+    "grouped_matmul",
+    "single_gpu.grouped_matmul",
+    layouts=("nn", "nt"),
+    epilogue=("lhs_scale", "rhs_scale", "bias", "activation"),
+    groups="m",
+    xla_wastes="XLA multiplies all rows with all matrices",
+)
+# The product of the backward pass for the right operand of `grouped_matmul`. It has no public function.
+CONTRACTION = dataclasses.replace(GROUPED, name="grouped_matmul_k", layouts=("tn",), epilogue=(), groups="k")
+OPERATIONS = (MATMUL, GATHER_LHS, GATHER_RHS_N, GATHER_RHS_K, SCATTER_M, SCATTER_N, ALL_REDUCE, GROUPED)
+BY_NAME = {spec.name: spec for spec in (*OPERATIONS, CONTRACTION)}

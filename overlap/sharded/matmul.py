@@ -155,7 +155,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
-    applied, scalars, out_dtype, implementation = None, (), whole.out_dtype, given.implementation
+    applied, scalars, out_dtype, implementation = None, (), whole.form.out_dtype, given.implementation
     if activation is not None:
         wide = accumulator(operands["lhs"].dtype)
         try:
@@ -351,6 +351,6 @@ def sharded_matmul(
             jax.eval_shape(checked.run, operands)
         outs = _run_eagerly(checked, tuple(decisions), operands)
     if whole.not_elementwise and whole.by_xla is not None:
-        outs = tuple(x.astype(whole.out_dtype) for x in whole.by_xla(outs))
+        outs = tuple(x.astype(whole.form.out_dtype) for x in whole.by_xla(outs))
     result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)
     return result

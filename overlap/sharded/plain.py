@@ -27,6 +27,7 @@ from overlap.frame import by_xla, sharded
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.linear import Wanted, tangents_of
 from overlap.frame.operands import F32, Leaf, Operands, accumulator
+from overlap.frame.products import to_rank
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.operations import SCATTER_N
 from overlap.sharded import partitions
@@ -74,7 +75,7 @@ class PlainProduct:
         if activation is None and all(len(terms) < 2 and all(x.dtype == out_dtype for x in terms) for terms in added):
             # A single sum has the same bits as one in float32 that is rounded, of which XLA would keep a copy.
             return tuple(
-                self.placed(sum((by_xla.to_rank(x, z.ndim) for x in terms), z), self.out_spec)
+                self.placed(sum((to_rank(x, z.ndim) for x in terms), z), self.out_spec)
                 for z, terms in zip(products, added, strict=True)
             )
         if activation is not None:

@@ -1,36 +1,360 @@
-"""`grouped_matmul`: each group of rows times a matrix of its own, as a layer of experts multiplies its tokens."""
+"""`grouped_matmul`: each group of rows times a matrix of its own, as a layer of experts multiplies its tokens.
+
+There are two products, and each is the derivative of the other:
+
+    rows         out[rows of e] = lhs[rows of e] @ rhs[e]          [m, k], [groups, k, n] -> [m, n]
+    contraction  out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]         [m, k], [m, n] -> [groups, k, n]
+
+The cotangent of a left operand that several right operands share is a sum of products of rows, which one kernel
+computes.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from overlap import _settings
-from overlap.choice import dispatch
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice import dispatch, space
+from overlap.choice.choose import choose_config
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Asked, Explanation, Implementation
+from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import arguments, sharded
-from overlap.frame.activation import BoundActivation
-from overlap.frame.by_xla import in_device_memory
-from overlap.frame.call import why_not_fused
+from overlap.frame import arguments, by_xla, call, primitive, products, sharded
 from overlap.frame.explain import record
-from overlap.frame.operands import Leaf, accumulator, rhs_names
-from overlap.frame.signatures import AnyArray, Given, Scale
-from overlap.kernels import groups
+from overlap.frame.form import Form
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import F32, Operands, Results, accumulator
+from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.signatures import AnyArray, Arguments, Leaf, Scale
+from overlap.kernels import groups, launch, limits, operations
+from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.launch import checks_numbers
-from overlap.single_gpu import grouped_by_xla, grouped_choice, grouped_operation
-from overlap.single_gpu.grouped_operation import NAME, Grouped, Product
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.target import Target
+from overlap.kernels.varying import alike
+from overlap.primitives.integers import ceil_div
+from overlap.single_gpu import grouped_product
 
-# The names of the left and the right operand in messages.
-type Names = tuple[str, str]
-_NAMES: Names = ("lhs", "rhs")
+NAME = operations.GROUPED.function
+_LEAST = Config(tile_n=128, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfGroups(Operation):
+    """What both products have in common. Derivatives run the kernels, or XLA's operation for groups, to any order."""
+
+    has_own_derivatives = True
+
+    def problem(self, form: Form) -> Problem:
+        # The sizes of the groups are data. The model is asked for the time of equal groups.
+        assert form.groups is not None
+        sides = len(form.widths) if self.combines else 1
+        m, k = form.m, form.k
+        if self.spec.groups == "m":
+            m = max(ceil_div(m, form.groups), 1)
+        else:
+            k = max(ceil_div(k, form.groups), 1)
+        return Problem(
+            op=self.spec.name,
+            m=m,
+            n=form.widths[0] * sides,
+            k=k,
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            layout=form.layouts.name,
+            batch=form.groups,
+            sides=sides,
+        )
+
+    def check_form(self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target) -> None:
+        """Raises, as `limits.check` does, if the kernel cannot compute a product of this form."""
+        limits.check_groups(config)
+        by_rows, sides = self.spec.groups == "m", len(form.widths) if self.combines else 1
+        if sides > 2:
+            raise NotImplementedError(
+                f"the kernel takes at most two right operands, got {sides}: make several calls, or use "
+                'implementation="xla"'
+            )
+        if form.dtype in FLOAT8 and not by_rows:
+            raise NotImplementedError('8-bit operands cannot be contracted along rows: use implementation="xla"')
+        if form.dtype in FLOAT8 and not form.layouts.transpose_rhs:
+            raise NotImplementedError(
+                "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
+                'so and pass transpose_rhs=True, or use implementation="xla"'
+            )
+        dtypes = form.dtype, rhs_dtype, form.out_dtype
+        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=self.spec.groups)
+        names = ("m", "n", "k") if by_rows else ("k", "n", "m")
+        sizes = dict(zip("mnk", zip(names, (form.m, form.widths[0], form.k), strict=True), strict=True))
+        zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
+        limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
+
+    def plan(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> LaunchPlan:
+        """Returns the plan of a product of a derivative: by the kernel, if that of `like` ran and it can serve it."""
+        form = Form.of(operands, layouts, dtype)
+        return LaunchPlan(self, form, like.target, self._config(form, operands.rhs_list[0].dtype, like), None,
+                          like.must_fuse)  # fmt: skip
+
+    def _config(self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan) -> Config | None:
+        if like.chosen is None or 0 in (form.m, form.k, *form.widths):
+            return None
+
+        def check(config: Config, target: Target) -> None:
+            self.check_form(form, rhs_dtype, config, target)
+
+        problem, target = self.problem(form), like.target
+        # Only products of rows can be tuned, by their public function.
+        found = choose_config(problem, target) if self.spec.groups == "m" else (_LEAST, "heuristic")
+        if self.spec.groups == "k" and (config := space.heuristic(problem, target)) is not None:
+            found = config, "heuristic"
+        config, _ = dispatch.first_that_fits(*found, problem, target, check)
+        try:
+            check(config, target)
+        except (ValueError, NotImplementedError):
+            return None
+        return config
+
+    def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
+        """Runs a product of a derivative."""
+        (out,), _ = primitive.fused(operands, self.plan(operands, layouts, dtype, like))
+        return out
+
+    def backward(self, operands: Operands, layouts: OperandLayouts, wanted: DTypeLike, like: LaunchPlan) -> jax.Array:
+        """Runs a product of the backward pass, with a result of the dtype that is wanted."""
+        # Kernels take operands of one dtype, and contract none of 8 bits along rows.
+        narrow = like.form.dtype if like.form.dtype not in FLOAT8 else jnp.dtype(jnp.bfloat16)
+        cast = jax.tree.map(lambda x: x.astype(narrow), dataclasses.replace(operands, group_sizes=None))
+        operands = dataclasses.replace(cast, group_sizes=operands.group_sizes)
+        out = self.computed(operands, layouts, F32 if wanted in FLOAT8 else wanted, like)
+        if like.chosen is not None:
+            pairs = f" of {len(operands.lefts)} pairs" if operands.more_lefts else ""
+            shapes = f"to {'x'.join(map(str, out.shape))}{pairs} {narrow.name}"
+            why = "the kernels of the forward pass serve this product"
+            record(Explanation(NAME, "fused", None, why, Cause.PREDICTED, like.target, plan="backward pass",
+                               shapes=shapes))  # fmt: skip
+        return out.astype(wanted)
+
+    def typed(self, operands: Operands) -> Operands:
+        return alike(operands)
+
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
+        if plan.chosen is None:
+            return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
+        leaves, structure = jax.tree.flatten(operands)
+
+        def kernel(*leaves: jax.Array) -> jax.Array:
+            return self.by_kernel(jax.tree.unflatten(structure, leaves), plan)
+
+        def otherwise(*leaves: jax.Array) -> jax.Array:
+            given = jax.tree.unflatten(structure, leaves)
+            return by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
+
+        return (launch.sealed(kernel, NAME, None if plan.must_fuse else otherwise)(*leaves),), None
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        """Runs the kernel."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmul(OfGroups):
+    """The operation `grouped_matmul`: the product of rows.
+
+    Attributes:
+      combines: as in `Operation`.
+      clears: whether the rows behind all groups must be zeros in the result, and in the cotangent of `lhs`. The kernel
+        leaves them undefined if nobody reads them.
+    """
+
+    combines: bool = False
+    clears: tuple[bool, bool] = (True, True)
+
+    spec = operations.GROUPED
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.combines
+
+    @property
+    def apart(self) -> GroupedMatmul:
+        return dataclasses.replace(self, combines=False)
+
+    def check(self, call: Call, config: Config, target: Target) -> None:
+        self.check_form(call.form, call.operands.rhs_list[0].dtype, config, target)
+        sharded.require_no_partitioner_axes()
+
+    def check_placement(self, call: Call, implementation: str) -> None:
+        require_one_device(NAME, [x for _, x in call.operands.named], implementation)
+
+    def typed(self, operands: Operands) -> Operands:
+        sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
+        return alike(dataclasses.replace(operands, group_sizes=sizes))
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            return jnp.zeros((plan.form.m, plan.form.widths[0]), plan.out_dtype)
+        return grouped_product.rows(operands, plan, clears=self.clears[0])
+
+    def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
+        dtype = plan.out_dtype if self.combines else accumulator(plan.form.dtype)
+        form = dataclasses.replace(plan.form, out_dtype=dtype, widths=plan.form.widths[:1])
+        bare = dataclasses.replace(plan, operation=self.apart, form=form, activation=None)
+        return dataclasses.replace(bare, chosen=self.apart._config(form, form.dtype, plan))
+
+    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
+        bare = self.before_activation(dataclasses.replace(plan, activation=None))
+
+        def of_operands(operands: Operands) -> Results:
+            how = plan if plan.activation is None and not operands.has_epilogue else bare
+            rights = (*operands.rhs_list, *operands.more_rights)
+            lefts = operands.lefts * (len(rights) if len(operands.lefts) == 1 else 1)
+            outs: list[Leaf] = [_bilinear(how, operands.group_sizes, *pair) for pair in zip(lefts, rights, strict=True)]
+            outs = [sum(outs[1:], outs[0])] if operands.more_lefts else outs
+            wide = accumulator(plan.form.dtype)
+            values = tuple(z.astype(wide) for z in outs)
+            return by_xla.finish(values, operands, plan.out_dtype, plan.bound_activation(operands)), None
+
+        return of_operands
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        whole: Operands,
+        passenger: jax.Array | None,
+        dtype: DTypeLike,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, None]:
+        g, *more_gs = gs
+        rhs, *more_rights = whole.rhs_list
+        pairs = Operands(g, (rhs,), group_sizes=whole.group_sizes, more_lefts=tuple(more_gs),
+                         more_rights=tuple(more_rights))  # fmt: skip
+        layouts = OperandLayouts(transpose_rhs=not plan.layouts.transpose_rhs)
+        of_out, of_lhs = self.clears
+        operation = GroupedMatmul(clears=(of_lhs, of_out))
+        return operation.backward(pairs, layouts, dtype, plan), None
+
+    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        rows = (g, pair.lhs) if plan.layouts.transpose_rhs else (pair.lhs, g)
+        return _contracted(*rows, pair, dtype, plan)
+
+    def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        return self.apart.computed(pair, layouts, dtype, plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction(OfGroups):
+    """The contraction of the rows of each group, a product of the backward pass."""
+
+    spec = operations.CONTRACTION
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            return jnp.zeros((plan.form.groups, plan.form.m, plan.form.n), plan.out_dtype)
+        return grouped_product.contraction(operands, plan)
+
+    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
+        return lambda operands: ((_bilinear(plan, operands.group_sizes, operands.lhs, operands.rhs_list[0]),), None)
+
+    # The result g is [groups, k, n]: the cotangents of both operands are products of rows with it.
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        whole: Operands,
+        passenger: jax.Array | None,
+        dtype: DTypeLike,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, None]:
+        pair = Operands(whole.rhs_list[0], (gs[0],), group_sizes=whole.group_sizes)
+        return GroupedMatmul().backward(pair, OperandLayouts(transpose_rhs=True), dtype, plan), None
+
+    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        of_rhs = Operands(pair.lhs, (g,), group_sizes=pair.group_sizes)
+        return GroupedMatmul().backward(of_rhs, OperandLayouts(), dtype, plan)
+
+
+def _contracted(lhs: jax.Array, rhs: jax.Array, like: Operands, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+    pair = Operands(lhs, (rhs,), group_sizes=like.group_sizes)
+    return Contraction().backward(pair, OperandLayouts(transpose_lhs=True), dtype, plan)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _bilinear(plan: LaunchPlan, sizes: jax.Array, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """A product without an epilogue, which forward mode differentiates by products of the same kind."""
+    operands = Operands(lhs, (rhs,), group_sizes=sizes)
+    (out,), _ = primitive.fused(operands, plan)
+    return out
+
+
+def _bilinear_jvp(plan: LaunchPlan, primals: tuple[jax.Array, ...], tangents: tuple[Leaf, ...]) -> tuple[Leaf, Leaf]:
+    sizes, lhs, rhs = primals
+    _, d_lhs, d_rhs = tangents
+    pairs = [pair for pair in ((d_lhs, rhs), (lhs, d_rhs)) if not any(isinstance(x, SymbolicZero) for x in pair)]
+    parts: list[Leaf] = [_bilinear(plan, sizes, *pair) for pair in pairs]
+    out: Leaf = _bilinear(plan, *primals)
+    return out, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(out)
+
+
+_bilinear.defjvp(_bilinear_jvp, symbolic_zeros=True)
+
+
+def require_one_device(name: str, operands: Sequence[Leaf], implementation: str | None) -> None:
+    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
+
+    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
+    """
+    mesh = sharded.mesh_of(*operands) or jax.sharding.get_abstract_mesh()
+    if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
+        return
+    raise NotImplementedError(
+        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
+    )
+
+
+def prepare(given: Arguments, clears: tuple[bool, bool] = (True, True)) -> tuple[GroupedMatmul, Call]:
+    """Checks the arguments of `grouped_matmul`. Returns the operation and the checked call."""
+    clears = (True, True) if launch.checks_numbers() else clears
+    operation = GroupedMatmul(activations.takes_all(given.activation, given.rhs), clears)
+    return operation, normalize(operation, given)
+
+
+def run(given: Arguments, clears: tuple[bool, bool] = (True, True)) -> jax.Array:
+    """Does what `grouped_matmul` does; the rows behind all groups are zeros only where `GroupedMatmul.clears` says so.
+
+    A function that no kernel can compute is applied by XLA to the values of the kernel: XLA's own product takes long.
+    """
+    arguments.require_values(**given.arrays)
+    call.check_choice(given)
+    operation, checked = prepare(given, clears)
+    asked = Asked(given.config, given.implementation)
+    if not checked.not_elementwise or given.implementation == "fused":
+        return call.run_prepared(operation, checked, asked)
+    operands = dataclasses.replace(checked.operands, group_sizes=_clipped(checked.operands))
+    form = dataclasses.replace(checked.form, out_dtype=accumulator(checked.form.dtype), widths=checked.form.widths[:1])
+    names = tuple(name for name in checked.given if name != "activation")
+    bare = dataclasses.replace(
+        checked, form=form, by_xla=None, container=None, given=names, combines=False, not_elementwise=""
+    )
+    values = [
+        call.run_prepared(operation.apart, dataclasses.replace(bare, operands=operands.for_rhs(index)), asked)
+        for index in range(len(operands.rhs_list))
+    ]
+    after: Any = products.of(operands).guarded(checked.by_xla)
+    return after(values)[0].astype(checked.form.out_dtype)
+
+
+def _clipped(operands: Operands) -> jax.Array:
+    return groups.clipped(operands.group_sizes, operands.lhs.shape[0])
 
 
 def grouped_matmul(
@@ -95,253 +419,17 @@ def grouped_matmul(
     Source: the grouped products of CUTLASS and of "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts"
     (Gale et al., MLSys 2023). That tiles of all groups are numbered together is also how DeepGEMM deals them out.
     """
-    return multiplied(
-        lhs, rhs, group_sizes, bias=bias, activation=activation, lhs_scale=lhs_scale, rhs_scale=rhs_scale,
-        preferred_element_type=preferred_element_type, transpose_rhs=transpose_rhs, config=config,
+    given = Arguments(
+        lhs,
+        rhs,
+        group_sizes=group_sizes,
+        bias=bias,
+        activation=activation,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        config=config,
         implementation=implementation,
-    )  # fmt: skip
-
-
-def multiplied(
-    lhs: AnyArray,
-    rhs: AnyArray | Sequence[AnyArray],
-    group_sizes: AnyArray,
-    *,
-    clears: tuple[bool, bool] = (True, True),
-    bias: AnyArray | Sequence[AnyArray] | None = None,
-    activation: Callable[..., jax.Array] | None = None,
-    lhs_scale: Scale | None = None,
-    rhs_scale: Scale | Sequence[Scale] | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    transpose_rhs: bool = False,
-    config: Config | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array:
-    """Does what `grouped_matmul` does; the rows behind all groups are zeros only where `Product.clears` says so."""
-    arguments.require_values(lhs=lhs, rhs=rhs, group_sizes=group_sizes, bias=bias, scales=(lhs_scale, rhs_scale))
-    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
-    arguments.config(config)
-    _settings.require_valid()
-    clears = (True, True) if checks_numbers() else clears
-    transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
-    container, operands = _checked(lhs, rhs, group_sizes, transpose_rhs, _NAMES)
-    out_dtype = arguments.result_dtype(preferred_element_type, operands.lhs.dtype)
-    operands = _with_vectors(operands, container, transpose_rhs, bias, lhs_scale, rhs_scale)
-    combines = _combines(activation, rhs, container, _NAMES)
-    # The sizes are computed with first, wherever they are.
-    why_not = why_not_fused([(name, x) for name, x in operands.named if name != "group_sizes"])
-    target = dispatch.target()
-    must_fuse = implementation == "fused"
-    product = Product("rows", transpose_rhs, out_dtype, "fused", target, config, must_fuse, clears=clears)
-    if config is not None and not why_not:
-        with contextlib.suppress(NotImplementedError):  # XLA may serve the call.
-            grouped_choice.check(operands, product, config)
-    applied, after = None, None
-    if activation is not None:
-        arrays = len(operands.rhs_list) if combines else 1
-        try:
-            applied, scalars = activations.traced(activation, accumulator(operands.lhs.dtype), arrays)
-            operands = dataclasses.replace(operands, scalars=scalars)
-        except activations.NotElementwise as why:
-            if implementation == "fused":
-                raise NotImplementedError(str(why)) from None
-            after = activations.on_all(activations.by_itself(activation), combines)
-    product = dataclasses.replace(product, activation=applied)
-    if after is not None:
-        product = dataclasses.replace(product, out_dtype=accumulator(operands.lhs.dtype))
-    choice = _decide(operands, product, implementation, why_not)
-    require_one_device(NAME, [x for _, x in operands.named], choice.implementation)
-    record(choice)
-    product = dataclasses.replace(product, implementation=choice.implementation)
-    return in_device_memory(lambda operands: _computed(operands, product, after, out_dtype), operands)
-
-
-def _computed(operands: Grouped, product: Product, after: BoundActivation, out_dtype: jnp.dtype) -> jax.Array:
-    """Runs a product. XLA applies `after`, a function that no kernel can compute, to bare products and their scales."""
-    operands = dataclasses.replace(operands, sizes=groups.clipped(operands.sizes, operands.lhs.shape[0]))
-    if after is None:
-        return _run(operands, product)
-    products = [_run(Grouped(operands.lhs, (x,), operands.sizes), product) for x in operands.rhs_list]
-    (out,) = after(grouped_by_xla.filled(grouped_by_xla.scaled(products, operands), operands.sizes))
-    return grouped_by_xla.cleared(out, operands.sizes).astype(out_dtype)
-
-
-def _run(operands: Grouped, product: Product) -> jax.Array:
-    return sharded.in_enterable_axes(functools.partial(grouped_operation.run, product=product), operands)
-
-
-def require_operands(
-    lhs: Given, rhs: Given, group_sizes: Given, *, names: Names, bias: Given, activation: Given, transpose_rhs: bool
-) -> None:
-    """Checks what another public function passes on. `names` are its names of `lhs` and `rhs`, for messages.
-
-    Raises:
-      ValueError: the operands, `bias` and `activation` do not fit each other.
-    """
-    container, operands = _checked(lhs, rhs, group_sizes, transpose_rhs, names)
-    _with_vectors(operands, container, transpose_rhs, bias, None, None, names)
-    _combines(activation, rhs, container, names)
-
-
-def _combines(activation: Given, rhs: Given, container: type | None, names: Names) -> bool:
-    """Whether the activation takes an array for each right operand. If not, there must be one right operand."""
-    if activation is not None and not callable(activation):
-        raise ValueError(f"`activation` must be a function of arrays, got {arguments.shown(activation)}: pass one")
-    combines = activations.takes_all(activation, rhs)
-    if container is not None and not combines:
-        raise ValueError(
-            f"`{names[1]}` must be one array unless `activation` takes one array for each, got a {container.__name__} "
-            f"of {len(rhs)}: make a call for each, or pass such an activation"
-        )
-    return combines
-
-
-def _checked(
-    lhs: Given, rhs: Given, group_sizes: Given, transpose_rhs: bool, called: Names
-) -> tuple[type | None, Grouped]:
-    """Returns the container of the right operands (None: one array) and the operands. `called`: names for messages."""
-    of_lhs, of_rhs = called
-    lhs = arguments.array(of_lhs, lhs)
-    container = type(rhs) if type(rhs) in (list, tuple) else None
-    given = [rhs] if container is None else list(rhs)
-    if not given:
-        raise ValueError(
-            f"`{of_rhs}` must hold at least one array, got an empty {type(rhs).__name__}: name the weights"
-        )
-    names = rhs_names(container, len(given), of_rhs)
-    rhs_list = [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
-    kind = getattr(group_sizes, "dtype", None)
-    if kind is None or not jnp.issubdtype(kind, jnp.integer) or group_sizes.ndim != 1:
-        raise ValueError(
-            "`group_sizes` must be integers of shape (groups,), got "
-            f"{arguments.shown(group_sizes)}: pass how many rows each group has, e.g. as a jnp.array"
-        )
-    sizes = jnp.asarray(group_sizes)
-    if lhs.ndim != 2:
-        raise ValueError(f"`{of_lhs}` must have 2 dimensions, got {lhs.ndim} (shape {lhs.shape}): reshape it")
-    layout = "n, k" if transpose_rhs else "k, n"
-    for name, x in zip(names, rhs_list, strict=True):
-        if x.ndim != 3:
-            raise ValueError(
-                f"`{name}` must have 3 dimensions, (groups, {layout}), got {x.ndim} (shape {x.shape}): stack the "
-                "matrices of the groups"
-            )
-        if x.dtype != lhs.dtype and not (lhs.dtype in FLOAT8 and x.dtype in FLOAT8):
-            raise ValueError(
-                f"`{of_lhs}` and `{name}` must have the same dtype, got {lhs.dtype} and {x.dtype}: cast one"
-            )
-        if x.shape[0] != sizes.shape[0]:
-            raise ValueError(
-                f"`{name}` must have a matrix for each of the {sizes.shape[0]} groups of `group_sizes`, got "
-                f"{x.shape[0]} (shape {x.shape}): give each group one of each"
-            )
-        k = x.shape[2 if transpose_rhs else 1]
-        if k != lhs.shape[1]:
-            raise ValueError(
-                f"`{of_lhs}` and `{name}` must agree in the contraction dimension, got k={lhs.shape[1]} in {of_lhs} "
-                f"{lhs.shape} and k={k} in {name} {x.shape}: is it stored transposed (`transpose_rhs`)?"
-            )
-        if x.shape != rhs_list[0].shape:
-            raise ValueError(
-                f"the arrays of `{of_rhs}` must have one shape, got {rhs_list[0].shape} and {x.shape}: pad them"
-            )
-    if not sizes.shape[0]:
-        raise ValueError("`group_sizes` must have at least one entry, got 0: name the groups")
-    return container, Grouped(lhs, tuple(rhs_list), sizes)
-
-
-def _with_vectors(
-    operands: Grouped,
-    container: type | None,
-    transpose_rhs: bool,
-    bias: Given,
-    lhs_scale: Given,
-    rhs_scale: Given,
-    names: Names = _NAMES,
-) -> Grouped:
-    wide = accumulator(operands.lhs.dtype)
-    count, *last = operands.rhs_list[0].shape
-    shape, m = (count, last[0 if transpose_rhs else 1]), operands.lhs.shape[0]
-    biases = _per_rhs("bias", bias, operands, container, [shape], wide, names[1])
-    columns = _per_rhs("rhs_scale", rhs_scale, operands, container, [shape, ()], wide, names[1])
-    row_scale: Leaf = None
-    if lhs_scale is not None:
-        given = arguments.factor("lhs_scale", lhs_scale, wide)
-        if given.shape not in {(), (m, 1)}:
-            raise ValueError(
-                f"`lhs_scale` must be a scalar or of shape ({m}, 1), one value per row of `lhs`, got shape "
-                f"{given.shape}: reshape it"
-            )
-        row_scale = jnp.broadcast_to(given, (m, 1))[:, 0]
-    if columns is not None:
-        columns = tuple(jnp.broadcast_to(x, shape) for x in columns)
-    return dataclasses.replace(operands, row_scale=row_scale, column_scales=columns, biases=biases)
-
-
-def _per_rhs(
-    name: str,
-    given: Given,
-    operands: Grouped,
-    container: type | None,
-    shapes: list[tuple[int, ...]],
-    dtype: DTypeLike,
-    rhs: str,
-) -> tuple[Leaf, ...] | None:
-    """Returns an argument's entry for each right operand, or None if there is none. `rhs`: their name for messages."""
-    if given is None:
-        return None
-    count = len(operands.rhs_list)
-    is_list = isinstance(given, (list, tuple))
-    if () in shapes and not is_list and jnp.ndim(given) == 0:
-        given, is_list = [given] * count, True
-    elif is_list != (container is not None) or (is_list and len(given) != count):
-        wanted = "one array" if container is None else f"a list of {count}, as `{rhs}` is"
-        raise ValueError(f"`{name}` must be {wanted}, got {arguments.shown(given)}: give one for each array of `{rhs}`")
-    entries = []
-    for index, x in enumerate(given if is_list else [given]):
-        label = name if container is None else f"{name}[{index}]"
-        x = arguments.factor(label, x, dtype)
-        if x.shape not in shapes:
-            raise ValueError(
-                f"`{label}` must have shape {shapes[0]}, one value per group and column, got {x.shape}: reshape it"
-            )
-        entries.append(x)
-    return tuple(entries)
-
-
-def require_one_device(name: str, operands: Sequence[Leaf], implementation: Implementation | None) -> None:
-    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
-
-    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
-    """
-    mesh = sharded.mesh_of(*operands) or jax.sharding.get_abstract_mesh()
-    if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
-        return
-    raise NotImplementedError(
-        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
-        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
     )
-
-
-def _decide(operands: Grouped, product: Product, implementation: Implementation | None, why_not: str) -> Explanation:
-    """Chooses between the kernel and XLA. `why_not` says why no kernel can be built, if that is so."""
-    lhs, given = operands.lhs, product.config
-    (m, k), n = lhs.shape, operands.rhs_list[0].shape[1 if product.transpose_rhs else 2]
-
-    def serve() -> tuple[Config, str]:
-        sharded.require_no_partitioner_axes()
-        if lhs.dtype in FLOAT8 and not product.transpose_rhs:
-            raise NotImplementedError(
-                "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
-                'so and pass transpose_rhs=True, or use implementation="xla"'
-            )
-        if given is None:
-            return grouped_choice.config_of(operands, product), "heuristic"
-        grouped_choice.check(operands, product, given)
-        return given, "given"
-
-    return dispatch.decide_unmodeled(
-        NAME, implementation, product.target, serve, reason="XLA multiplies all rows with all matrices",
-        why_not=why_not,
-        shapes=f"{operands.sizes.shape[0]} groups, {m}x{n}x{k} {lhs.dtype.name}",
-    )  # fmt: skip
+    return run(given)

@@ -20,18 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 
+from overlap.frame.operands import F32, Operands
+from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue, groups
-from overlap.kernels.config import SWIZZLE_BYTES, Config, tile_k
+from overlap.kernels.config import tile_k
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
-from overlap.kernels.mainloop import OperandTypes
-from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.limits import ZERO_ROWS
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
-from overlap.kernels.target import Target
 from overlap.kernels.tile_order import TileOrder
 from overlap.kernels.tma.staging import atom, swizzled
 from overlap.primitives import wait_stores_read
@@ -39,30 +38,6 @@ from overlap.primitives.integers import ceil_div, in_32_bits, quotient
 from overlap.primitives.types import GmemRef, Index
 
 NAME = "overlap_grouped_matmul"
-# The box of zeros that is stored at a time has so many rows, and the width of all boxes.
-_ZERO_ROWS = 8
-ZERO_BYTES = _ZERO_ROWS * SWIZZLE_BYTES
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedPlan:
-    """The static data of a grouped product.
-
-    Attributes:
-      transpose_rhs: whether the right operands are [groups, n, k] instead of [groups, k, n].
-      out_dtype: of the result.
-      config: sizes.
-      target: the device.
-      program: the activation; None: there is none.
-      clears: whether the rows behind all groups must be zeros; if not, they are undefined.
-    """
-
-    transpose_rhs: bool
-    out_dtype: DTypeLike
-    config: Config
-    target: Target
-    program: epilogue.Program | None = None
-    clears: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -76,63 +51,57 @@ class _Rows:
     vectors: epilogue.Vectors
 
 
-def vectors(
-    row_scale: jax.Array | None,
-    column_scales: Sequence[jax.Array] | None,
-    biases: Sequence[jax.Array] | None,
-    config: Config,
-) -> epilogue.Vectors:
+def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
     """Lays out the vectors of the epilogue, in f32: row scales [m], and vectors [groups, n] of each right operand."""
+    config = plan.config
 
     def of_columns(given: Sequence[jax.Array] | None) -> jax.Array | None:
-        return None if given is None else epilogue.filled([_of_groups(x, config) for x in given], 1)
+        if given is None:
+            return None
+        padded = [jnp.pad(x, ((0, 0), (0, -x.shape[1] % config.tile_n))).reshape(-1) for x in given]
+        return epilogue.filled(padded, 1)
 
-    rows = None if row_scale is None else jnp.pad(row_scale, (0, config.tile_m))
-    return epilogue.Vectors(rows, of_columns(column_scales), of_columns(biases))
-
-
-def _of_groups(vector: jax.Array, config: Config) -> jax.Array:
-    return jnp.pad(vector, ((0, 0), (0, -vector.shape[1] % config.tile_n))).reshape(-1)
+    rows = None if operands.row_scale is None else jnp.pad(operands.row_scale, (0, config.tile_m))
+    biases = operands.biases and [
+        jnp.zeros((plan.form.groups, n), F32) if bias is None else bias
+        for bias, n in zip(operands.biases, plan.form.widths, strict=True)
+    ]
+    scalars = epilogue.packed(operands.scalars, plan.program)
+    return epilogue.Vectors(rows, of_columns(operands.column_scales), of_columns(biases), scalars)
 
 
 @in_32_bits
-def rows(
-    lefts: Sequence[jax.Array],
-    rhs_list: Sequence[jax.Array],
-    sizes: jax.Array,
-    of_epilogue: epilogue.Vectors,
-    plan: GroupedPlan,
-) -> jax.Array:
+def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
     """Multiplies the rows of each group by the group's matrix.
 
     Args:
-      lefts: [m, k]; or several of them, each for a right operand, with any k: their products are added.
-      rhs_list: [groups, k, n], or two of them for an activation that takes both products.
-      sizes: int32 [groups].
-      of_epilogue: from `vectors`.
+      operands: [m, k] and [groups, k, n], or two of the latter for an activation that takes both products; or several
+        pairs with any k, whose products are added.
       plan: the static data.
+      clears: whether the rows behind all groups must be zeros; if not, they are undefined.
 
     Returns:
-      [m, n]. Rows behind all groups are zero, or undefined (`GroupedPlan.clears`).
+      [m, n].
     """
-    config, layouts = plan.config, OperandLayouts(transpose_rhs=plan.transpose_rhs)
-    dtype, m, (_, n) = lefts[0].dtype, lefts[0].shape[0], layouts.k_n(rhs_list[0].shape)
-    out_dtype, sides = jnp.dtype(plan.out_dtype), len(rhs_list) if len(lefts) == 1 else 1
-    types = OperandTypes(m, dtype, rhs_list[0].dtype, out_dtype, layouts, sides=sides, grouped="m")
-    columns, steps = ceil_div(sides * n, config.tile_n), [ceil_div(lhs.shape[1], tile_k(dtype)) for lhs in lefts]
+    config, form, sizes = plan.config, plan.form, operands.group_sizes
+    lefts, rhs_list = operands.lefts, (*operands.rhs_list, *operands.more_rights)
+    types = dataclasses.replace(plan.types(operands, form.m), grouped="m")
+    m, n, dtype, out_dtype = form.m, form.widths[0], form.dtype, form.out_dtype
+    columns, steps = ceil_div(types.sides * n, config.tile_n), [ceil_div(k, tile_k(dtype)) for k in form.depths]
     table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
     most = StreamK.on(plan.target, config, table.shape[0], sum(steps))
-    zeros = _ZERO_ROWS, atom(out_dtype)
+    zeros = ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
-    inputs = _Rows(tuple(lefts), tuple(rhs_list), table, counts, jnp.zeros(zeros, out_dtype), of_epilogue)
+    inputs = _Rows(lefts, rhs_list, table, counts, jnp.zeros(zeros, out_dtype), _vectors(operands, plan))
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
 
     def work_of(inputs: _Rows) -> GroupedWork:
         return GroupedWork(most.tiles, most.k_steps, most.num_ctas, counts_gmem=inputs.counts)
 
-    return kernel.launch(inputs, out_type, functools.partial(_RowsBody, kernel, plan, steps), work_of)
+    body_of = functools.partial(_RowsBody, kernel, plan.program, clears, steps)
+    return kernel.launch(inputs, out_type, body_of, work_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +110,15 @@ class _RowsBody:
 
     Attributes:
       kernel: the static properties of the kernel.
-      plan: the static data of the product.
+      program: the activation; None: there is none.
+      clears: whether rows behind all groups are set to zero.
       steps: the k steps of each left operand. A tile goes through the left operands one after the other.
       refs: the kernel's references.
     """
 
     kernel: ProductKernel
-    plan: GroupedPlan
+    program: epilogue.Program | None
+    clears: bool
     steps: Sequence[int]
     refs: Refs[_Rows, GmemRef]
 
@@ -157,13 +128,13 @@ class _RowsBody:
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
         of_columns = inputs.vectors.column_scale, inputs.vectors.bias, inputs.vectors.row_scale
-        has_epilogue = self.plan.program is not None or any(x is not None for x in of_columns)
+        has_epilogue = self.program is not None or any(x is not None for x in of_columns)
         return Hooks(
             load_lhs=lambda tile, load: load(of_pairs(inputs.lefts, self.steps)),
             rhs_at=self._rhs_at,
             out_at=lambda tile: self.refs.outputs,
             epilogue_at=self._epilogue_at if has_epilogue else None,
-            communicate=self._clear if self.plan.clears else None,
+            communicate=self._clear if self.clears else None,
         )
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide | ByKStep:
@@ -171,11 +142,11 @@ class _RowsBody:
         return SideBySide(of_group) if self.kernel.types.sides > 1 else of_pairs(of_group, self.steps)
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
-        config, n = self.plan.config, self.refs.outputs.shape[1]
+        config, n = self.kernel.config, self.refs.outputs.shape[1]
         first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
         return epilogue.epilogue(
             self.refs.inputs.vectors,
-            self.plan.program,
+            self.program,
             self.kernel.mainloop,
             first_column=first_column,
             transposed=config.swap_operands,
@@ -213,12 +184,12 @@ class _Contraction:
 
 
 @in_32_bits
-def contraction(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, plan: GroupedPlan) -> jax.Array:
+def contraction(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Contracts the rows of each group: [m, k] and [m, n] to [groups, k, n]. A group without rows has zeros."""
-    config = plan.config
+    config, lhs, (rhs,), sizes = plan.config, operands.lhs, operands.rhs_list, operands.group_sizes
     (m, k), (_, n) = lhs.shape, rhs.shape
-    order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), jnp.dtype(plan.out_dtype)
-    types = OperandTypes(k, lhs.dtype, rhs.dtype, out_dtype, OperandLayouts(transpose_lhs=True), grouped="k")
+    order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), plan.out_dtype
+    types = dataclasses.replace(plan.types(operands, k), grouped="k")
     most = StreamK.on(plan.target, config, sizes.shape[0] * order.tiles, 1)
     kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)
     inputs = _Contraction(lhs, rhs, *groups.contractions(sizes, m, order.tiles, depth, most.num_ctas))

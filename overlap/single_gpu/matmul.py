@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
@@ -16,8 +15,9 @@ from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
 from overlap.frame import by_xla, explicit, primitive, sharded
 from overlap.frame.explain import record
+from overlap.frame.form import Form
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import Operands, Results, as_rows, sizes
+from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyArray, Arguments, Scale
 from overlap.kernels import launch, operations
@@ -46,26 +46,34 @@ class Matmul(Operation):
         # Several right operands of one product share nothing but an activation.
         return self.combines
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
-        batch, m, widths, k = sizes(as_rows(operands, layouts), layouts)
-        dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-        of_operands = layouts.name, batch or 1, operands.is_block_scaled, len(widths)
-        return Problem(self.name, m, sum(widths), k, *dtypes, 1, *of_operands)
+    def problem(self, form: Form) -> Problem:
+        form = form.folded
+        return Problem(
+            op=self.name,
+            m=form.m,
+            n=form.n,
+            k=form.k,
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            layout=form.layouts.name,
+            batch=form.batch or 1,
+            block_scaled=form.is_block_scaled,
+            sides=len(form.widths),
+        )
 
     def check(self, call: Call, config: Config, target: Target) -> None:
-        if call.sizes[0] == 0:
+        if call.form.batch == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
-        self.problem(call.operands, call.layouts, call.out_dtype).check(config, target)
+        self.problem(call.form).check(config, target)
         sharded.require_no_partitioner_axes()
 
-    def times(
-        self, lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan
-    ) -> jax.Array:
+    def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
-        operands = Operands(lhs, (rhs,))
+        lhs, rhs = pair.lhs, pair.rhs_list[0]
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
-        problem = MATMUL.problem(operands, layouts, dtype)
+        form = Form.of(pair, layouts, dtype)
+        problem = MATMUL.problem(form)
         config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
@@ -74,11 +82,12 @@ class Matmul(Operation):
         why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
         chosen = Explanation(self.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
         record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
-        (out,), _ = primitive.fused(operands, LaunchPlan(MATMUL, layouts, dtype, plan.target, config))
+        (out,), _ = primitive.fused(pair, LaunchPlan(MATMUL, form, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         rows = as_rows(operands, plan.layouts)
+        plan = dataclasses.replace(plan, form=plan.form.folded)
         # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
         # would be lost in a function that is sealed.
         out = (_sealed if marks.current() is None else product.launch)(rows, plan)

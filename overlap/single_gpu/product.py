@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from overlap.frame import by_xla
-from overlap.frame.operands import Operands, sizes
+from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
@@ -36,7 +36,8 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Runs the kernel on checked operands. Returns [(batch,) m, n]."""
     config = plan.config
     split = config.split_k
-    batch, m, (n, *_), k = sizes(operands, plan.layouts)
+    form = plan.form
+    batch, m, n, k = form.batch, form.m, form.widths[0], form.k
     batches, types = batch or 1, plan.types(operands, m)
     order = TileOrder.of(m, types.sides * n, config)
     k_steps = ceil_div(ceil_div(k, tile_k(types.dtype)), split)

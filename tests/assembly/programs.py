@@ -261,9 +261,9 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     from jax.sharding import PartitionSpec as P
 
     import overlap
-    from overlap.kernels import epilogue
-    from overlap.kernels.target import current_target
+    from overlap.frame.operands import Operands
     from overlap.single_gpu import grouped_product
+    from tests.ops.grouped_plans import plan_of
 
     fields, (m, n, k), groups = dict(case.config), case.shape, 16
     options = "contracts", "gated", "pairs", "transpose_rhs"
@@ -273,8 +273,8 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
     def contract(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        plan = grouped_product.GroupedPlan(False, lhs.dtype, config, current_target())
-        return grouped_product.contraction(lhs, rhs, sizes, plan)
+        given = Operands(lhs, (rhs,), group_sizes=sizes)
+        return grouped_product.contraction(given, plan_of(given, config, lhs.dtype))
 
     if contracts:
         return on_mesh(contract), (lhs, struct(mesh, (m, n), case.dtype), sizes)
@@ -282,8 +282,8 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     if pairs:
 
         def of_pairs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-            plan = grouped_product.GroupedPlan(right, lhs.dtype, config, current_target())
-            return grouped_product.rows([lhs] * 2, [rhs] * 2, sizes, epilogue.Vectors(), plan)
+            given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=(lhs,), more_rights=(rhs,))
+            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), clears=True)
 
         return on_mesh(of_pairs), (lhs, rhs, sizes)
     keywords: dict[str, Any] = {"transpose_rhs": right, "config": config, "implementation": "fused"}

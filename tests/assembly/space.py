@@ -43,7 +43,9 @@ SUMS = (*SCATTER, SPREAD, ONE_SHOT)
 # For each operation: layouts, bytes of an operand (8-bit operands are read in nt only), whether it has an epilogue.
 # `Config.check` refuses some of them.
 OPERATIONS: dict[str, tuple[tuple[Layout, ...], tuple[int, ...], bool]] = {
-    op: (spec.layouts, (2, 1) if "nt" in spec.layouts else (2,), bool(spec.epilogue)) for op, spec in BY_NAME.items()
+    op: (spec.layouts, (2, 1) if "nt" in spec.layouts else (2,), bool(spec.epilogue))
+    for op, spec in BY_NAME.items()
+    if not spec.groups
 }
 OPERATIONS |= {SCATTER[1]: (("nn",), (2,), True), ONE_SHOT: OPERATIONS[SPREAD]}
 

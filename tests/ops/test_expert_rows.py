@@ -147,7 +147,7 @@ REFUSED = {
     (64, jnp.float16): (NotImplementedError, "a multiple of 64 features of float16, from 128 on, and there are 64"),
     (144, jnp.float32): (NotImplementedError, "a multiple of 32 features of float32, from 128 on, and there are 144"),
     (128, jnp.float64): (NotImplementedError, "rows of bfloat16, float16 or float32, not of float64"),
-    (128, jnp.float8_e5m2): (ValueError, "`x` must have at least 16 bits, got float8_e5m2"),
+    (128, jnp.float8_e5m2): (ValueError, "`lhs` must have at least 16 bits, got float8_e5m2"),
     (16512, jnp.float16): (NotImplementedError, "rows of at most 16384 features of float16, and there are 16512"),
     (8320, jnp.float32): (NotImplementedError, "rows of at most 8192 features of float32, and there are 8320"),
 }

@@ -18,7 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.experts import operations, rows
+from overlap.experts import rows
+from overlap.single_gpu import grouped_matmul
 from tests.ops.expert_cases import (
     HIDDEN,
     IN,
@@ -182,9 +183,9 @@ def test_copies_and_sums_are_each_others_transposes() -> None:
 
 
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, product = [], operations.multiplied
-    monkeypatch.setattr(operations, "multiplied", lambda *args, **options: given.append(options) or product(
-        *args, **options | {"config": None}))  # fmt: skip
+    given, product = [], grouped_matmul.run
+    monkeypatch.setattr(grouped_matmul, "run", lambda found, **more: given.append(vars(found)) or product(
+        dataclasses.replace(found, config=None), **more))  # fmt: skip
     options: Any = {"preferred_element_type": jnp.float16, "config": overlap.Config(), "implementation": "xla"}
 
     def both(ids: jax.Array) -> jax.Array:
@@ -303,27 +304,27 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: jax.eval_shape(lambda i: overlap.route(i, 2**20, None), MANY),
      r"`experts` must have fewer than 2\^31 routes on all devices, got 2147483648: split"),
     (lambda r: gather(X, W, IDS, None), "`routing` must be what `overlap.route` returns, got ndarray"),  # pyright: ignore[reportArgumentType]
-    (lambda r: gather(IDS, W, r, None), "`x` must be floating-point, got int32"),
-    (lambda r: gather(X[None], W, r, None), r"`x` must be a matrix, got shape \(1, 4, 6\): reshape"),
-    (lambda r: gather(X[:3], W, r, None), r"`x` .* a row for each of this device's 4 tokens.*1 devices.*\(3, 6\)"),
-    (lambda r: gather(X, W[:2], r, None), r"`w` must be the weights of this device's 3 experts.*\(2, 6, 5\): shard"),
+    (lambda r: gather(IDS, W, r, None), "`lhs` must be floating-point, got int32"),
+    (lambda r: gather(X[None], W, r, None), r"`lhs` must have 2 dimensions, got 3 \(shape \(1, 4, 6\)\): reshape"),
+    (lambda r: gather(X[:3], W, r, None), r"`lhs` .* a row for each of this device's 4 tokens.*1 devices.*\(3, 6\)"),
+    (lambda r: gather(X, W[:2], r, None), r"`rhs` must have a matrix for each of the 3 groups, got 2 .*\(2, 6, 5\)"),
     (lambda r: gather(X, [W, W2], r, None, activation=gated),
-     r"`x` and `w\[1\]` must have the same number of features, got 6 and 5: weights are \[experts, in, out\]"),
-    (lambda r: gather(X, W, r, None, transpose_rhs=True), r"`x` and `w` .* 6 and 5: weights are \[experts, out, in"),
+     r"the arrays of `rhs` must have one shape, got \(3, 6, 5\) and \(3, 5, 6\)"),
+    (lambda r: gather(X, W, r, None, transpose_rhs=True), r"`lhs` and `rhs` .* k=6 .* k=5 .*`transpose_rhs`"),
     (lambda r: gather(X, W, r, None, transpose_rhs=1), "`transpose_rhs` must be True or False"),  # pyright: ignore[reportArgumentType]
     (lambda r: gather(X, W, r, "z"), "`all_gather_lhs_grouped_matmul` must be called inside"),
     (lambda r: gather(X, W, r, None, implementation="XLA"), "`implementation` must be"),  # pyright: ignore[reportArgumentType]
-    (lambda r: gather(X, W.astype(jnp.bfloat16), r, None), "`x` and `w` .* same dtype, got float32 and bfloat16: cast"),
-    (lambda r: gather(X, [W, W[..., 1:]], r, None, activation=gated), "the arrays of `w` must have one shape"),
-    (lambda r: gather(X, [W, W], r, None), "`w` must be one array unless `activation` takes .* a list of 2: make a"),
-    (lambda r: gather(X, [], r, None), "`w` must hold at least one array"),
-    (lambda r: gather(X, [W, W], r, None, activation=gated, bias=W[0]), "`bias` must be a list of 2, as `w` is"),
+    (lambda r: gather(X, W.astype(jnp.bfloat16), r, None), "`lhs` and `rhs` .* same dtype, got float32 and bfloat16"),
+    (lambda r: gather(X, [W, W[..., 1:]], r, None, activation=gated), "the arrays of `rhs` must have one shape"),
+    (lambda r: gather(X, [W, W], r, None), "`rhs` .* must be one array, got a list of 2: make a"),
+    (lambda r: gather(X, [], r, None), "`rhs` must hold at least one matrix"),
+    (lambda r: gather(X, [W, W], r, None, activation=gated, bias=W[0]), "`bias` must be a list .*: give 2"),
     (lambda r: gather(X, W, r, None, bias=W[0]), r"`bias` must have shape \(3, 5\).*, got \(6, 5\): reshape"),
-    (lambda r: gather(X.astype(F8), W.astype(F8), r, None), "`x` must have at least 16 bits, got float8_e4m3fn: cast"),
-    (lambda r: reduce(H, W2.astype(jnp.bfloat16), GATES, r, None), "`h` and `w` must have the same dtype"),
-    (lambda r: reduce(H, [W2], GATES, r, None), "`w` must be one array"),  # pyright: ignore[reportArgumentType]
-    (lambda r: reduce(X[:, :5], W2, GATES, r, None), "`h` must have a row for each of the 8 rows of `routing`, got 4"),
-    (lambda r: reduce(np.zeros((8, 6), np.float32), W2, GATES, r, None), "`h` and `w` .*, got 6 and 5"),
+    (lambda r: gather(X.astype(F8), W.astype(F8), r, None), "`lhs` must have at least 16 bits, got float8_e4m3fn"),
+    (lambda r: reduce(H, W2.astype(jnp.bfloat16), GATES, r, None), "`lhs` and `rhs` must have the same dtype"),
+    (lambda r: reduce(H, [W2], GATES, r, None), "`rhs` .* must be one array"),  # pyright: ignore[reportArgumentType]
+    (lambda r: reduce(X[:, :5], W2, GATES, r, None), "`lhs` must have a row for each of the 8 rows .*, got 4"),
+    (lambda r: reduce(np.zeros((8, 6), np.float32), W2, GATES, r, None), "`lhs` and `rhs` .* k=6 .* k=5"),
     (lambda r: reduce(H, W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
     (lambda r: reduce(H, W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
     (lambda r: reduce(H, W2, IDS, r, None), "`gates` must be floating-point"),

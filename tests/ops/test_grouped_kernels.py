@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,13 +14,11 @@ import numpy as np
 import pytest
 
 from overlap import Config
-from overlap.choice import dispatch
 from overlap.emulation import emulate
-from overlap.frame.operands import F32
-from overlap.kernels import epilogue
+from overlap.frame.operands import F32, Operands
 from overlap.kernels.target import emulating
 from overlap.single_gpu import grouped_product
-from overlap.single_gpu.grouped_product import GroupedPlan
+from tests.ops.grouped_plans import plan_of
 
 SIZES = [(100, 0, 37, 130, 1), (0, 0, 300), (300, 0), (1,) * 9, (0,), (64, 128)]
 CONFIGS: list[tuple[Any, Config]] = [
@@ -68,8 +67,9 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
     lefts = [lhs.at[sum(sizes) :].set(jnp.nan) for lhs in lefts]  # Rows of no group do not count, whatever they hold.
 
     def run(lefts: list[jax.Array], rights: list[jax.Array], sizes: jax.Array) -> jax.Array:
-        plan = GroupedPlan(transpose_rhs, jnp.bfloat16, config, dispatch.target())
-        return grouped_product.rows(lefts, rights, sizes, epilogue.Vectors(), plan)
+        (lhs, *more), (rhs, *others) = lefts, rights
+        given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=tuple(more), more_rights=tuple(others))
+        return grouped_product.rows(given, plan_of(given, config, jnp.bfloat16, transpose_rhs), clears=True)
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lefts, rights, jnp.asarray(sizes)), np.float32)
@@ -94,11 +94,15 @@ def test_epilogue_of_each_group(gpu: Any) -> None:
     chance = np.random.default_rng(1)
     scale, *of_columns = (chance.integers(1, 4, s).astype(np.float32) for s in ((m,), (3, n), (3, n), (3, n), (3, n)))
     config = Config(tile_m=128, tile_n=256, stages=2)
-    vectors = grouped_product.vectors(jnp.asarray(scale), of_columns[:2], of_columns[2:], config)
+
+    def run(lhs: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array) -> jax.Array:
+        vectors = {"row_scale": scale, "column_scales": of_columns[:2], "biases": of_columns[2:]}
+        given = Operands(lhs, (gate, up), group_sizes=sizes, **jax.tree.map(jnp.asarray, vectors))
+        plan = plan_of(given, config, F32, gated=SimpleNamespace(program=Gated()))
+        return grouped_product.rows(given, plan, clears=True)
+
     with emulated(gpu):
-        plan = GroupedPlan(False, F32, config, dispatch.target(), Gated())
-        run = jax.jit(lambda *x: grouped_product.rows(x[:1], x[1:3], x[3], vectors, plan))
-        out = np.asarray(run(lhs, gate, up, jnp.asarray(sizes)))
+        out = np.asarray(jax.jit(run)(lhs, gate, up, jnp.asarray(sizes)))
     for group, span in enumerate(spans(sizes, m)):
         left = np.asarray(lhs, np.float32)[span]
         a, b = (
@@ -116,7 +120,8 @@ def test_contractions(sizes: tuple[int, ...], on: tuple[Any, Config]) -> None:
     lhs = lhs.at[sum(sizes) :].set(jnp.nan)  # Rows of no group do not count, whatever they hold.
 
     def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return grouped_product.contraction(lhs, rhs, sizes, GroupedPlan(False, F32, config, dispatch.target()))
+        given = Operands(lhs, (rhs,), group_sizes=sizes)
+        return grouped_product.contraction(given, plan_of(given, config, F32))
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lhs, rhs, jnp.asarray(sizes)))

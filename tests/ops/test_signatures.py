@@ -51,7 +51,8 @@ def test_every_parameter_and_result_has_a_type_that_can_be_looked_up(function):
 def test_a_name_to_choose_is_a_literal_that_the_docstring_explains(op, name):
     literal, none = typing.get_args(typing.get_type_hints(op)[name])
     assert (typing.get_args(literal), none) == (NAMES[op, name], type(None))
-    documented = op if name == "transport" else overlap.matmul  # It has the text of the keywords that all share.
+    own = name == "transport" or op is overlap.grouped_matmul
+    documented = op if own else overlap.matmul  # It has the text of the keywords that all share.
     assert documented is op or "see `overlap.matmul`" in inspect.getdoc(op)
     explained = inspect.getdoc(documented).partition("Args:")[2].partition(f"\n  {name}: ")[2].partition("\n\n")[0]
     assert all(f'"{choice}"' in explained for choice in NAMES[op, name])

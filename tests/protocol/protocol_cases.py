@@ -20,9 +20,11 @@ from overlap.choice.problem import Problem
 from overlap.emulation import EmulationError, emulate
 from overlap.experts import row_kernels
 from overlap.experts.chunks import RowsPlan
+from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target, emulating
 from overlap.primitives import PeerGroup
-from overlap.single_gpu.grouped_product import GroupedPlan, contraction
+from overlap.single_gpu.grouped_product import contraction
+from tests.ops.grouped_plans import plan_of
 from tests.oracle import make_mesh, on_mesh
 
 BF16 = jnp.bfloat16
@@ -147,7 +149,8 @@ def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool
     @jax.jit
     def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         if contracts:
-            return contraction(lhs, rhs, sizes, GroupedPlan(False, jnp.float32, config, current_target()))
+            given = Operands(lhs, (rhs,), group_sizes=sizes)
+            return contraction(given, plan_of(given, config, jnp.float32))
         how: dict[str, Any] = {"preferred_element_type": jnp.float32, "config": config, "implementation": "fused"}
         return overlap.grouped_matmul(lhs, rhs, sizes, bias=bias, **how)
 

@@ -36,7 +36,7 @@ from overlap.collectives import communicator
 from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.collectives.gather.refs import Inputs, Outputs
-from overlap.frame.operands import Operands, Results, folded, sizes
+from overlap.frame.operands import Operands, Results, folded
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.config import tile_k
@@ -67,12 +67,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
     lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
-    widths, types = sizes(of_rows, plan.layouts)[2], plan.types(of_rows, group.size * lhs.shape[0], "pull")
+    widths, types = plan.form.widths, plan.types(of_rows, group.size * lhs.shape[0], "pull")
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))
     out_types = Outputs(
-        [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in plan.result_widths(of_rows)],
+        [jax.ShapeDtypeStruct((schedule.rows, n), plan.out_dtype) for n in plan.result_widths],
         jax.ShapeDtypeStruct((schedule.rows, k), lhs.dtype),
         [jax.ShapeDtypeStruct((schedule.read_rows,), jnp.float32)] * scaled,
     )

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
 from overlap.collectives.gather.refs import Inputs, Outputs
 from overlap.collectives.gather.transport import Shards, Transport
-from overlap.frame.operands import Operands, Results, sizes
+from overlap.frame.operands import Operands, Results
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import block_scales, epilogue
 from overlap.kernels.config import tile_k
@@ -54,7 +54,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     """
     lhs, config = operands.lhs, plan.config
     *batch, m_shard, k = lhs.shape
-    widths, types = sizes(operands, plan.layouts)[2], plan.types(operands, m_shard, transport.name)
+    widths, types = plan.form.widths, plan.types(operands, m_shard, transport.name)
     has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
     tiled = widths if types.sides == 1 else [types.sides * widths[0]]
     schedule = dataclasses.replace(
@@ -71,7 +71,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
     inputs = Inputs(rows_of_batch, operands.rhs_list, plan.vectors(operands, row_scale), blocks)
     scales: Any = blocks[0] if blocks else row_scale
     out_types = Outputs(
-        [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in plan.result_widths(operands)],
+        [jax.ShapeDtypeStruct((*batch, group.size, m_shard, n), plan.out_dtype) for n in plan.result_widths],
         jax.ShapeDtypeStruct((*batch, schedule.scratch_shards, m_shard, k), lhs.dtype),
         [_peer_scales_type(scales, schedule)] if schedule.scaled else [],
     )
@@ -88,7 +88,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
         transport.smem_types(schedule, config, lhs.dtype),
         peers_read if transport.reads_inputs_only else (),
     )
-    name = plan.described(operands)
+    name = str(plan)
 
     def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
         inputs, outputs = refs.inputs, refs.outputs

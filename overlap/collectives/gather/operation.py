@@ -19,7 +19,8 @@ from overlap.collectives.gather import joined_kernel, lhs_kernel
 from overlap.collectives.gather.pull import PullTransport
 from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
-from overlap.frame.operands import Operands, Results, folded, sizes, summed_as
+from overlap.frame.form import Form
+from overlap.frame.operands import Operands, Results, folded, summed_as
 from overlap.frame.operation import NOTHING_GATHERED, Call, LaunchPlan, Operation
 from overlap.frame.signatures import Arguments, Leaf
 from overlap.kernels import limits, operations
@@ -57,23 +58,29 @@ class AllGather(Collective):
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
-        batch, m, widths, _ = sizes(operands, layouts)
-        k, _ = layouts.k_n(operands.rhs_list[0].shape)
-        if not self.has_batch and batch is not None:
-            batch, m = 1, batch * m
-        dtypes, sides = (operands.lhs.dtype.name, jnp.dtype(out_dtype).name), len(widths) if self.combines else 1
-        of_operands = layouts.name, max(batch or 1, 1), operands.is_block_scaled, sides
-        # Several right operands count as one of their total width.
-        return Problem(self.spec.name, m, sum(widths), k, *dtypes, self.group.size, *of_operands)
+    def problem(self, form: Form) -> Problem:
+        batch = 1 if form.batch is None else form.batch
+        return Problem(
+            op=self.spec.name,
+            m=form.m if self.has_batch else batch * form.m,
+            n=form.n,  # Several right operands count as one of their total width.
+            k=form.k // self.gather_factors["k"],
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            devices=self.group.size,
+            layout=form.layouts.name,
+            batch=max(batch, 1) if self.has_batch else 1,
+            block_scaled=form.is_block_scaled,
+            sides=len(form.widths) if self.combines else 1,
+        )
 
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         return dispatch.Circumstances(why_not_by_default=self.untried())
 
     def products(self, call: Call) -> list[tuple[str, Problem, operations.Transport]]:
         self._check_operands(call)
-        problem, transport = self.problem(call.operands, call.layouts, call.out_dtype), self.transport
-        widths = zip(call.names, call.sizes[2], strict=True)
+        problem, transport = self.problem(call.form), self.transport
+        widths = zip(call.names, call.form.widths, strict=True)
         of_one = [(name, dataclasses.replace(problem, n=n * problem.sides)) for name, n in widths]
         return [(name, each, transport if self.group.size > 1 else "") for name, each in of_one]
 
@@ -85,13 +92,14 @@ class AllGather(Collective):
                 f"the fused kernel of `{self.name}` takes no 8-bit operands yet, got {call.operands.lhs.dtype.name}: "
                 f"cast them, or {XLA}"
             )
-        lhs, rhs = call.layouts.name
+        layouts = call.form.layouts
+        lhs, rhs = layouts.name
         for operand, alone in (("lhs", f"{lhs}n"), ("rhs", f"n{rhs}")):
             if alone not in self.spec.layouts:
                 raise NotImplementedError(
                     f"the fused kernel of `{self.name}` takes no `transpose_{operand}` yet: transpose it, or {XLA}"
                 )
-        if call.layouts.transpose_lhs and not self.has_batch and (call.sizes[0] or 1) > 1:
+        if layouts.transpose_lhs and not self.has_batch and (call.form.batch or 1) > 1:
             raise NotImplementedError(
                 f"the fused kernel takes one matrix as a transposed `lhs`, got leading dimensions {call.batch}: "
                 f"transpose it, or {XLA}"
@@ -238,9 +246,10 @@ class AllGatherLhs(AllGather):
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
         of_one = Matmul(combines=self.combines)
-        of_rows, plan = folded(operands, keep=False), dataclasses.replace(plan, operation=of_one)
+        of_rows = folded(operands, keep=False)
+        plan = dataclasses.replace(plan, operation=of_one)
         each = [of_rows] if self.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
-        outs = [out for given in each for out in of_one.launch(given, plan)[0]]
+        outs = [out for given in each for out in of_one.launch(given, plan.of(given))[0]]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.returns_gathered else None
 
@@ -256,7 +265,7 @@ class AllGatherLhs(AllGather):
     def lhs_cotangent(
         self,
         gs: Sequence[jax.Array],
-        rhs_list: Sequence[jax.Array],
+        whole: Operands,
         passenger: jax.Array | None,
         dtype: DTypeLike,
         plan: LaunchPlan,
@@ -264,6 +273,7 @@ class AllGatherLhs(AllGather):
         # The cotangent of `lhs` is a sum of products and a reduce-scatter.
         if self.transpose is None or plan.layouts.transpose_lhs:
             return None
+        rhs_list = whole.rhs_list
         if any(g.dtype != rhs.dtype or rhs.ndim > 2 for g, rhs in zip(gs, rhs_list, strict=True)):
             return None
         # Chunks of a passenger are whole rows, or parts of 16 bytes, and pass through buffers of the result's dtype. On

@@ -70,7 +70,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Dimens
         jax.ShapeDtypeStruct((m, columns) if along == "k" else (m, size, columns), plan.out_dtype),
         jax.ShapeDtypeStruct((schedule.pulled_shards, rows, columns), rhs.dtype),
     )
-    name = plan.described(operands)
+    name = str(plan)
     body_of = lambda refs: _Body(kernel, schedule, group, name, refs, group.me())  # noqa: E731
     return kernel.launch(_Inputs(lhs, rhs), out_types, body_of).out.reshape(m, -1)
 

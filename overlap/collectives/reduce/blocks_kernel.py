@@ -70,7 +70,7 @@ from overlap.collectives.reduce.blocks_operands import (
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule, Strips
 from overlap.collectives.reduce.passenger import Passenger
 from overlap.collectives.reduce.refs import Inputs, Outputs, SumBody
-from overlap.frame.operands import Operands, sizes
+from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
@@ -105,7 +105,8 @@ def launch(
       [batch, m / D, n] or [batch, m, n / D]; of an operation that replicates its result, [batch, m, n]. And the
       gathered passenger, [(batch,) D · rows, columns], or None.
     """
-    config, (_, m, (n,), _) = plan.config, sizes(operands, plan.layouts)
+    config = plan.config
+    m, n = plan.form.m, plan.form.n
     schedule, types, block = _schedule(operands, plan, group.size, along)
     strips, batch = None, block[0]
     if plan.operation.spec.replicates:
@@ -150,7 +151,7 @@ def launch(
         # The passenger is the last operand before the memory that peers write to.
         peers_read = tuple(range(count - len(travelling), count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
-    name = plan.described(operands)
+    name = str(plan)
     steps_of_pairs = k_steps(operands, plan)
 
     def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
@@ -177,7 +178,7 @@ def _schedule(
 
     Arrays may be `jax.ShapeDtypeStruct`s.
     """
-    batch, m, (n,), _ = sizes(operands, plan.layouts)
+    batch, m, n = plan.form.batch, plan.form.m, plan.form.n
     block = (batch or 1, m // devices, n) if along == "m" else (batch or 1, m, n // devices)
     types = plan.types(operands, block[1], "broadcast" if plan.operation.spec.replicates else "push")
     boxes = mainloop_of(plan.target).box_shape(plan.config, types)

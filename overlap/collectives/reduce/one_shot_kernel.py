@@ -42,7 +42,7 @@ from overlap.collectives.reduce.blocks_operands import (
 )
 from overlap.collectives.reduce.blocks_schedule import ReduceScatterSchedule
 from overlap.collectives.reduce.refs import Inputs, Outputs, SumBody
-from overlap.frame.operands import Operands, sizes
+from overlap.frame.operands import Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue
 from overlap.kernels.architectures import mainloop_of
@@ -68,7 +68,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
       [batch, m, n], the same on all devices.
     """
     config = plan.config
-    _, m, (n,), _ = sizes(operands, plan.layouts)
+    m, n = plan.form.m, plan.form.n
     steps = k_steps(operands, plan)
     schedule, types, boxes = _schedule(operands, plan)
     kernel = ProductKernel(
@@ -94,7 +94,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     if lands_in_an_operand():
         inputs, out_types = dataclasses.replace(inputs, landing=[landing_place(landing)]), Outputs(result, parts, [])
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
-    name = plan.described(operands)
+    name = str(plan)
     body_of = lambda refs: _Body(kernel, schedule, steps, group, plan, name, refs, group.me())  # noqa: E731
     return kernel.launch(inputs, out_types, body_of).out
 
@@ -110,7 +110,7 @@ def _schedule(operands: Operands, plan: LaunchPlan) -> tuple[ReduceScatterSchedu
     The shape is [boxes of all tiles, elements of a box]. Arrays may be `jax.ShapeDtypeStruct`s.
     """
     config = plan.config
-    batch, m, (n,), _ = sizes(operands, plan.layouts)
+    batch, m, n = plan.form.batch, plan.form.m, plan.form.n
     types = plan.types(operands, m, "one_shot")
     count, rows, columns = boxes = mainloop_of(plan.target).box_shape(config, types)
     itemsize = jnp.dtype(plan.out_dtype).itemsize

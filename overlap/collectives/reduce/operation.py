@@ -16,7 +16,8 @@ from overlap.choice.problem import Problem
 from overlap.collectives.backward import Transpose, backward
 from overlap.collectives.collective import XLA, Collective
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
-from overlap.frame.operands import Operands, Results, as_rows, sizes
+from overlap.frame.form import Form
+from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
@@ -49,27 +50,36 @@ class Summed(Collective):
 
     # --- The choice ---
 
-    def problem(self, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Problem:
-        batch, m, (n,), k = sizes(self._as_rows(operands, layouts), layouts)
-        dtypes = operands.lhs.dtype.name, jnp.dtype(out_dtype).name
-        return Problem(self.spec.name, m, n, k, *dtypes, self.group.size, layouts.name, max(batch or 1, 1))
+    def problem(self, form: Form) -> Problem:
+        form = self._folded(form)
+        return Problem(
+            op=self.spec.name,
+            m=form.m,
+            n=form.n,
+            k=form.k,
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            devices=self.group.size,
+            layout=form.layouts.name,
+            batch=max(form.batch or 1, 1),
+        )
 
-    def _as_rows(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        return as_rows(operands, layouts) if self.takes_more_rows else operands
+    def _folded(self, form: Form) -> Form:
+        return form.folded if self.takes_more_rows else form
 
-    def along(self, operands: Operands, plan: LaunchPlan) -> Dimension:
+    def along(self, form: Form) -> Dimension:
         """Returns the dimension in which the sum is cut into blocks: "m" or "n"."""
-        return self.problem(operands, plan.layouts, plan.out_dtype).scattered
+        return self.problem(form).scattered
 
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         def scratch_bytes(config: Config, target: Target) -> int:
             if self.group.size == 1:
                 return 0
-            plan, operands = LaunchPlan(self, call.layouts, call.out_dtype, target, config), call.operands
-            operands = self._as_rows(operands, call.layouts)
+            plan = LaunchPlan(self, self._folded(call.form), target, config)
+            operands = self._as_rows(call.operands, plan)
             if self.spec.replicates and config.one_shot:
                 return one_shot_kernel.scratch_bytes(operands, plan, self.group.size)
-            return blocks_kernel.scratch_bytes(operands, plan, self.group.size, self.along(operands, plan))
+            return blocks_kernel.scratch_bytes(operands, plan, self.group.size, self.along(plan.form))
 
         transport = self.transport if self.transport_reason and self.group.size > 1 else ""
         return dispatch.Circumstances(
@@ -77,21 +87,24 @@ class Summed(Collective):
         )
 
     def products(self, call: Call) -> list[tuple[str, Problem, Transport]]:
-        problem = self.problem(call.operands, call.layouts, call.out_dtype)
-        depths = [call.layouts.m_k(lhs.shape)[1] for lhs in call.operands.lefts]
-        return [("rhs", dataclasses.replace(problem, k=k), "") for k in depths]
+        problem = self.problem(call.form)
+        return [("rhs", dataclasses.replace(problem, k=k), "") for k in call.form.depths]
 
     # --- The kernel ---
+
+    def _as_rows(self, operands: Operands, plan: LaunchPlan) -> Operands:
+        return as_rows(operands, plan.layouts) if self.takes_more_rows else operands
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         if self.group.size == 1:
             return self._on_one_device(operands, plan)
-        rows = self._as_rows(operands, plan.layouts)
+        rows = self._as_rows(operands, plan)
+        plan = dataclasses.replace(plan, form=self._folded(plan.form))
         gathered = None
         if self.spec.replicates and plan.config.one_shot:
             out = one_shot_kernel.launch(rows, plan, self.group)
         else:
-            out, gathered = blocks_kernel.launch(rows, plan, self.group, self.along(rows, plan))
+            out, gathered = blocks_kernel.launch(rows, plan, self.group, self.along(plan.form))
         if rows is not operands:
             return (out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), gathered
         return (out if operands.lhs.ndim > 2 else out[0],), gathered
@@ -108,7 +121,8 @@ class Summed(Collective):
             more_rights=(),
             passenger=None,
         )
-        return MATMUL.launch(joined, dataclasses.replace(plan, operation=MATMUL))[0], operands.passenger
+        plan = dataclasses.replace(plan, operation=MATMUL).of(joined)
+        return MATMUL.launch(joined, plan)[0], operands.passenger
 
     def typed(self, operands: Operands) -> Operands:
         # All operands may be typed as the same on all devices. The parts differ all the same, so the kernel's results
