@@ -72,7 +72,7 @@ def enable() -> None:
         if not _enabled:
             primitive = _kernel_primitive()
             mlir.register_lowering(primitive, functools.partial(_lower, primitive), platform="cpu")
-            threading.Thread(target=runs.run_fence_at_exit, args=[_report], name="overlap-emulation-end").start()
+            threading.Thread(target=runs.run_fence_at_exit, args=[_report], name="mosaic-emulator-end").start()
             _enabled = True
     interrupt.install()  # At each call, since only the main thread can install it.
 

@@ -1,6 +1,6 @@
 """Run Mosaic GPU kernels of several devices on the CPU, and find their races and deadlocks.
 
-The emulator imports nothing else of `overlap` and runs any `plgpu.kernel`. See docs/EMULATION.md. The public names load
+It runs any `plgpu.kernel`, and imports nothing of `overlap`. See README.md and docs/EMULATION.md. The public names load
 at their first use. tests/emulation/test_layers.py says which modules a module may import.
 """
 
@@ -43,4 +43,4 @@ if not TYPE_CHECKING:
             if name in names:
                 value = globals()[name] = getattr(importlib.import_module(f".{home}", __name__), name)
                 return value
-        raise AttributeError(f"module 'overlap.emulation' has no attribute {name!r}")
+        raise AttributeError(f"module 'mosaic_emulator' has no attribute {name!r}")

@@ -39,8 +39,8 @@ def core_count_of_devices() -> Iterator[None]:
     affected. Contexts may be nested.
 
     Example:
-        >>> from overlap import emulation
-        >>> with emulation.core_count_of_devices():
+        >>> import mosaic_emulator
+        >>> with mosaic_emulator.core_count_of_devices():
         ...     cores = jax.local_devices()[0].core_count
         >>> cores
         4

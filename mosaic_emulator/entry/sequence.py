@@ -288,11 +288,11 @@ def run_sequence(
             devices are not known.
 
     Example:
-        >>> with emulation.emulate(cores=2, keep=True) as run:
+        >>> with mosaic_emulator.emulate(cores=2, keep=True) as run:
         ...     along_x(a), along_y(b)
         >>> x, y = run.launches
         >>> for seed in range(100):
-        ...     emulation.run_sequence([y, y, x, x], seed=seed)
+        ...     mosaic_emulator.run_sequence([y, y, x, x], seed=seed)
     """
     for number, launch in enumerate(launches, 1):
         if len(launch.devices) != len(launch.inputs):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 
 from jax.extend import source_info_util
 
 from .equations import Equation
 
-# The functions in this folder are called by kernels. Reports name the line of the call.
-_PRIMITIVES = f"{pathlib.Path(__file__).parents[2] / 'primitives'}{os.sep}"
+# Folders of functions that kernels call. Reports name the line of the call.
+_libraries: set[str] = set()
 _MOST_FRAMES = 100
+
+
+def name_callers_of(folder: str) -> None:
+    """Makes reports name the line that calls a function of this folder, in place of a line in the folder.
+
+    `overlap.primitives` calls this when it is imported.
+    """
+    _libraries.add(f"{folder}{os.sep}")
 
 
 def lines_of(eqn: Equation | None) -> list[str]:
@@ -38,7 +45,8 @@ class Instruction:
         if self._source is None:
             frames = lines_of(self.eqn)
             # The kernel's own line, not the line in a primitive that the kernel calls; then the primitive's name.
-            own = next((i for i, frame in enumerate(frames) if not frame.startswith(_PRIMITIVES)), 0)
+            libraries = tuple(_libraries)
+            own = next((i for i, frame in enumerate(frames) if not frame.startswith(libraries)), 0)
             primitive = frames[own - 1].rpartition("(")[2].removesuffix(")") if own else ""
             self._source = ": ".join(filter(None, (*frames[own : own + 1], primitive, self.name)))
         return self._source

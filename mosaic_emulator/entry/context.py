@@ -66,8 +66,8 @@ def emulate(
         KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; later ones run as usual.
 
     Example:
-        >>> from overlap import emulation
-        >>> with emulation.emulate(cores=2, completion="random", seed=3) as run:
+        >>> import mosaic_emulator
+        >>> with mosaic_emulator.emulate(cores=2, completion="random", seed=3) as run:
         ...     y = f(x)  # any function that calls plgpu.kernel, usually under jax.shard_map
         >>> run.counts["copies"]
     """

@@ -60,7 +60,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
         and later ones, end at once. They raise nothing, and their results are NaN. Other kernels are not touched.
 
     Example:
-        >>> with emulation.stoppable() as stop:
+        >>> with mosaic_emulator.stoppable() as stop:
         ...     compiled = jax.jit(f).lower(x).compile()
         >>> stop()
         >>> bool(jnp.isnan(compiled(x)).all())
@@ -97,7 +97,7 @@ def defer() -> None:
     global _pending
     note()
     _pending = True
-    threading.Thread(target=_interrupt_again, name="overlap-emulation-interrupt", daemon=True).start()
+    threading.Thread(target=_interrupt_again, name="mosaic-emulator-interrupt", daemon=True).start()
 
 
 def end() -> None:
