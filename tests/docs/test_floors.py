@@ -50,6 +50,14 @@ def rooms_of(tree):
                     yield (rest[0] if rest else "__init__"), node.lineno
 
 
+def test_the_library_needs_no_other_folder_of_the_repository():
+    for path in MODULES:
+        for node in ast.walk(tree_of(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"benchmarks", "examples", "lessons", "tests"}, path
+
+
 def test_no_arrow_runs_up():
     assert set(map(room_of, MODULES)) == set(FLOOR_OF)
     for path in MODULES:

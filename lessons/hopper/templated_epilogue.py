@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 import jax
 
-from overlap.kernels.ladder.cluster_multicast import CLUSTER, clustered
-from overlap.kernels.ladder.tiling import Tiling
+from lessons.hopper.cluster_multicast import CLUSTER, clustered
+from lessons.hopper.tiling import Tiling
 from overlap.kernels.tile_order import TileOrder
 
 

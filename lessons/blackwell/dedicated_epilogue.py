@@ -29,19 +29,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.collective_mma import (
+from lessons.blackwell.collective_mma import (
     CLUSTER,
     RANK_AXIS,
     load_halves,
     multiply_halves,
     own_part,
 )
-from overlap.kernels.blackwell_ladder.persistent import CLUSTER_AXIS, num_clusters, read_barrier, store_and_tell
-from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type
-from overlap.kernels.blackwell_ladder.tiling import tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import Memory, split_warps
-from overlap.kernels.ladder.persistent import for_each_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, Tiling
+from lessons.blackwell.persistent import CLUSTER_AXIS, num_clusters, read_barrier, store_and_tell
+from lessons.blackwell.tiled_epilogue import epilogue_type
+from lessons.blackwell.tiling import tiling
+from lessons.blackwell.warp_specialized import Memory, split_warps
+from lessons.hopper.persistent import for_each_tile
+from lessons.hopper.tiling import COMPILER_PARAMS, Tiling
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index, TmemRef

@@ -25,9 +25,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS
+from lessons.blackwell.tiling import accumulator_type, tiling
+from lessons.hopper.basic import store_tile
+from lessons.hopper.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS
 from overlap.kernels.tma.staging import swizzled
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef

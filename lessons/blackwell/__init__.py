@@ -1,7 +1,7 @@
 """The ladder for Blackwell: one matmul, written seven times, each time with one idea more.
 
 The kernels follow the seven lessons of "Writing high-performance matrix multiplication kernels for Blackwell" in the
-JAX documentation. They are written like the rungs of Hopper's ladder (`overlap/kernels/ladder/`), and share code with
+JAX documentation. They are written like the rungs of Hopper's ladder (`lessons/hopper/`), and share code with
 them where that fits. Read them in the order of `RUNGS`.
 
 On a CPU they run inside `overlap.emulation.emulate()` (or after `overlap.emulation.enable()`).
@@ -13,7 +13,7 @@ kernels, not measurements of these ones.
 
 from __future__ import annotations
 
-from overlap.kernels.blackwell_ladder import (
+from lessons.blackwell import (
     basic,
     collective_mma,
     dedicated_epilogue,
@@ -22,7 +22,7 @@ from overlap.kernels.blackwell_ladder import (
     tiled_epilogue,
     warp_specialized,
 )
-from overlap.kernels.ladder import Rung
+from lessons.hopper import Rung
 
 RUNGS = (
     Rung("basic", basic.matmul, "One CTA per tile, one warpgroup, and the accumulator is in tensor memory."),

@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from lessons.hopper.basic import store_tile
+from lessons.hopper.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 from overlap.kernels.tma.staging import swizzled
 from overlap.primitives.types import AccumulatorRef, GmemRef, Index, SmemRef
 

@@ -32,16 +32,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
-from overlap.kernels.blackwell_ladder.tiling import tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import (
+from lessons.blackwell.tiled_epilogue import epilogue_type, store_epilogue_tiles
+from lessons.blackwell.tiling import tiling
+from lessons.blackwell.warp_specialized import (
     Memory,
     load_tiles,
     multiply_tiles,
     split_warps,
 )
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
-from overlap.kernels.ladder.warp_specialized import Pipeline
+from lessons.hopper.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from lessons.hopper.warp_specialized import Pipeline
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.types import BarrierRef, GmemRef, Index, SmemRef, TmemRef
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.tiling import SWIZZLE_BYTES, Tiling
+from lessons.hopper.tiling import SWIZZLE_BYTES, Tiling
 from overlap.primitives.types import ScratchType
 
 CTA_TILE_M = 128  # Tensor memory has 128 lanes, and a row of the accumulator lies in a lane.

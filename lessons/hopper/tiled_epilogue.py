@@ -16,8 +16,8 @@ from __future__ import annotations
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.tiling import COMPUTE_WARPGROUPS, Tiling
-from overlap.kernels.ladder.warp_specialized import tile_per_cta
+from lessons.hopper.tiling import COMPUTE_WARPGROUPS, Tiling
+from lessons.hopper.warp_specialized import tile_per_cta
 from overlap.primitives.types import GmemRef, ScratchType, SmemRef
 
 BUFFERS = 2

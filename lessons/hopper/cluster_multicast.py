@@ -27,10 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.persistent import for_each_tile
-from overlap.kernels.ladder.tiled_epilogue import epilogue_type, store_epilogue_tiles
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
-from overlap.kernels.ladder.warp_specialized import THREADS, Pipeline, accumulate_tile, load_tiles, split_roles
+from lessons.hopper.persistent import for_each_tile
+from lessons.hopper.tiled_epilogue import epilogue_type, store_epilogue_tiles
+from lessons.hopper.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, Tiling, num_ctas
+from lessons.hopper.warp_specialized import THREADS, Pipeline, accumulate_tile, load_tiles, split_roles
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import quotient, remainder
 from overlap.primitives.types import GmemRef, Index, SmemRef

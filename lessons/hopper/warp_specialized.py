@@ -28,8 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
+from lessons.hopper.basic import store_tile
+from lessons.hopper.tiling import COMPILER_PARAMS, COMPUTE_WARPGROUPS, M_AXIS, N_AXIS, Tiling
 from overlap.primitives.axes import kernel_axis
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import AccumulatorRef, Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef

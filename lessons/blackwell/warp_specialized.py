@@ -26,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.tiling import accumulator_type, tiling
-from overlap.kernels.ladder.basic import store_tile
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
-from overlap.kernels.ladder.warp_specialized import Pipeline
+from lessons.blackwell.tiling import accumulator_type, tiling
+from lessons.hopper.basic import store_tile
+from lessons.hopper.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from lessons.hopper.warp_specialized import Pipeline
 from overlap.primitives import converge_warp
 from overlap.primitives.integers import remainder
 from overlap.primitives.types import Axis, BarrierRef, GmemRef, Index, ScratchType, SmemRef, TmemRef

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import jax
 
-from overlap.kernels.ladder import (
+from lessons.hopper import (
     basic,
     cluster_multicast,
     grid_tiling,

@@ -17,9 +17,9 @@ from typing import Literal
 
 import jax
 
-from overlap.kernels.blackwell_ladder.collective_mma import CLUSTER
-from overlap.kernels.blackwell_ladder.dedicated_epilogue import double_buffered
-from overlap.kernels.blackwell_ladder.tiling import tiling
+from lessons.blackwell.collective_mma import CLUSTER
+from lessons.blackwell.dedicated_epilogue import double_buffered
+from lessons.blackwell.tiling import tiling
 from overlap.kernels.tile_order import TileOrder
 
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.ladder.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
+from lessons.hopper.tiling import COMPILER_PARAMS, M_AXIS, N_AXIS, Tiling
 from overlap.primitives.types import AccumulatorRef, BarrierRef, GmemRef, SmemRef
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.blackwell_ladder.tiling import tiling
-from overlap.kernels.blackwell_ladder.warp_specialized import tile_per_cta
-from overlap.kernels.ladder.tiled_epilogue import BUFFERS
-from overlap.kernels.ladder.tiling import SWIZZLE_BYTES, Tiling
+from lessons.blackwell.tiling import tiling
+from lessons.blackwell.warp_specialized import tile_per_cta
+from lessons.hopper.tiled_epilogue import BUFFERS
+from lessons.hopper.tiling import SWIZZLE_BYTES, Tiling
 from overlap.primitives.types import GmemRef, ScratchType, SmemRef, TmemRef
 
 
