@@ -27,7 +27,7 @@ from overlap.cli.arguments import WrongArguments
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 UNVERIFIED = "unverified: not in a repository here"
 # The folders that must not differ from the commit. Results may differ, since each measurement writes some.
-_CODE = ("overlap", "benchmarks", ":(exclude)benchmarks/results")
+_CODE = ("overlap", "mosaic_emulator", "lessons", "benchmarks", ":(exclude)benchmarks/results")
 
 HOPPER_PEAK_TFLOPS = 989.4
 BLACKWELL_PEAK_TFLOPS = 2250.0

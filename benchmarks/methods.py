@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 import overlap
 from benchmarks.harness import Method
+from lessons import blackwell, hopper
 from overlap.choice.problem import Problem
 from overlap.cli.arguments import config_fields
-from overlap.kernels import blackwell_ladder, ladder
 from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, call_operation, product, unfused
 
-LADDERS = {"hopper": ladder.RUNGS, "blackwell": blackwell_ladder.RUNGS}
+LADDERS = {"hopper": hopper.RUNGS, "blackwell": blackwell.RUNGS}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@
 
 Sizes are those of one shard. If the weights are gathered, they are those of one device's whole product: its own m rows,
 all n columns, all of k. A layout says how operands are stored: with "t" as first letter lhs is [k, m], with "t" as
-second letter rhs is [n, k]. `ladder` measures the kernels of `overlap/kernels/ladder` (or `blackwell_ladder`), a series
+second letter rhs is [n, k]. `ladder` measures the kernels of `lessons/hopper` (or `lessons/blackwell`), a series
 in which each adds one optimization. The methods:
 
     fused        the kernel of the library; `--variants` gives it configurations

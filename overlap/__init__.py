@@ -78,7 +78,7 @@ def _prepare_for_tracing() -> None:
 
     with contextlib.suppress(ImportError):
         if not _requirements.why_not():
-            for light in ("choice.session", "emulation.cores", "kernels.target"):
+            for light in ("choice.session", "emulation", "kernels.target"):
                 importlib.import_module(f"overlap.{light}")
 
 

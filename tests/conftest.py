@@ -18,6 +18,7 @@ from tests.budget import Budget
 # time.
 gc.set_threshold(200_000, 20, 100)
 # A test that patches the library wants kernels traced anew, by the patched functions, and so do the tests after it.
+_OURS = "overlap", "mosaic_emulator", "lessons"
 _setattr, _undo = pytest.MonkeyPatch.setattr, pytest.MonkeyPatch.undo
 
 
@@ -28,7 +29,7 @@ def _forget_traces() -> None:
 
 def _setattr_and_forget(self: pytest.MonkeyPatch, target: Any, *args: Any, **options: Any) -> None:
     _setattr(self, target, *args, **options)
-    if getattr(target, "__module__", getattr(target, "__name__", str(target))).startswith("overlap"):
+    if getattr(target, "__module__", getattr(target, "__name__", str(target))).startswith(_OURS):
         _forget_traces()
         self._patches_overlap = True
 

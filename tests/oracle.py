@@ -1,4 +1,4 @@
-"""Meshes, programs on them, and the comparison of results on the devices, inside `shard_map`.
+"""Meshes, programs on them (tests/meshes.py), and the comparison of results on the devices, inside `shard_map`.
 
 So it works with one process for all GPUs and with one process per GPU.
 """
@@ -10,30 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from overlap.kernels.target import current_target
+from tests.meshes import make_mesh as make_mesh
+from tests.meshes import on_mesh as on_mesh
 
-X, W, Y = P("x", None), P(None, "x"), P(None, "x")
 ALLOWED = 2.0  # The fused product's error may be at most this many times the unfused product's error.
 # On a GPU, the search for XLA's fastest products would take longer than everything else.
 NO_SEARCH = {"xla_gpu_autotune_level": 0}
-
-
-def make_mesh(**axes: int) -> Mesh:
-    """Returns a mesh over the first devices, in jax's order."""
-    count = int(np.prod(list(axes.values())))
-    devices = np.array(jax.devices()[:count]).reshape(tuple(axes.values()))
-    return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
-
-
-def on_mesh(mesh: Mesh, f: Any, in_specs: Any = (X, W), out_specs: Any = Y, **options: Any) -> Any:
-    """Returns `f` under jit and `shard_map`."""
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped, **options)
 
 
 def rounded(values: jax.Array) -> jax.Array:

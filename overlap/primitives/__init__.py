@@ -37,6 +37,9 @@ SMs until another device proceeds. So the work for which a peer waits is done by
 it from a counter (`draw`, `each_drawn`).
 """
 
+import os
+
+from mosaic_emulator.foundations.source_lines import name_callers_of
 from overlap import _compat, _settings
 from overlap.primitives.atomics import draw, each_drawn
 from overlap.primitives.copies import Chunking, copy_chunks, tma_load, tma_store, wait_stores_landed, wait_stores_read
@@ -74,6 +77,9 @@ __all__ = [
     "wait_stores_landed",
     "wait_stores_read",
 ]
+
+# In the emulator's reports, a fault in a primitive is on the line that calls the primitive.
+name_callers_of(os.path.dirname(__file__))
 
 
 def prepare() -> None:

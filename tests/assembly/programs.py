@@ -244,9 +244,9 @@ def ladder(case: Case, mesh: jax.sharding.Mesh) -> Program:
     import jax
     from jax.sharding import PartitionSpec as P
 
-    from overlap.kernels import blackwell_ladder, ladder
+    from lessons import blackwell, hopper
 
-    (m, n, k), rungs = case.shape, (ladder if case.target == "h200" else blackwell_ladder).RUNGS
+    (m, n, k), rungs = case.shape, (hopper if case.target == "h200" else blackwell).RUNGS
     rung = next(rung for rung in rungs if rung.name == case.config["rung"])
     mapped = jax.shard_map(rung.matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
     return mapped, (struct(mesh, (m, k), case.dtype), struct(mesh, (k, n), case.dtype))

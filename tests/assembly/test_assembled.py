@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 import overlap
-from overlap.kernels import blackwell_ladder, ladder
+from lessons import blackwell as blackwell_lessons
+from lessons import hopper as hopper_lessons
 from overlap.kernels.blackwell import limits as blackwell_limits
 from overlap.kernels.hopper import limits
 from overlap.kernels.limits import RESERVED_BYTES
@@ -109,11 +110,11 @@ def announced(case: Case, transport: Any = "") -> int:
 
 
 LADDER, GATHER, SHAPE = (4096, 8192, 4096), "all_gather_lhs_matmul", (1024, 4096, 4096)
-for rung in ladder.RUNGS:
+for rung in hopper_lessons.RUNGS:
     single = rung.name in ("basic", "pipelined", "warp_specialized", "tiled_epilogue")
-    row(f"rung {rung.name}", Case("ladder", 1, LADDER, config={"rung": rung.name}), slow=rung is not ladder.RUNGS[-1],
-        name=f"ladder_{rung.name}", full=not single)  # fmt: skip
-for rung in blackwell_ladder.RUNGS:
+    row(f"rung {rung.name}", Case("ladder", 1, LADDER, config={"rung": rung.name}),
+        slow=rung is not hopper_lessons.RUNGS[-1], name=f"ladder_{rung.name}", full=not single)  # fmt: skip
+for rung in blackwell_lessons.RUNGS:
     pair = rung.name in ("collective_mma", "persistent", "dedicated_epilogue", "grid_tiling")
     # The arrival after a product of two CTAs counts in both CTAs. A copy by one CTA counts at the leader's barrier.
     of_pairs, of_one = (
@@ -121,7 +122,7 @@ for rung in blackwell_ladder.RUNGS:
         ("tcgen05.mma.cta_group::1",),
     )
     row(f"Blackwell rung {rung.name}", Case("ladder", 1, LADDER, "f16", "b200", {"rung": rung.name}),
-        slow=rung is not blackwell_ladder.RUNGS[-1], name=f"blackwell_ladder_{rung.name}",
+        slow=rung is not blackwell_lessons.RUNGS[-1], name=f"blackwell_ladder_{rung.name}",
         full=pair and rung.name != "collective_mma", words=of_pairs if pair else of_one,
         not_words=("wgmma", *(of_one if pair else of_pairs)))  # fmt: skip
 row("Blackwell rung for B300", Case("ladder", 1, LADDER, "bf16", "b300", {"rung": "grid_tiling"}), slow=True)

@@ -18,13 +18,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from mosaic_emulator.foundations import interrupt
 from overlap.choice import choose, tables
 from overlap.choice.choose import Session
 from overlap.choice.crossover import Cause
 from overlap.choice.problem import Problem
 from overlap.cli import _parser, main
 from overlap.cli import tune as command
-from overlap.emulation.foundations import interrupt
 from overlap.frame.explain import recorded
 from overlap.kernels.config import Config
 from overlap.kernels.target import Target

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import overlap
+from mosaic_emulator.entry.sequence import World
 from overlap.choice import space, tables
 from overlap.choice.problem import Problem
 from overlap.emulation import emulate
-from overlap.emulation.entry.sequence import World
 from overlap.kernels.config import Config
 from overlap.kernels.target import current_target
 from overlap.tuning import bench as bench_module

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mosaic_emulator
 import overlap
 from overlap import _settings, emulation
 from tests.choice.tuning_cases import one_configuration_is_enough
@@ -59,9 +60,9 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "autotune": lambda: {"layer": fused, "x": matrix(64, 64), "w": matrix(64, 64)},
     "core_count_of_devices": dict,
     "emulate": lambda: {"f": fused, "x": matrix(64, 64)},
-    "run_sequence": lambda: {"emulation": emulation, "along_x": fused, "along_y": fused, "a": matrix(64, 64),
-                             "b": matrix(64, 64)},
-    "stoppable": lambda: {"emulation": emulation, "f": fused, "x": matrix(64, 64)},
+    "run_sequence": lambda: {"mosaic_emulator": mosaic_emulator, "along_x": fused, "along_y": fused,
+                             "a": matrix(64, 64), "b": matrix(64, 64)},
+    "stoppable": lambda: {"mosaic_emulator": mosaic_emulator, "f": fused, "x": matrix(64, 64)},
     "wait_timeout_s": dict,
 }  # fmt: skip
 # Per-shard operands, for lines that stand inside a layer.
@@ -94,6 +95,14 @@ def test_examples(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
         shards = {name: matrix(*shape) for name, shape in SHARDS.items()}
         inside = lambda example=example, shards=shards: run(example, names | shards)  # noqa: E731
         jax.eval_shape(jax.shard_map(inside, mesh=names["mesh"], in_specs=(), out_specs=None, check_vma=False))
+
+
+def test_overlap_hands_on_all_public_names_of_the_emulator() -> None:
+    assert emulation.__all__ == mosaic_emulator.__all__
+    for name in emulation.__all__:
+        assert getattr(emulation, name) is getattr(mosaic_emulator, name)
+    with pytest.raises(AttributeError, match=r"'overlap\.emulation' has no attribute 'nothing'"):
+        _ = emulation.nothing  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_public_functions_have_examples() -> None:

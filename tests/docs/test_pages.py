@@ -1,4 +1,4 @@
-"""docs/ and the README: code runs at small sizes, commands parse, files exist, quoted messages are the library's."""
+"""docs/ and the READMEs: code runs at small sizes, commands parse, files exist, quoted messages are the library's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.choice.tuning_cases import one_configuration_is_enough
 from tests.docs.sources import tree_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = {path.name: path for path in [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]}
+OF_EMULATOR = "mosaic_emulator/README.md"
+PAGES = {path.name: path for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES |= {name: ROOT / name for name in ("README.md", OF_EMULATOR)}
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Variables that only this project's own programs set for each other, or that only its tests read.
 _INTERNAL = {"OVERLAP_RANDOM_CASES", "OVERLAP_JOINED"}
@@ -50,6 +52,7 @@ RUN: dict[str, tuple[dict[str, str], dict[str, tuple[int, ...]]]] = {
     ),
     "primitives.md": ({}, {"gathered": (4, 32, 1024), "y": (32, 1024)}),
     "README.md": ({"1024": "16", "4096": "64"}, {}),
+    OF_EMULATOR: ({}, {}),
 }
 
 
@@ -120,6 +123,11 @@ def test_spans_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [path for path in files if not (ROOT / path).exists()]
 
 
+def test_links_of_the_emulators_readme() -> None:
+    links = re.findall(r"\]\(([^)#]+)", PAGES[OF_EMULATOR].read_text())
+    assert links and not [link for link in links if not (PAGES[OF_EMULATOR].parent / link).exists()]
+
+
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +172,7 @@ def test_commands() -> None:
 def said() -> str:
     """All message texts of the library and its scripts; varying parts of f-strings are left out."""
     texts = [path.read_text() for path in sorted((ROOT / "launch").iterdir())]
-    for path in sorted((ROOT / "overlap").rglob("*.py")):
+    for path in (path for folder in ("overlap", "mosaic_emulator") for path in sorted((ROOT / folder).rglob("*.py"))):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 texts.append("…".join(n.value for n in node.values if isinstance(n, ast.Constant)))
@@ -192,6 +200,6 @@ def test_all_variables_are_explained() -> None:
 
 def test_all_pages_are_built() -> None:
     listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
-    assert listed == PAGES.keys() - {"README.md"}
+    assert listed == PAGES.keys() - {"README.md", OF_EMULATOR}
     # With --strict each warning stops the build: for a broken link, to a page or to a heading in it.
     assert "anchors: warn" in (ROOT / "mkdocs.yml").read_text()

@@ -14,8 +14,8 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import EmulationError, emulate
-from tests.oracle import make_mesh, on_mesh
+from mosaic_emulator import EmulationError, emulate
+from tests.meshes import make_mesh, on_mesh
 
 COMPLETIONS = ("late", "random", "eager")
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))

@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from overlap.emulation import emulate
+from mosaic_emulator import emulate
 
 SPLAT = plgpu.Layout.WG_SPLAT
 

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import ProtocolError, RaceError
+from mosaic_emulator import ProtocolError, RaceError
 from tests.emulation.cases import WARPGROUP, Table, X, finish, put, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)

@@ -11,9 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import emulate
+from mosaic_emulator import emulate
 from tests.emulation.cases import COMPLETIONS, WARPGROUP, Table, X, finish, normal, out_type, run_kernel, wide
-from tests.oracle import make_mesh, on_mesh
+from tests.meshes import make_mesh, on_mesh
 
 table = Table()
 gives = table.gives

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from mosaic_emulator import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from tests.emulation import cases, cluster_kernels, tensor_kernels
 from tests.emulation.cases import COMPLETIONS, normal
 

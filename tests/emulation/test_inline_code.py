@@ -12,9 +12,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
-from overlap.emulation.execution import registers
-from overlap.emulation.foundations import ptx
+from mosaic_emulator import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from mosaic_emulator.execution import registers
+from mosaic_emulator.foundations import ptx
 from tests.emulation.cases import out_type
 from tests.emulation.inline_cases import WAIT, inline, on_words
 

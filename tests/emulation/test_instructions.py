@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import ProtocolError, RaceError, emulate
-from overlap.emulation.foundations import arithmetic
+from mosaic_emulator import ProtocolError, RaceError, emulate
+from mosaic_emulator.foundations import arithmetic
 from tests.emulation.cases import TILED, Table, X, normal, out_type, run_kernel, wide
 
 table = Table()

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import RaceError, emulate
+from mosaic_emulator import RaceError, emulate
 from tests.emulation import tensor_kernels
 from tests.emulation.cases import HALF, TILED, X, normal, out_type
 

@@ -20,9 +20,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import EmulationError, emulate
+from mosaic_emulator import EmulationError, emulate
 from tests.emulation.cases import COMPLETIONS, normal, wide
-from tests.oracle import make_mesh, on_mesh
+from tests.meshes import make_mesh, on_mesh
 
 pytestmark = pytest.mark.all_cases
 TILES = {"tile_m": 64, "tile_n": 64, "tile_k": 64, "max_concurrent_steps": 2}

@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from overlap.emulation import EmulationError, emulate, run_sequence
+from mosaic_emulator import EmulationError, emulate, run_sequence
 from tests.emulation.cases import COMPLETIONS, normal, out_type
 from tests.emulation.inline_cases import WAIT, inline
-from tests.oracle import on_mesh
+from tests.meshes import on_mesh
 
 SHAPE = (8, 16)
 ROWS = P(("x", "y"))

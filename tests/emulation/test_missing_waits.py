@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import ProtocolError, RaceError
+from mosaic_emulator import ProtocolError, RaceError
 from tests.emulation.cases import HALF, TILED, Table, X, run_kernel
 
 SMEM, OPERAND = plgpu.SMEM(X.shape, jnp.float32), plgpu.SMEM(X.shape, jnp.float16, transforms=TILED)

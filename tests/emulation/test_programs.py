@@ -18,12 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
-from overlap import emulation
-from overlap.emulation import RaceError, emulate
-from overlap.emulation.entry import lowering
-from overlap.emulation.state import runs
+import mosaic_emulator as emulation
+from mosaic_emulator import RaceError, emulate
+from mosaic_emulator.entry import lowering
+from mosaic_emulator.state import runs
 from tests.emulation.cases import COLUMNS, RING, SHARDS, X, out_type, ring_push
-from tests.oracle import make_mesh, on_mesh
+from tests.meshes import make_mesh, on_mesh
 
 INT = out_type((2,), jnp.int32)
 
@@ -178,7 +178,7 @@ def test_the_examples_of_the_documentation_and_faults_outside_a_context(reposito
     code += "print(len(results))\nfor launch, result in zip((y, y, x, x), results):\n"
     code += "    np.testing.assert_array_equal(result, launch.outputs)\n"
     code = code.replace("import jax\n", 'import jax\njax.config.update("jax_platforms", "cpu")\n', 1)
-    code += "from overlap import emulation\n" + OUTSIDE
+    code += OUTSIDE
     done = subprocess.run([sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, *rest, last = done.stdout.splitlines()
@@ -212,7 +212,7 @@ def test_a_device_that_does_not_come_to_a_launch_is_named(monkeypatch, caplog):
         kernel = plgpu.kernel(body, out_type=out_type((128,)), kernel_name="seven")
         return kernel(lax.cond(lax.axis_index("x") == 1, late, lambda x: x, x))
 
-    with caplog.at_level(logging.WARNING, "overlap"), emulate():
+    with caplog.at_level(logging.WARNING, "mosaic_emulator"), emulate():
         out = on_mesh(make_mesh(x=2), program, P(), P("x"))(jnp.zeros(128))
         np.testing.assert_array_equal(np.asarray(out), 7)
     assert "'seven': after 0.1 s devices [1] of 2 have not reached it" in caplog.text

@@ -3,7 +3,9 @@
 Each function with the decorator `reports` is a kernel with one mistake.
 """
 
+import os
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import (
+from mosaic_emulator import (
     DeadlockError,
     EmulationError,
     ProtocolError,
@@ -22,6 +24,7 @@ from overlap.emulation import (
     emulate,
     run_sequence,
 )
+from mosaic_emulator.foundations import source_lines
 from tests.emulation.cases import Table, X, put, run_kernel
 
 SMEM = plgpu.SMEM(X.shape, jnp.float32)
@@ -207,6 +210,20 @@ def test_report(case):
     case()
 
 
+def test_a_fault_in_a_library_is_on_the_line_that_calls_it(monkeypatch, tmp_path):
+    (tmp_path / "library.py").write_text("def put(ref, index, row):\n    ref[index] = row\n")
+    names = runpy.run_path(str(tmp_path / "library.py"))
+
+    def body(x, o):
+        names["put"](o, lax.axis_index("c") + X.shape[0], x[0])
+
+    for libraries, place in (set(), "library.py:2"), ({f"{tmp_path}{os.sep}"}, "test_reports.py:"):
+        monkeypatch.setattr(source_lines, "_libraries", libraries)
+        with pytest.raises(ProtocolError, match=place) as caught:
+            run_kernel(body, X, out=X.shape, grid=(1,), grid_names=("c",))
+        assert ("library.py" in str(caught.value)) == (not libraries)
+
+
 def test_a_mistake_of_the_emulator_itself(monkeypatch):
     def body(x, o):
         o[...] = x[...]
@@ -214,7 +231,7 @@ def test_a_mistake_of_the_emulator_itself(monkeypatch):
     def broken(*_, **__):
         raise KeyError("lost")
 
-    monkeypatch.setattr("overlap.emulation.state.memory.View.write", broken)
+    monkeypatch.setattr("mosaic_emulator.state.memory.View.write", broken)
     with pytest.raises(EmulationError, match="failed, which is most likely a mistake of its own: KeyError: 'lost'"):
         run_kernel(body, X, out=X.shape)
 

@@ -6,14 +6,14 @@ import types
 import numpy as np
 import pytest
 
-from overlap.emulation import ProtocolError
-from overlap.emulation.execution.tensor_queue import TensorQueue
-from overlap.emulation.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
-from overlap.emulation.foundations.shadow import region_of
-from overlap.emulation.state.memory import Buffer, View
-from overlap.emulation.state.orders import Orders
-from overlap.emulation.state.races import Access, RaceDetector
-from overlap.emulation.state.sync import Release, Semaphore, Write
+from mosaic_emulator import ProtocolError
+from mosaic_emulator.execution.tensor_queue import TensorQueue
+from mosaic_emulator.foundations.clocks import EMPTY, ComponentPool, Components, Knowledge, covers, join, with_time
+from mosaic_emulator.foundations.shadow import region_of
+from mosaic_emulator.state.memory import Buffer, View
+from mosaic_emulator.state.orders import Orders
+from mosaic_emulator.state.races import Access, RaceDetector
+from mosaic_emulator.state.sync import Release, Semaphore, Write
 
 pytestmark = pytest.mark.one_jax
 INSTRUCTION = types.SimpleNamespace(index=0, source="test")

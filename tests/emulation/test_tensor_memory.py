@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.emulation import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
+from mosaic_emulator import DeadlockError, EmulationError, ProtocolError, RaceError, emulate
 from tests.emulation import tensor_kernels
 from tests.emulation.cases import COMPLETIONS, X, normal, out_type, run_kernel, wide
 

@@ -7,8 +7,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.sharding import PartitionSpec as P
 
+from lessons.hopper import RUNGS
 from overlap.choice import dispatch
-from overlap.kernels.ladder import RUNGS
 from tests.ops.contract import FORMS, H200, JOINED, struct
 from tests.oracle import make_mesh
 

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mosaic_emulator.execution import registers
 from overlap import _settings
 from overlap.emulation import EmulationError, ProtocolError, emulate
-from overlap.emulation.execution import registers
 from overlap.primitives import PeerGroup, semaphore_signal, stalls, windows
 from overlap.primitives.waits import wait_for_word
 from tests.protocol.protocol_cases import change_texts

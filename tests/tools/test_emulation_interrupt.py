@@ -23,7 +23,7 @@ import numpy as np
 import overlap
 from jax.sharding import PartitionSpec as P
 from overlap import emulation
-from overlap.emulation.entry.sequence import World
+from mosaic_emulator.entry.sequence import World
 
 began = threading.Event()
 execute = World.execute

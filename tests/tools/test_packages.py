@@ -34,7 +34,7 @@ def test_the_sdist_holds_what_its_tests_need(repository, tmp_path):
     assert folders <= {pathlib.PurePath(name).parts[0] for name in kept}, "a folder that git does not keep"
 
 
-def test_the_wheel_holds_the_library_alone_in_its_version_and_its_tools_are_pinned(repository):
+def test_the_wheel_holds_the_library_and_its_emulator_in_its_version_and_its_tools_are_pinned(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     assert project["version"] == overlap.__version__
     pinned = {line.partition("==")[0] for line in (repository / "constraints" / "common.txt").read_text().splitlines()}
@@ -42,9 +42,11 @@ def test_the_wheel_holds_the_library_alone_in_its_version_and_its_tools_are_pinn
     assert {tool for tool in tools if not tool.startswith("overlap")} <= pinned
     here = {
         path.relative_to(repository).as_posix()
-        for path in (repository / "overlap").rglob("*")
+        for package in ("overlap", "mosaic_emulator")
+        for path in (repository / package).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     tables = {"overlap/choice/crossover.csv", "overlap/choice/rates_h200.json", "overlap/choice/tables/h200.json"}
-    assert {"overlap/py.typed", "overlap/__main__.py", "overlap/cli/__init__.py"} | tables < here
+    typed = {"overlap/py.typed", "mosaic_emulator/py.typed"}
+    assert {"overlap/__main__.py", "overlap/cli/__init__.py"} | typed | tables < here
     assert {file.distribution_path for file in WheelBuilder(str(repository)).recurse_included_files()} == here

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mosaic_emulator.execution import registers
 from overlap.cli import main, trace_files
 from overlap.emulation import emulate
-from overlap.emulation.execution import registers
 from overlap.primitives.marks import ROWS, WORDS, Work
 from overlap.tuning import clocks, trace
 from overlap.tuning.clocks import Offset

@@ -17,14 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks import environment, methods, report
 from benchmarks.harness import Result
 from benchmarks.problems import TableProblem
+from lessons import blackwell, hopper
+from lessons.blackwell import dedicated_epilogue, persistent, tiled_epilogue
+from lessons.hopper import cluster_multicast, pipelined, templated_epilogue
 from overlap.choice.problem import Problem
 from overlap.emulation import ProtocolError, RaceError, emulate
-from overlap.kernels import blackwell_ladder, ladder
-from overlap.kernels.blackwell_ladder import dedicated_epilogue, persistent, tiled_epilogue
-from overlap.kernels.ladder import cluster_multicast, pipelined, templated_epilogue
 from tests.ops.product_cases import in_f32, integers, normal
 
-LADDERS = {"hopper": ladder.RUNGS, "blackwell": blackwell_ladder.RUNGS}
+LADDERS = {"hopper": hopper.RUNGS, "blackwell": blackwell.RUNGS}
 RUNGS = {(which, rung.name): rung for which, rungs in LADDERS.items() for rung in rungs}
 every_rung = pytest.mark.parametrize(("which", "name"), RUNGS)
 F16, BF16 = jnp.float16, jnp.bfloat16
@@ -50,8 +50,8 @@ def assert_exact(which, name, shape, *schedules, cores=4, dtype=F16, **knobs):
 def test_the_rungs_are_listed_once_with_a_sentence_each():
     assert [len({rung.name for rung in rungs}) for rungs in LADDERS.values()] == [8, 7] and len(RUNGS) == 15
     assert all(rung.idea.endswith(".") for rung in RUNGS.values())
-    assert set(blackwell_ladder.GUIDE_UTILIZATION) == {*(rung.name for rung in blackwell_ladder.RUNGS), "cublas"}
-    assert "NONE OF THESE KERNELS HAS RUN ON A BLACKWELL GPU" in (blackwell_ladder.__doc__ or "")
+    assert set(blackwell.GUIDE_UTILIZATION) == {*(rung.name for rung in blackwell.RUNGS), "cublas"}
+    assert "NONE OF THESE KERNELS HAS RUN ON A BLACKWELL GPU" in (blackwell.__doc__ or "")
 
 
 @every_rung

@@ -19,7 +19,7 @@ FOLDERS = ("collectives", "experts", "kernels", "primitives", "single_gpu")
 # Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
 _NOT_OF_KERNELS = re.compile(
     r"(collective|backward|transposes|operations?|config|limits|target|marks|stalls|arguments|host_mesh|architectures"
-    r"|(grouped_)?matmul|grouped_(choice|operation|by_xla)|routing|rows|\w*ladder)$"
+    r"|(grouped_)?matmul|grouped_(choice|operation|by_xla)|routing|rows)$"
 )
 # Calls that only check arguments, or only help to report: without them a correct call runs as before.
 _CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
