@@ -73,6 +73,8 @@ def test_code_runs(pages: str) -> None:
         jax.set_mesh(before)
     assert {name: getattr(names.get(name), "shape", None) for name in shapes} == shapes
     if "choosing.md" in pages:
+        for rows in names["quantize"](jnp.zeros((2, 4))):  # Rows of zeros have a scale.
+            assert np.isfinite(np.asarray(rows, np.float32)).all()
         assert names["answer"].implementation in ("fused", "xla")
     if pages == "README.md":
         rng, devices = np.random.default_rng(0), jax.device_count()

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -179,11 +180,14 @@ def test_every_combination_of_axes(sizes: Any, fsdp: Any, batch: Any, batched: b
     )
     x = draw(1, (3 * groups, 4, 8) if batched else (12, 8))
     with jax.set_mesh(mesh):
-        options: Any = {"axis": axis, "fsdp_axis": fsdp, "batch_axis": batch}
+        options: Any = {"axis": axis, "fsdp_axis": fsdp, "batch_axis": batch, "capacity_factor": 0.7}
         made = nnx.jit(lambda: layers.ExpertMLP(8, 12, EXPERTS, CHOSEN, rngs=nnx.Rngs(0), **options))()
         run = nnx.jit(nnx.value_and_grad(lambda layer, x: loss_of(layer(x, x)), argnums=(0, 1), has_aux=True))
         (_, outs), (of_layer, of_x) = run(made, x)
-    right, grads = expected(made, x if batched else x[None], None, 1)
+    capacity = math.ceil(0.7 * 12 * CHOSEN / EXPERTS)  # Each group has 12 rows.
+    cut = dict(mesh.shape)[axis]
+    right, grads = expected(made, x if batched else x[None], capacity, groups if batched else 1, True, cut)
+    assert right[1].dropped > 0
     assert_near(outs[0].reshape(right[0].shape), right[0], 1e-5)
     assert_near(outs[1], right[1], 1e-5)
     assert_near((nnx.to_pure_dict(of_layer), of_x.reshape(grads[1].shape)), grads, 1e-5)
@@ -332,3 +336,6 @@ def test_refusals() -> None:
                 made(x)
 
         nnx.eval_shape(call_all)
+        rows = jax.ShapeDtypeStruct((2, *jax.export.symbolic_shape("4*b"), 32), jnp.float32)
+        with pytest.raises(ValueError, match=r"^ExpertMLP: capacity_factor needs numbers of rows, got symbols"):
+            jax.eval_shape(lambda x: MLP(8, 2, capacity_factor=1.0, rngs=nnx.Rngs(0), **AXES)(x), rows)

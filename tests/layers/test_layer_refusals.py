@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
@@ -39,6 +40,8 @@ BUILT: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] =
     (Norm, (32,), {"axis": "data"}, ValueError, "^RMSNorm: axis must be one mesh axis.*: name an axis that those"),
     (Norm, (32,), {"axis": "data", "fsdp_axis": None}, ValueError, "other than fsdp_axis and batch_axis, got"),
     (Norm, (32,), {"axis": "model"}, ValueError, "^RMSNorm: axis='model' is no axis of the mesh, which .*: name one"),
+    (Norm, (32,), {"batch_axis": "rows"}, ValueError, "^RMSNorm: batch_axis='rows' is no axis of the mesh, which "),
+    (MLP, (32, 64), {"bias_init": 0.0}, TypeError, r"^GatedMLP: bias_init must be a function, got 0\.0: give jax"),
     (Norm, (32,), {"implementation": "cuda"}, ValueError, "^RMSNorm: implementation must .*, got 'cuda': leave it out"),
     (Norm, (32,), {"eps": 1e-5}, TypeError, "^RMSNorm has no argument `eps`: did you mean `epsilon`"),
     (MLP, (32, 64), {"activaton": abs}, TypeError, "^GatedMLP has no argument `activaton`: did you mean `activation`"),
@@ -140,5 +143,11 @@ def test_activations_that_are_sharded_otherwise() -> None:
             norm(put(draw(0), mesh, INSIDE))
         with pytest.raises(ValueError, match="`lhs_sharding` must be as the type of `lhs` says"):
             mlp(put(draw(0), mesh, INSIDE))
+        mask = put(np.ones((2, 8), bool), mesh, P("tensor", "data"))
+        with pytest.raises(ValueError, match=r"^ExpertMLP: activations must be sharded .*got P\('tensor', 'data'\)"):
+            jax.eval_shape(
+                lambda x, mask: layers.ExpertMLP(32, 64, 8, 2, rngs=nnx.Rngs(0), **AXES)(x, mask=mask),
+                draw(0, (2, 8, 32)), mask,
+            )  # fmt: skip
         # A replicated operand is split among the devices.
         assert same(norm(put(draw(0), mesh, WHOLE)), BETWEEN) and same(mlp(put(draw(0), mesh, WHOLE)), BETWEEN)

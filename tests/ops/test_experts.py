@@ -328,7 +328,13 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: reduce(H, W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
     (lambda r: reduce(H, W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
     (lambda r: reduce(H, W2, IDS, r, None), "`gates` must be floating-point"),
+    (lambda r: reduce(at(0, H), W2, at(1, GATES), r, None), "`gates` must be on the same devices as `h`"),
+    (lambda r: gather(at(0, X), W, at(1, r), None), "`routing` must be on the same devices as `x`"),
 ]  # fmt: skip
+
+
+def at(device: int, given: Any) -> Any:
+    return jax.device_put(given, jax.devices()[device])
 
 
 def on_two(run: Callable[[Any], Any], given: Any) -> Any:
@@ -353,3 +359,8 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=message):
             call(routing)
             pytest.fail(f"number {number} ({message}) is not refused")
+
+
+def test_constants_of_a_program_may_lie_on_any_device() -> None:
+    x, w, routing = at(0, X), at(1, W), at(2, jax.jit(lambda: overlap.route(IDS, 3, None))())
+    assert jax.eval_shape(lambda: gather(x, w, routing, None)).shape == (8, HIDDEN)

@@ -179,6 +179,23 @@ def precisions_in(program):
             yield from precisions_in(part)
 
 
+@pytest.mark.parametrize("looks", [jax.debug_nans, jax.debug_infs])
+def test_where_jax_looks_for_nan_or_infinity_no_row_is_undefined(looks):
+    """Neither in the result nor in the gradient, though the caller clears them."""
+    given = drawn(9)
+
+    def f(lhs):
+        product = grouped_matmul.multiplied
+        return product(lhs, given["rhs"], given["sizes"], clears=(False, False), implementation="fused")
+
+    with looks(True), overlap.emulation.emulate():
+        out, pull = jax.vjp(f, given["lhs"])
+        (d_lhs,) = pull(jnp.ones_like(out))
+    for found in (out, d_lhs):
+        found = np.asarray(found, np.float32)
+        assert found[: sum(SIZES)].any() and not found[sum(SIZES) :].any()
+
+
 def gated(gate, up):
     return jax.nn.silu(gate) * up
 
@@ -366,6 +383,10 @@ def test_explicit_axes(devices):
             jax.eval_shape(lambda x=x, how=implementation: overlap.grouped_matmul(x, rhs, sizes, implementation=how))
     with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
         overlap.grouped_matmul(lhs, rhs, jax.device_put(sizes, jax.NamedSharding(mesh, jax.P("x"))))
+    whole = jax.NamedSharding(mesh, jax.P())
+    routing = jax.device_put(overlap.route(jnp.zeros((16, 1), jnp.int32), 2, None), whole)
+    with pytest.raises(NotImplementedError, match=r"^`all_gather_lhs_grouped_matmul` on a mesh with Explicit axes"):
+        overlap.all_gather_lhs_grouped_matmul(lhs, rhs, routing, None)
     with jax.set_mesh(mesh):
         with pytest.raises(NotImplementedError, match="must be called inside jax"):
             overlap.grouped_matmul(lhs, rhs, sizes, implementation="xla")

@@ -234,6 +234,25 @@ def test_xla_adds_float16_over_devices_in_float32(op):
     np.testing.assert_array_equal(np.asarray(call(lhs, rhs)), np.array([[0], [2052]] * 2) * np.ones((1, 8)))
 
 
+@pytest.mark.parametrize("spec", [P(), P(None, "x")])
+def test_xla_adds_cotangents_of_float16_in_float32(spec):
+    """Those of weights that all devices have, and of weights that are gathered. In float16 they would be infinite."""
+    lhs = np.float16([[60000], [60000], [-60000], [-60000]]) * np.ones((1, 64), np.float16)
+
+    def product(lhs, rhs):
+        if spec == P():
+            return overlap.matmul(lhs, rhs, implementation="fused")
+        return overlap.all_gather_rhs_matmul(lhs, rhs, "x", dimension=1, implementation="fused")
+
+    def loss(rhs):
+        out = jax.shard_map(product, mesh=oracle.make_mesh(x=4), in_specs=(P("x"), spec), out_specs=P("x"))(lhs, rhs)
+        return out.astype(F32).sum()
+
+    with running():
+        found = jax.jit(jax.grad(loss))(np.zeros((64, 32), np.float16))
+    np.testing.assert_array_equal(found, np.zeros((64, 32)))
+
+
 def test_a_reduction_of_a_product_with_a_constant():
     """XLA for CPUs computes it wrongly if it sees the constant, forward and in gradients of a sum."""
     lhs = np.random.default_rng(3).standard_normal((128, 128)).astype(np.float32)

@@ -7,6 +7,7 @@ single_gpu/test_refusals.py the configurations.
 
 import contextlib
 import functools
+import operator
 
 import jax
 import jax.export
@@ -117,6 +118,7 @@ TABLE = [
      ["`activation`", "takes 2", "jnp.split(weights, 2, axis=-1)", "pass the list"]),
     ((GATHER,), None, [W, W], {"activation": lambda *a: a[0] * a[1]}, V,
      ["`activation`", "by its parameters how many", "any number", "fails for 1", "name them"]),
+    ((GATHER,), None, [W, W], {"activation": lambda *a: operator.mul(*a)}, V, ["any number", "fails for 1 (TypeError"]),
     # What the kernel does not serve, and XLA does.
     (COLLECTIVE, None, struct(1, 64, 256), FUSED, NI, ["`rhs`", "leading", "(1,)", "xla"]),
     ((GATHER,), None, [W, struct(2, 64, 136)], FUSED, NI, ["`rhs[1]`", "leading dimensions", "(2,)", "xla"]),
@@ -287,6 +289,8 @@ def test_sizes_that_are_symbols(op):
     ):  # (jax 0.11 and 0.12 do not run a program that gathers or scatters along a symbol.)
         lhs, rhs = (jnp.arange(np.prod(shape)).reshape(shape).astype(BF16) % 8 for shape in SIZES)
         np.testing.assert_array_equal(exported.call(lhs, rhs), lhs @ rhs)
+    if op in ("matmul", GROUPED[0]):  # There may be no rows.
+        assert jax.eval_shape(on_devices(op, config=SMALL)[0], struct(rows - 2, 64), W).shape == (rows - 2, 256)
     with pytest.raises(NotImplementedError, match=r"sizes that are numbers, got `\w+` of shape \(.*b, 64\): export a"):
         jax.eval_shape(on_devices(op, implementation="fused")[0], *types)
 

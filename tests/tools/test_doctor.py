@@ -153,6 +153,8 @@ NOT_USED = on(doctor.ASK_JAX_DEVICES, (False, "Unknown backend gpux")) | {
          OK, ["assembled by nvJitLink, and the largest tiles may spill"]),
         ("jax", {"installed": {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2", "nvidia-nvjitlink": "13.0"}},
          OK, ["assembled by ptxas"]),
+        ("jax", on(doctor.ASK_JAX, of_jax("0.12.0.1"))
+         | {"installed": {"jax": "0.12.0.1", "jax-cuda13-plugin": "0.12.0.1"}}, OK, ["assembled by ptxas"]),
         # The imported version counts, not the installed one.
         ("jax", on(doctor.ASK_JAX, of_jax("0.10.2", "/elsewhere/jax")), PROBLEM,
          ["`import jax` gives /elsewhere/jax, jax 0.10.2", "PYTHONPATH"]),
@@ -197,3 +199,5 @@ def test_doctor_asks_with_a_limit():
     assert doctor.ask("print('a'); print('b')", timeout_s=60) == (True, "b")
     assert doctor.ask("import os; os.abort()", timeout_s=60) == (False, "the process was ended by signal 6")
     assert doctor.version_of("no-such-package") is None
+    assert doctor.launcher_version(sys.executable).startswith("Python 3")
+    assert doctor.launcher_version("/no/such/mpirun") == ""

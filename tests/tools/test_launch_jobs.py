@@ -56,15 +56,17 @@ def test_an_mpirun_that_is_a_script_finds_its_own_programs(tmp_path):
     scripts = {
         "mpirun": '[ "$1" != --version ] || { echo "Intel(R) MPI"; exit; }\nexec helper.of.mpirun "$@"\n',
         "helper.of.mpirun": 'echo "helped: $*"\n',
+        "ls": "exit 1\n",  # Programs of the user come first.
     }
     for name, text in scripts.items():
         path = tmp_path / name
         path.write_text("#!/usr/bin/env bash\n" + text)
         path.chmod(0o755)
-    line = [REPOSITORY / "launch" / "mpirun.sh", "-np", "3", "--", sys.executable, "-c", "1"]
+    line = [REPOSITORY / "launch" / "mpirun.sh", "-np", "3", "--", "ls"]
     variables = os.environ | {"MPIRUN": str(tmp_path / "mpirun"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()[:3]) == (0, ["helped:", "-np", "3"]), done.stderr
+    assert done.stdout.split()[-1] == shutil.which("ls")
 
 
 _WAITED = r"rank 0 of 2 on \S+ has waited in MPI for 2 s \(`timeout_s`\): at least one rank"
