@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from overlap.frame import arguments
+from overlap.frame import arguments, sharded
 from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
@@ -190,6 +190,12 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
         raise ValueError(
             f"`experts` must be integers [tokens, k], the experts that each token chose, got {found}: pass the "
             "indices of lax.top_k, of rank 2, as an array (jnp.asarray)"
+        )
+    sharding = sharded.type_sharding(experts)
+    if (mesh := sharded.mesh_of(experts)) is not None and any(sharding.spec) and not mesh.manual_axes:
+        raise ValueError(
+            f"`experts` must be one device's, got an array that is sharded {sharding.spec} along Explicit axes: call "
+            "`route` inside jax.shard_map"
         )
     is_number = isinstance(num_experts, (int, np.integer)) and not isinstance(num_experts, bool)
     if not is_number or num_experts < 1:

@@ -209,7 +209,7 @@ class ExpertMLP(Parallel):
         with jax.named_scope(self.name):
             x = routed = placed(self, x, spec := spec_between_layers(self, x.shape))
             if mask is not None:
-                mask = placed(self, jnp.asarray(mask), P(*spec[:-1]))
+                mask = placed(self, jnp.asarray(mask), P(*spec[:-1]), "the mask")
                 routed = jnp.where(mask[..., None], x, 0)  # Padding may hold NaN, and 0 times NaN is NaN.
             with jax.named_scope("router"):
                 gates, chosen, balance, z, routes = self._routes(routed, mask)

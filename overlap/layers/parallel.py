@@ -10,12 +10,12 @@ from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
+from overlap.frame.arguments import is_in_jit
 from overlap.layers.checks import check_flags, check_implementation, check_keywords, check_rows
 
 Axis = str | tuple[str, ...]
@@ -210,10 +210,10 @@ def metadata(layer: Parallel, spec: P) -> dict[str, Any]:
     return {"out_sharding": spec} | ({} if layer.mesh is None else {"mesh": layer.mesh})
 
 
-def placed(layer: Parallel, x: jax.Array, spec: P) -> jax.Array:
+def placed(layer: Parallel, x: jax.Array, spec: P, what: str = "activations") -> jax.Array:
     """The activations, sharded as `spec` says. If they are whole along a mesh axis, they are cut along it.
 
-    Cutting moves nothing between devices.
+    Cutting moves nothing between devices. `what` is the name of `x` for messages.
 
     Raises:
       ValueError: on an Explicit mesh, the type of `x` has another sharding.
@@ -223,13 +223,13 @@ def placed(layer: Parallel, x: jax.Array, spec: P) -> jax.Array:
         sharding = spec if layer.mesh is None else NamedSharding(mesh, spec)
         constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
         # Outside of `jax.jit`, jax brings an array of one device to the mesh in a jitted function only.
-        return constrained(x) if isinstance(x, Tracer) else jax.jit(constrained)(x)
+        return constrained(x) if is_in_jit() else jax.jit(constrained)(x)
     found = jax.typeof(x).sharding.spec
     for entry, wanted in zip(found, spec, strict=False):
         axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
         if not axes <= set(names_in(wanted)):
             raise ValueError(
-                f"{layer.title}: activations must be sharded {spec}, got {found}: jax.reshard(x, {spec}) them first"
+                f"{layer.title}: {what} must be sharded {spec}, got {found}: jax.reshard(x, {spec}) first"
             )
     return jax.reshard(x, NamedSharding(mesh, spec))
 

@@ -144,7 +144,7 @@ def test_activations_that_are_sharded_otherwise() -> None:
         with pytest.raises(ValueError, match="`lhs_sharding` must be as the type of `lhs` says"):
             mlp(put(draw(0), mesh, INSIDE))
         mask = put(np.ones((2, 8), bool), mesh, P("tensor", "data"))
-        with pytest.raises(ValueError, match=r"^ExpertMLP: activations must be sharded .*got P\('tensor', 'data'\)"):
+        with pytest.raises(ValueError, match=r"^ExpertMLP: the mask must be sharded .*got P\('tensor', 'data'\)"):
             jax.eval_shape(
                 lambda x, mask: layers.ExpertMLP(32, 64, 8, 2, rngs=nnx.Rngs(0), **AXES)(x, mask=mask),
                 draw(0, (2, 8, 32)), mask,

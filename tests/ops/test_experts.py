@@ -276,6 +276,7 @@ def test_transforms() -> None:
 IDS = np.zeros((4, 2), np.int32)
 X, W, W2, GATES, H = (np.zeros(x, np.float32) for x in ((4, IN), (3, IN, HIDDEN), (3, HIDDEN, IN), (4, 2), (8, HIDDEN)))
 F8 = jnp.float8_e4m3fn
+EXPLICIT = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
 MANY = jax.ShapeDtypeStruct((2**16, 2**15), np.int32)
 gather, reduce = overlap.all_gather_lhs_grouped_matmul, overlap.grouped_matmul_reduce_scatter
 # A call, given a routing of `IDS`, and the message of its ValueError.
@@ -300,6 +301,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: jax.shard_map(lambda i: overlap.route(i, 3, "x").tokens, mesh=make_mesh(x=2), in_specs=P("x"),
                              out_specs=P("x"))(IDS),
      "`num_experts` must be a multiple of the 2 devices along the axis, got 3: use 4 experts"),
+    (lambda r: overlap.route(jax.device_put(IDS, jax.NamedSharding(EXPLICIT, P("x"))), 3, None),
+     r"`experts` must be one device's, got .* sharded P\('x', None\) along Explicit axes: call `route` inside"),
     (lambda r: overlap.route(MANY, 2**20, None), "`experts` must be an array, got a jax.Shape"),  # pyright: ignore[reportArgumentType]
     (lambda r: jax.eval_shape(lambda i: overlap.route(i, 2**20, None), MANY),
      r"`experts` must have fewer than 2\^31 routes on all devices, got 2147483648: split"),
@@ -328,8 +331,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: reduce(H, W2, GATES[:, :1], r, None), "`gates` .* 2 experts.*, got 1: pass"),
     (lambda r: reduce(H, W2, GATES[1:], r, None), r"`gates` .* 4 tokens.*\(3, 2\)"),
     (lambda r: reduce(H, W2, IDS, r, None), "`gates` must be floating-point"),
-    (lambda r: reduce(at(0, H), W2, at(1, GATES), r, None), "`gates` must be on the same devices as `h`"),
-    (lambda r: gather(at(0, X), W, at(1, r), None), "`routing` must be on the same devices as `x`"),
+    (lambda r: reduce(at(0, H), W2, at(1, GATES), r, None), "`gates` must be on the same devices as `lhs`"),
+    (lambda r: gather(at(0, X), W, at(1, r), None), "`routing` must be on the same devices as `lhs`"),
 ]  # fmt: skip
 
 

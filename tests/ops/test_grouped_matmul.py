@@ -185,8 +185,8 @@ def test_where_jax_looks_for_nan_or_infinity_no_row_is_undefined(looks):
     given = drawn(9)
 
     def f(lhs):
-        product = grouped_matmul.multiplied
-        return product(lhs, given["rhs"], given["sizes"], clears=(False, False), implementation="fused")
+        of_call = Arguments(lhs, given["rhs"], group_sizes=given["sizes"], implementation="fused")
+        return grouped_matmul.run(of_call, clears=(False, False))
 
     with looks(True), overlap.emulation.emulate():
         out, pull = jax.vjp(f, given["lhs"])
