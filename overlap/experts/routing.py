@@ -191,11 +191,12 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
             f"`experts` must be integers [tokens, k], the experts that each token chose, got {found}: pass the "
             "indices of lax.top_k, of rank 2, as an array (jnp.asarray)"
         )
-    sharding = sharded.type_sharding(experts)
-    if (mesh := sharded.mesh_of(experts)) is not None and any(sharding.spec) and not mesh.manual_axes:
+    mesh = sharded.mesh_of(experts)
+    spec = jax.P() if mesh is None else sharded.spec_of_type(experts)
+    if mesh is not None and any(spec) and not mesh.manual_axes:
         raise ValueError(
-            f"`experts` must be one device's, got an array that is sharded {sharding.spec} along Explicit axes: call "
-            "`route` inside jax.shard_map"
+            f"`experts` must be one device's, got an array that is sharded {spec} along Explicit axes: call `route` "
+            "inside jax.shard_map"
         )
     is_number = isinstance(num_experts, (int, np.integer)) and not isinstance(num_experts, bool)
     if not is_number or num_experts < 1:

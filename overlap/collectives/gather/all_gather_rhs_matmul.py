@@ -46,10 +46,11 @@ class AllGatherRhs(AllGather):
         # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
         # at most one batch element.
         rows = folded(operands, keep=False)
+        of_rows = plan.of(rows)
         if self.group.size == 1:
-            (out,), _ = MATMUL.launch(rows, dataclasses.replace(plan, operation=MATMUL))
+            (out,), _ = MATMUL.launch(rows, dataclasses.replace(of_rows, operation=MATMUL))
         else:
-            out = rhs_kernel.launch(rows, plan, self.group, self.along)
+            out = rhs_kernel.launch(rows, of_rows, self.group, self.along)
         leading = operands.lhs.shape[:-2]
         return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
 
