@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from overlap.collectives.gather.all_gather_rhs_matmul import all_gather_rhs_matmul
     from overlap.collectives.reduce.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.reduce.matmul_reduce_scatter import matmul_reduce_scatter
+    from overlap.collectives.rows.experts import all_gather_lhs_grouped_matmul, grouped_matmul_reduce_scatter
+    from overlap.collectives.rows.routing import Routing, route
     from overlap.distributed import initialize
-    from overlap.experts.operations import all_gather_lhs_grouped_matmul, grouped_matmul_reduce_scatter
-    from overlap.experts.routing import Routing, route
     from overlap.frame.explain import explain
     from overlap.kernels.config import Config
     from overlap.sharded.matmul import sharded_matmul
@@ -56,14 +56,11 @@ __all__ = [
 _HOMES = {spec.function: spec.module for spec in OPERATIONS} | {
     "Config": "kernels.config",
     "Explanation": "choice.dispatch",
-    "Routing": "experts.routing",
-    "all_gather_lhs_grouped_matmul": "experts.operations",
+    "Routing": "collectives.rows.routing",
     "autotune": "tuning.autotune",
     "explain": "frame.explain",
-    "grouped_matmul": "single_gpu.grouped_matmul",
-    "grouped_matmul_reduce_scatter": "experts.operations",
     "initialize": "distributed",
-    "route": "experts.routing",
+    "route": "collectives.rows.routing",
     "sharded_matmul": "sharded.matmul",
 }
 

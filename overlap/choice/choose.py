@@ -82,6 +82,7 @@ def choose_config(problem: Problem, target: Target) -> tuple[Config, str]:
     if active is None and target.platform == "gpu" and (problem, target.kind) not in _missed:
         _missed.add((problem, target.kind))
         devices = f" --devices {problem.devices}" if problem.devices > 1 else ""
+        devices += f" --groups {problem.batch}" if problem.spec.groups else ""
         command = f"python -m overlap tune --op {problem.op} --shapes {problem.shape} --dtype {problem.dtype}{devices}"
         logger.info(
             "%s is in no tuning table for %s: the heuristic takes %s. To measure: %s",

@@ -19,12 +19,12 @@ from overlap import _requirements
 from overlap.cli import arguments as types
 from overlap.cli import ending
 from overlap.cli.arguments import DTYPES, LAYOUTS, Parser, new_file, whole_number
-from overlap.kernels.operations import BY_NAME
+from overlap.kernels.operations import TUNED
 
 __all__ = ["main"]
 
 # What --op names: the operations, of which each way to shard the operands counts as one.
-OPS = tuple(op for op, spec in BY_NAME.items() if not spec.groups)
+OPS = tuple(TUNED)
 _STATUSES = (
     "Exit status: 0 if all is well; 1 if something is missing or wrong, or if there is no result; 2 if the arguments "
     "are wrong; 130 after Ctrl-C."
@@ -144,6 +144,8 @@ def _parser() -> Parser:
     tune("--out-dtype", type=types.dtype, help="of the result (default: that of the operands; for f8: bf16)")
     layouts = "how the operands are stored, where t means transposed: nn (default), nt, tn, tt, or several as nn,nt"
     tune("--layouts", default=["nn"], type=types.layouts, help=layouts)
+    groups = "of a grouped product: how many groups (default: 8); M is then the rows of each"
+    tune("--groups", type=count, help=groups)
     tune("--devices", type=count, help="number of devices (default: all visible GPUs, or 2 emulated)")
     tune("--max-configs", type=count, help="most configurations to try per problem (default: 12; emulated: 3)")
     seconds = types.finite_number("seconds", above=0)
@@ -164,6 +166,7 @@ def _parser() -> Parser:
     trace("--shape", metavar="MxNxK", type=types.shape, help=shape)
     trace("--dtype", default="bfloat16", type=types.dtype, help=f"of the operands: {names} (default: bf16)")
     trace("--layout", default="nn", choices=LAYOUTS, help="how the operands are stored; t means transposed")
+    trace("--groups", type=count, help=groups)
     trace("--devices", type=count, help="number of devices (default: all visible GPUs, or 4 emulated)")
     fields = "fields of overlap.Config, such as tile_n=128,stages=4 (default: what the library chooses)"
     trace("--config", metavar="NAME=VALUE,…", type=types.config_fields, help=fields)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from overlap.kernels.operations import LAYOUTS
+from overlap.kernels.operations import LAYOUTS, TUNED
 
 DTYPES = {
     "f16": "float16",
@@ -23,6 +23,8 @@ DTYPES = {
 }
 # Kernels use int32 for sizes.
 LARGEST_SIZE = 2**31 - 1
+# Groups of a grouped product for which the command line names no number.
+_GROUPS = 8
 _SHAPE = re.compile(r"([0-9]{1,10})x([0-9]{1,10})x([0-9]{1,10})(?::(.*))?", re.DOTALL)
 
 Shape = tuple[int, int, int, "str | None"]  # m, n, k and a dtype
@@ -128,3 +130,16 @@ def config_fields(text: str) -> dict[str, int | str | bool]:
         is_number = value.removeprefix("-").isdecimal()
         found[name] = int(value) if is_number else {"true": True, "false": False}.get(value.lower(), value)
     return found
+
+
+def groups_of(arguments: argparse.Namespace) -> int:
+    """The number of groups of a grouped product: `--groups`, or 8. It is 1 for other operations.
+
+    Raises:
+      ValueError: `--groups` is given for another operation.
+    """
+    if TUNED[arguments.op].groups:
+        return arguments.groups or _GROUPS
+    if arguments.groups is not None:
+        raise ValueError(f"--groups is for grouped_matmul, got {arguments.groups} for {arguments.op}: leave it out")
+    return 1

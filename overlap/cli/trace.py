@@ -11,10 +11,11 @@ from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.choice.problem import Problem, default_out_dtype
 from overlap.cli import trace_files
-from overlap.cli.arguments import WrongArguments
+from overlap.cli.arguments import WrongArguments, groups_of
 from overlap.cli.console import console, refuse, show
 from overlap.cli.devices import start
 from overlap.kernels.config import Config
+from overlap.kernels.operations import TUNED
 from overlap.primitives.marks import Work
 from overlap.tuning import trace
 from overlap.tuning.programs import draw_operands, mesh_of
@@ -35,16 +36,19 @@ def run(arguments: argparse.Namespace) -> int:
     picture = arguments.picture or arguments.out.with_name(f"{name}.png")
     if picture.resolve() == arguments.out.resolve():
         raise WrongArguments(f"trace: --picture must be another file than --out, got {picture} for both")
-    if arguments.op == "matmul" and arguments.devices not in (None, 1):
-        raise ValueError(f"--devices is for a collective, and matmul runs on one device, got {arguments.devices}")
+    alone = not TUNED[arguments.op].transports
+    if alone and arguments.devices not in (None, 1):
+        op = arguments.op
+        raise ValueError(f"--devices is for a collective, and {op} runs on one device, got {arguments.devices}")
+    groups = groups_of(arguments)
     config = _config(arguments.config)
     devices, emulated_because = start("trace", arguments.devices, emulate=arguments.emulate)
     if jax.process_count() > 1:
         raise ValueError("a trace is of one process with all GPUs: run it without mpirun or srun")
-    mesh = mesh_of(devices[:1] if arguments.op == "matmul" else devices)
+    mesh = mesh_of(devices[:1] if alone else devices)
     m, n, k = arguments.shape or (_ON_GPUS if emulated_because is None else _EMULATED)
     out_dtype = default_out_dtype(arguments.dtype)
-    problem = Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, mesh.size, arguments.layout)
+    problem = Problem(arguments.op, m, n, k, arguments.dtype, out_dtype, mesh.size, arguments.layout, groups)
     errors.print(f"… {problem} on {_kind(mesh)}")
     if emulated_because is not None and problem.flops_per_device * problem.devices > _QUICKLY_EMULATED:
         usual = "x".join(map(str, _EMULATED))

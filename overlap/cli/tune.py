@@ -14,6 +14,7 @@ from overlap.choice import dispatch, space
 from overlap.choice.choose import why_no_config
 from overlap.choice.model import predicted_us, waves
 from overlap.choice.problem import Problem, default_out_dtype
+from overlap.cli.arguments import groups_of
 from overlap.cli.console import console, show
 from overlap.cli.devices import start
 from overlap.kernels.operations import BY_NAME
@@ -77,6 +78,7 @@ def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
     """The problems that the arguments name, each once, in the order of the command line."""
     op, spec = arguments.op, BY_NAME[arguments.op]
     devices = available if spec.transports else 1
+    groups = groups_of(arguments)
     problems: dict[Problem, None] = {}
     for m, n, k, own_dtype in arguments.shapes:
         dtype = own_dtype or arguments.dtype
@@ -86,7 +88,7 @@ def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
                 raise ValueError(f"--layouts must be one of {', '.join(spec.layouts)} for {op}, got {layout}")
             if {"m": m, "n": n}.get(spec.scatters, 0) % devices:
                 raise ValueError(f"--shapes: {spec.scatters} of {op} must be a multiple of the {devices} devices")
-            problems[Problem(op, m, n, k, dtype, out_dtype, devices, layout)] = None
+            problems[Problem(op, m, n, k, dtype, out_dtype, devices, layout, groups)] = None
     return list(problems)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from overlap.collectives.gather import all_gather_lhs_matmul, all_gather_rhs_matmul
 from overlap.collectives.reduce import matmul_all_reduce, matmul_reduce_scatter
 from overlap.frame.call import Prepare
-from overlap.single_gpu import matmul
+from overlap.single_gpu import grouped_matmul, matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Public:
 
 _FUNCTIONS = (
     Public(matmul.matmul, matmul.prepare),
+    Public(grouped_matmul.grouped_matmul, grouped_matmul.prepare),
     Public(all_gather_lhs_matmul.all_gather_lhs_matmul, all_gather_lhs_matmul.prepare),
     Public(all_gather_rhs_matmul.all_gather_rhs_matmul, all_gather_rhs_matmul.prepare),
     Public(matmul_reduce_scatter.matmul_reduce_scatter, matmul_reduce_scatter.prepare),

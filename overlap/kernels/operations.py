@@ -70,6 +70,7 @@ class OperationSpec:
       epilogue: the keywords of the epilogue that the fused kernel takes.
       groups: the dimension that groups of rows divide: "m" where each group has a right operand of its own, "k" where
         the rows of each group are contracted; "" if there are no groups.
+      is_routed: whether a `Routing` says which tokens the rows belong to.
       xla_wastes: why XLA is much slower in any case, so that its time is not compared; "" if it may be faster.
     """
 
@@ -84,6 +85,7 @@ class OperationSpec:
     layouts: tuple[Layout, ...] = LAYOUTS
     epilogue: tuple[str, ...] = EPILOGUE
     groups: Dimension = ""
+    is_routed: bool = False
     xla_wastes: str = ""
 
     def __str__(self) -> str:
@@ -155,7 +157,33 @@ GROUPED = OperationSpec(
     groups="m",
     xla_wastes="XLA multiplies all rows with all matrices",
 )
+# Products of groups whose rows are copies of tokens of all devices, or are added to these tokens: `overlap.route` says
+# which. Their products are those of `grouped_matmul`.
+GATHER_TOKENS = dataclasses.replace(
+    GROUPED,
+    name="all_gather_lhs_grouped_matmul",
+    function="all_gather_lhs_grouped_matmul",
+    module="collectives.rows.experts",
+    epilogue=("bias", "activation"),
+    is_routed=True,
+)
+SCATTER_TOKENS = dataclasses.replace(
+    GATHER_TOKENS, name="grouped_matmul_reduce_scatter", function="grouped_matmul_reduce_scatter", epilogue=("bias",)
+)
 # The product of the backward pass for the right operand of `grouped_matmul`. It has no public function.
 CONTRACTION = dataclasses.replace(GROUPED, name="grouped_matmul_k", layouts=("tn",), epilogue=(), groups="k")
-OPERATIONS = (MATMUL, GATHER_LHS, GATHER_RHS_N, GATHER_RHS_K, SCATTER_M, SCATTER_N, ALL_REDUCE, GROUPED)
+OPERATIONS = (
+    MATMUL,
+    GATHER_LHS,
+    GATHER_RHS_N,
+    GATHER_RHS_K,
+    SCATTER_M,
+    SCATTER_N,
+    ALL_REDUCE,
+    GROUPED,
+    GATHER_TOKENS,
+    SCATTER_TOKENS,
+)
 BY_NAME = {spec.name: spec for spec in (*OPERATIONS, CONTRACTION)}
+# The operations of which a problem is tuned: those whose kernel is a product by itself.
+TUNED = {spec.name: spec for spec in OPERATIONS if not spec.is_routed}

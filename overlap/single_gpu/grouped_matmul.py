@@ -41,6 +41,7 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
+from overlap.primitives import marks
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
 
@@ -149,6 +150,9 @@ class OfGroups(Operation):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         if plan.chosen is None:
             return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
+        # What is recorded while a kernel is traced would be lost in a function that is sealed.
+        if marks.current() is not None:
+            return (self.by_kernel(operands, plan),), None
         leaves, structure = jax.tree.flatten(operands)
 
         def kernel(*leaves: jax.Array) -> jax.Array:
@@ -211,10 +215,9 @@ class GroupedMatmul(OfGroups):
         return dataclasses.replace(bare, chosen=self.apart._config(form, form.dtype, plan))
 
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
-        bare = self.before_activation(dataclasses.replace(plan, activation=None))
-
         def of_operands(operands: Operands) -> Results:
-            how = plan if plan.activation is None and not operands.has_epilogue else bare
+            has_epilogue = plan.activation is not None or operands.has_epilogue
+            how = self.before_activation(plan) if has_epilogue else plan
             rights = (*operands.rhs_list, *operands.more_rights)
             lefts = operands.lefts * (len(rights) if len(operands.lefts) == 1 else 1)
             outs: list[Leaf] = [_bilinear(how, operands.group_sizes, *pair) for pair in zip(lefts, rights, strict=True)]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -27,11 +29,15 @@ def call_operation(
     rhs: jax.Array,
     config: Config | None,
     implementation: Implementation,
-    **keywords: str,
+    **keywords: Any,
 ) -> jax.Array:
     """Calls the public function of a problem's operation, inside `jax.shard_map`. All scales of blocks are 1."""
     spec = problem.spec
     function = PUBLIC[spec.function].function
+    if spec.groups:
+        keywords["group_sizes"] = jnp.full(problem.batch, problem.m)
+    else:
+        keywords["transpose_lhs"] = problem.transpose_lhs
     if problem.block_scaled:
         # Scales of 1 change neither the product nor its time.
         left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
@@ -42,7 +48,6 @@ def call_operation(
         *([AXIS] if spec.transports else []),
         **dict([spec.keyword] if spec.keyword else []),
         preferred_element_type=problem.out_dtype,
-        transpose_lhs=problem.transpose_lhs,
         transpose_rhs=problem.transpose_rhs,
         config=config,
         implementation=implementation,
@@ -54,7 +59,12 @@ def call_operation(
 
 
 def _dimensions(problem: Problem) -> tuple[str, str, str]:
-    """The dimensions of lhs, rhs and the result as they lie in memory, such as ("mk", "kn", "mn"). "b" is the batch."""
+    """The dimensions of lhs, rhs and the result as they lie in memory, such as ("mk", "kn", "mn").
+
+    "b" is the batch, or the groups, and "r" the rows of all groups.
+    """
+    if problem.spec.groups:
+        return "rk", "bnk" if problem.transpose_rhs else "bkn", "rn"
     batch = "b" if problem.batch > 1 else ""
     lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
     return batch + lhs, batch + rhs, batch + "mn"
@@ -71,7 +81,7 @@ def specs(problem: Problem) -> tuple[P, P, P]:
 
 def shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of both operands, per shard."""
-    sizes = {"b": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k}
+    sizes = {"b": problem.batch, "m": problem.m, "n": problem.n, "k": problem.k, "r": problem.batch * problem.m}
     lhs, rhs, _ = _dimensions(problem)
     # If rhs is gathered along k, lhs has all of k on each device.
     lhs_sizes = sizes | {"k": problem.whole[2]}

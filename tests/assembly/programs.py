@@ -65,7 +65,7 @@ def pretend_processes(case: Case) -> None:
     traced for this number may be kept.
     """
     from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
-    from overlap.experts import row_kernels
+    from overlap.collectives.rows import row_kernels
     from overlap.frame import primitive
 
     for module in (blocks_kernel, one_shot_kernel, row_kernels):
@@ -301,7 +301,7 @@ def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
     import jax
     from jax.sharding import PartitionSpec as P
 
-    from overlap.experts import chunks, row_kernels
+    from overlap.collectives.rows import chunks, row_kernels
     from overlap.kernels.target import current_target
     from overlap.primitives import PeerGroup
 

@@ -177,6 +177,11 @@ def test_the_command_tunes_emulated(tmp_path, capsys, monkeypatch):
         assert said in printed
     assert tune(*arguments) == 0
     assert capsys.readouterr().out.count("already measured") == 1
+    arguments = ["--op", "grouped_matmul", "--groups", 3, "--shapes", "24x128x64", "--max-configs", 1, "--out", out]
+    assert tune(*arguments) == 0
+    assert "grouped_matmul 3 × 24x128x64 bfloat16" in capsys.readouterr().out
+    (problem,) = (entry.problem for entry in tables.read(out) if entry.problem.spec.groups)
+    assert (problem.m, problem.batch) == (24, 3)
     # A dry run lists the configurations that would be tried.
     assert tune("--shapes", "4096x8192x4096", "--layouts", "nn,nt", "--dry-run", "--max-configs", 5) == 0
     printed = capsys.readouterr().out
@@ -191,6 +196,7 @@ WRONG = [
     ("--layouts=nn,mn", "argument --layouts: must name some of nn, nt, tn, tt, got 'mn'"),
     ("--budget-s=0", "argument --budget-s: must be a finite number of seconds above 0, got 0"),
     ("--op=conv", "argument --op: invalid choice: 'conv'"),
+    ("--groups=2", "--groups is for grouped_matmul, got 2 for matmul: leave it out"),
     ("--devices=9", "tune: --devices must be at most 8 where they are emulated, got 9"),
     ("--op=matmul_reduce_scatter --devices=2 --shapes=15x64x64", "m of matmul_reduce_scatter must be a multiple of"),
     ("--op=matmul_reduce_scatter_n --devices=2 --shapes=64x63x64", "n of matmul_reduce_scatter_n must be a mult"),

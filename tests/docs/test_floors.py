@@ -19,7 +19,7 @@ FLOORS = (
     ("choice",),
     ("frame",),
     ("single_gpu",),
-    ("collectives", "experts"),
+    ("collectives",),
     ("sharded",),
     ("tuning",),
     ("__init__",),

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import dispatch
-from overlap.experts import chunks as chunks_of_rows
-from overlap.experts import operations, row_kernels, rows
-from overlap.experts.routing import Routing
+from overlap.collectives.rows import chunks as chunks_of_rows
+from overlap.collectives.rows import experts, row_kernels, rows
+from overlap.collectives.rows.routing import Routing
 from tests.ops.expert_cases import Case, exact, gated, kept, layer, on_devices, operands, program, routings
 from tests.oracle import ALLOWED, make_mesh
 
@@ -205,7 +205,7 @@ def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytes
     found: list[tuple[bool, bool]] = []
     monkeypatch.setattr(dispatch, "is_collecting", lambda: True)  # As if this were a measured GPU.
     monkeypatch.setattr(
-        operations,
+        experts,
         "copied",
         lambda x, r, how: found.append((how.target is not None, how.must_fuse)) or rows.copied(x, r, how),
     )

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from overlap.experts import rows
+from overlap.collectives.rows import rows
 from overlap.single_gpu import grouped_matmul
 from tests.ops.expert_cases import (
     HIDDEN,

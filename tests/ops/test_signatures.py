@@ -35,6 +35,13 @@ def named(cases):
 
 
 @pytest.mark.one_jax
+def test_every_public_product_is_an_entry_of_the_table():
+    others = {"Config", "Explanation", "Routing", "autotune", "emulation", "explain", "initialize", "route"}
+    of_global_arrays = {"sharded_matmul"}  # It runs the operations of the table.
+    assert set(overlap.__all__) - others - of_global_arrays == {op.__name__ for op in OPERATIONS}
+
+
+@pytest.mark.one_jax
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_every_parameter_and_result_has_a_type_that_can_be_looked_up(function):
     signature = inspect.signature(function, eval_str=True)
@@ -51,9 +58,10 @@ def test_every_parameter_and_result_has_a_type_that_can_be_looked_up(function):
 def test_a_name_to_choose_is_a_literal_that_the_docstring_explains(op, name):
     literal, none = typing.get_args(typing.get_type_hints(op)[name])
     assert (typing.get_args(literal), none) == (NAMES[op, name], type(None))
-    own = name == "transport" or op is overlap.grouped_matmul
-    documented = op if own else overlap.matmul  # It has the text of the keywords that all share.
-    assert documented is op or "see `overlap.matmul`" in inspect.getdoc(op)
+    # One function has the text of the keywords that all share; of grouped products another one.
+    of_all = overlap.grouped_matmul if "grouped" in op.__name__ else overlap.matmul
+    documented = op if name == "transport" else of_all
+    assert documented is op or f"see `overlap.{of_all.__name__}`" in inspect.getdoc(op)
     explained = inspect.getdoc(documented).partition("Args:")[2].partition(f"\n  {name}: ")[2].partition("\n\n")[0]
     assert all(f'"{choice}"' in explained for choice in NAMES[op, name])
 

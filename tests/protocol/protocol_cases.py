@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem
+from overlap.collectives.rows import row_kernels
+from overlap.collectives.rows.chunks import RowsPlan
 from overlap.emulation import EmulationError, emulate
-from overlap.experts import row_kernels
-from overlap.experts.chunks import RowsPlan
 from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target, emulating
 from overlap.primitives import PeerGroup

@@ -25,9 +25,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
+from overlap.collectives.rows import row_kernels
+from overlap.collectives.rows.chunks import RowsPlan
 from overlap.emulation import EmulationError, Launch, emulate, run_sequence
-from overlap.experts import row_kernels
-from overlap.experts.chunks import RowsPlan
 from overlap.kernels.target import current_target
 from overlap.primitives import PeerGroup
 

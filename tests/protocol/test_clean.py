@@ -16,8 +16,8 @@ import pytest
 
 from overlap.collectives import communicator
 from overlap.collectives.gather.ring import RingTransport
+from overlap.collectives.rows import chunks, row_kernels
 from overlap.emulation import DeadlockError
-from overlap.experts import chunks, row_kernels
 from overlap.kernels.blackwell import mainloop as blackwell
 from overlap.primitives import PeerGroup, handshake
 from tests.oracle import make_mesh

@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.experts.chunks import Chunk, Refs, RowsPlan, launch
+from overlap.collectives.rows.chunks import Chunk, Refs, RowsPlan, launch
 from overlap.kernels.landing import landing_place, lands_in_an_operand
 from overlap.primitives import PeerGroup, semaphore_signal_peer, stalls, tma_load, tma_store, wait_stores_landed
 from overlap.primitives.integers import quotient, remainder

@@ -6,7 +6,7 @@
 Per token and direction, an all-gather moves D - 1 rows, and an exchange of the routes k (D - 1) / D. So for D ≤ k the
 gather moves no more, and it needs neither counts on the wire nor shapes that depend on the data.
 
-Each operation is the other's backward pass, since `overlap/experts/rows.py` and jax's collectives are each other's
+Each operation is the other's backward pass, since the maps of `rows.py` and jax's collectives are each other's
 transposes. The products are `grouped_matmul`'s.
 """
 
@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 from overlap import emulation
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.experts.routing import Routing, axis_of
-from overlap.experts.rows import Movement, added, copied
+from overlap.collectives.rows.routing import Routing, axis_of
+from overlap.collectives.rows.rows import Movement, added, copied
 from overlap.frame import arguments, call, sharded
 from overlap.frame.arguments import shown
 from overlap.frame.by_xla import in_device_memory

@@ -33,9 +33,9 @@ from jax.interpreters import ad
 
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
-from overlap.experts import row_kernels
-from overlap.experts.chunks import RowsPlan
-from overlap.experts.routing import Routing, gathered
+from overlap.collectives.rows import row_kernels
+from overlap.collectives.rows.chunks import RowsPlan
+from overlap.collectives.rows.routing import Routing, gathered
 from overlap.frame.explain import record
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
