@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem, default_out_dtype
-from overlap.collectives.operations import PUBLIC
 from overlap.kernels.operations import BY_NAME, Layout
 from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, shapes, specs
@@ -187,7 +186,7 @@ def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array
         keywords["lhs_scale"] = own(scales, P(AXIS, None))
     expected = own(expected, specs(problem)[2]).astype(problem.out_dtype)
     rhs = [shards[1][:, :64], shards[1][:, 64:]] if case.sides else shards[1]
-    out = PUBLIC[spec.function].function(
+    out = spec.load_function()(
         shards[0], rhs, axis, transpose_lhs=problem.transpose_lhs, transpose_rhs=problem.transpose_rhs,
         implementation="fused", **({"return_gathered": True} if case.sides else {}), **keywords,
     )  # fmt: skip

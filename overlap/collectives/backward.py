@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ from overlap.frame.operation import LaunchPlan, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT16
 
-# Makes the operation that computes the cotangent of the left operand of another.
-Transpose = Callable[[Any], Operation]
+# Why an operation of the backward pass has its transport.
+AS_FORWARD = "as in the forward pass"
 
 
 def backward(
@@ -43,7 +42,7 @@ def backward(
         return None
     dtype = given.preferred_element_type if given.preferred_element_type in FLOAT16 else jnp.float32
     given = dataclasses.replace(given, preferred_element_type=dtype)
-    if not operation.reduces:
+    if not operation.spec.sums:
         given = dataclasses.replace(given, lhs=given.lhs[0])
     transposed = normalize(operation, given)
     if passenger is not None:

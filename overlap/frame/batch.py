@@ -39,7 +39,7 @@ def batched(
     if operands.group_sizes is not None:
         return _one_by_one(operands, is_batched, plan, fused)
     symbolic = arguments.why_symbolic(f"`jax.vmap` over {axis_size} elements", [axis_size])
-    if cannot := symbolic or plan.operation.why_not_batched(is_batched, axis_size, plan):
+    if cannot := symbolic or plan.operation.kernel.why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         record_as_batched(plan.operation.name, plan.config, cannot)
@@ -55,7 +55,7 @@ def batched(
         if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
-    together = plan.operation.batched_together
+    together = plan.operation.kernel.batched_together
     folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
     outs, kept = fused(dataclasses.replace(operands, **folded), plan)
 
@@ -131,7 +131,7 @@ def _epilogue_by_xla(
     axis, nothing = None, dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
-    if plan.operation.reduces:
+    if plan.operation.spec.sums:
         # Each device scales its own product before the sum over the devices. So the scales stay with the products.
         scales = ("row_scale", "column_scales")
         matrices, is_batched_matrices = (

@@ -1,7 +1,7 @@
 """Runs a call: normalize → choose a configuration → check → decide → plan → derivatives and `vmap` → launch.
 
-A public operation has a function `prepare`, which turns its arguments into an `Operation` and a checked `Call`. `run`
-does the rest. `explain` stops after the decision between the fused kernel and XLA (`overlap.explain` traces `run`).
+A public function is a signature: it hands its arguments to `run`, with the `OperationSpec` of the operation. `explain`
+stops after the decision between the fused kernel and XLA (`overlap.explain` traces `run`).
 
 The fused kernel lies behind a primitive of jax (`primitive.py`), which has its own rules for derivatives
 (`derivative.py`) and for `jax.vmap` (`batch.py`).
@@ -10,22 +10,55 @@ The fused kernel lies behind a primitive of jax (`primitive.py`), which has its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from overlap import _settings, emulation
 from overlap.choice import dispatch
-from overlap.frame import arguments, sharded
+from overlap.frame import activation as activations
+from overlap.frame import arguments, products, sharded
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
-from overlap.frame.operands import Leaf, Operands, Results
+from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_class
+from overlap.frame.normalize import normalize
+from overlap.frame.operands import Leaf, Operands, Results, accumulator
 from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.peers import peer_group_of
 from overlap.frame.primitive import fused
 from overlap.frame.signatures import Arguments
+from overlap.kernels import groups
 from overlap.kernels.config import Config
+from overlap.kernels.launch import checks_numbers
+from overlap.kernels.operations import OperationSpec
 from overlap.kernels.target import Target
 
-Prepare = Callable[[Arguments], tuple[Operation, Call]]
+
+def prepare(spec: OperationSpec, given: Arguments) -> tuple[Operation, Call]:
+    """Checks the arguments of a call. Returns the operation with what is static, and the checked call.
+
+    Raises:
+      ValueError: an argument is wrong, or arguments do not fit each other.
+    """
+    operation = Operation(spec)
+    if spec.transports:
+        # `dimension` has a default in all operations but those that gather the right operand.
+        more = ", dimension=…" if spec.gathers_rhs else ""
+        group = peer_group_of(spec.function, arguments.axis_name(given.axis_name), more=more)
+        operation = dataclasses.replace(operation, group=group, transport=spec.transports[0])
+    if "ring" in spec.transports:
+        chosen: Any = arguments.one_of("transport", given.transport, spec.transports)
+        reason = "asked for" if chosen else kernel_class(spec.kernel).why_usual
+        operation = dataclasses.replace(operation, transport=chosen or spec.transports[0], transport_reason=reason)
+    operation = dataclasses.replace(
+        operation,
+        combines=spec.takes_activation_of_all and activations.takes_all(given.activation, given.rhs),
+        returns_gathered=given.return_gathered,
+        clears=(True, True) if checks_numbers() else given.clears,
+    )
+    return operation, normalize(operation, given)
 
 
 def check_choice(given: Arguments) -> None:
@@ -39,15 +72,15 @@ def decide(operation: Operation, call: Call, asked: dispatch.Asked) -> dispatch.
 
     def check(config: Config, target: Target) -> None:
         operation.check_keywords(call)
-        operation.check(call, config, target)
+        operation.kernel.check(call, config, target)
 
     _settings.require_valid()
     target = dispatch.target()
     if reason := why_not_fused(call.operands.named):
         choice = dispatch.leave_to_xla(operation.name, asked.implementation, target, reason)
     else:
-        problem = operation.problem(call.form)
-        circumstances = operation.circumstances(call)
+        problem = operation.kernel.problem(call.form)
+        circumstances = operation.kernel.circumstances(call)
         choice = dispatch.decide(operation.name, asked, target, check, problem, circumstances)
     return dataclasses.replace(choice, shapes=str(call.form))
 
@@ -64,18 +97,42 @@ def why_not_fused(named: Sequence[tuple[str, Leaf]]) -> str:
     return next(filter(None, (arguments.why_symbolic(*shape) for shape in shapes)), "")
 
 
-def run(prepare: Prepare, given: Arguments) -> Any:
+def run(spec: OperationSpec, given: Arguments) -> Any:
     """Runs a public operation."""
     arguments.require_values(**given.arrays)
     check_choice(given)
-    operation, call = prepare(given)
-    return run_prepared(operation, call, dispatch.Asked(given.config, given.implementation))
+    operation, call = prepare(spec, given)
+    asked = dispatch.Asked(given.config, given.implementation)
+    if spec.groups and call.not_elementwise and given.implementation != "fused":
+        return _activated_by_xla(operation, call, asked)
+    return run_prepared(operation, call, asked)
 
 
-def explain(prepare: Prepare, given: Arguments) -> dispatch.Explanation:
+def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -> jax.Array:
+    """Computes products of groups, and applies by XLA an activation that no kernel can compute.
+
+    XLA's own product takes long. So the kernel computes the values, in float32.
+    """
+    sizes = groups.clipped(call.operands.group_sizes, call.form.m)
+    call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, group_sizes=sizes))
+    product = products.of(call.operands)
+    wide = accumulator(call.form.dtype)
+    names = tuple(name for name in call.given if name != "activation")
+    bare = dataclasses.replace(call, by_xla=None, container=None, given=names, combines=False, not_elementwise="")
+    values = []
+    for index in range(len(call.operands.rhs_list)):
+        operands = call.operands.for_rhs(index)
+        one = dataclasses.replace(bare, operands=operands, form=Form.of(operands, call.form.layouts, wide))
+        values.append(run_prepared(operation.apart, one, asked))
+    applied = product.guarded(call.by_xla)
+    assert applied is not None
+    return applied(values)[0].astype(call.form.out_dtype)
+
+
+def explain(spec: OperationSpec, given: Arguments) -> dispatch.Explanation:
     """Checks a call of a public operation and says what would run. Same arguments and errors."""
     check_choice(given)
-    operation, call = prepare(given)
+    operation, call = prepare(spec, given)
     return decide(operation, call, dispatch.Asked(given.config, given.implementation))
 
 
@@ -92,9 +149,9 @@ def run_prepared(
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, asked)
-    operation.check_placement(call, choice.implementation)
+    operation.kernel.check_placement(call, choice.implementation)
     record(dataclasses.replace(choice, plan=purpose))
-    if choice.config is None and not operation.has_own_derivatives:
+    if choice.config is None and not operation.spec.groups:
         return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
     if choice.config is not None and choice.target.platform == "cpu":
         emulation.enable()
@@ -102,6 +159,6 @@ def run_prepared(
     plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
 
     def run(operands: Operands) -> Results:
-        return sharded.in_enterable_axes(lambda operands: fused(operands, plan), operation.typed(operands))
+        return sharded.in_enterable_axes(lambda operands: fused(operands, plan), operation.kernel.typed(operands))
 
     return call.restore(in_device_memory(run, call.operands))

@@ -55,7 +55,7 @@ def derivative(
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.)
-        bare, sums = plan.operation.before_activation(plan), dataclasses.replace(operands, scalars=())
+        bare, sums = plan.operation.kernel.before_activation(plan), dataclasses.replace(operands, scalars=())
         several = plan.operation.combines and not bare.operation.takes_lists
         runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
         products, kept = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs), runs[0][1]
@@ -64,7 +64,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=plan.operation.of_tangents(plan),
+        by_xla=plan.operation.kernel.of_tangents(plan),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -111,14 +111,14 @@ def _cotangents(
     is_kept = gathered is not None and operands.passenger is None
     d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
     # (jax and XLA remove gathers that turn out to be unused.)
-    whole = operation.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
+    whole = operation.before.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
     if is_kept:
         whole = dataclasses.replace(whole, lhs=gathered)
     d_scalars = operands.scalars
     if products is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
     d_parts, d_lefts = d_outs, None
-    if operation.reduces:
+    if operation.spec.sums:
         d_part, d_lefts = _through_sum(plan, d_outs[0], whole, wanted)
         d_parts = (d_part,)
     parts = [
@@ -126,10 +126,10 @@ def _cotangents(
     ]
     gs = [part.g for part in parts]
     direct, wanted_rights = None, (*wanted.rhs_list, *wanted.more_rights)
-    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.reduces and d_kept is None:
+    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.spec.sums and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
         passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
-        if (one := operation.lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
+        if (one := operation.kernel.lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
             direct, gathered = one
             whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
     # One product, a sum of products with one cotangent, or several products of one left operand.
@@ -157,7 +157,9 @@ def _cotangents(
         more_lefts=tuple(more_lefts),
         more_rights=d_rights[len(whole.rhs_list) :],
     )
-    found = operation.scattered(found, d_kept, operands, wanted, plan.layouts)
+    found = operation.before.scattered(found, d_kept, operands, wanted, plan.layouts)
+    if operands.passenger is not None:
+        found = dataclasses.replace(found, passenger=operation.after.scattered_passenger(d_kept, wanted))
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
 
 
@@ -169,11 +171,11 @@ def _through_sum(
     own = d_sum.astype(plan.out_dtype)
     wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
     if wanted_lefts and not whole.is_scaled:
-        both = plan.operation.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
+        both = plan.operation.kernel.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
         if both is not None:
             d_lefts, d_part = both
             return d_part, d_lefts
-    return plan.operation.product_cotangent(own), None
+    return plan.operation.after.product_cotangent(own), None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +256,10 @@ def _pair(whole: Operands, lhs: jax.Array, rhs: jax.Array) -> Operands:
 
 
 def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if pair.group_sizes is not None and (one := plan.operation.lhs_cotangent([g], pair, None, dtype, plan)) is not None:
+    if (
+        pair.group_sizes is not None
+        and (one := plan.operation.kernel.lhs_cotangent([g], pair, None, dtype, plan)) is not None
+    ):
         return one[0]
     lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
@@ -266,7 +271,7 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
 
 
 def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (one := plan.operation.rhs_cotangent(pair, g, dtype, plan)) is not None:
+    if (one := plan.operation.kernel.rhs_cotangent(pair, g, dtype, plan)) is not None:
         return one
     lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
@@ -286,7 +291,7 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
     Operands of different dtypes are converted to one that holds both.
     """
     if pair.group_sizes is not None:
-        return plan.operation.times(pair, layouts, dtype, plan)
+        return plan.operation.kernel.times(pair, layouts, dtype, plan)
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
         # All 8-bit floats are exact in 16 bits.
@@ -296,4 +301,4 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
             lhs, rhs = lhs.astype(F32), rhs.astype(F32)
         return by_xla.times(lhs, rhs, layouts, F32)
     dtype = jnp.dtype(dtype if dtype in FLOAT16 else F32)
-    return plan.operation.times(Operands(lhs, (rhs,)), layouts, dtype, plan)
+    return plan.operation.kernel.times(Operands(lhs, (rhs,)), layouts, dtype, plan)

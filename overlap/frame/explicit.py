@@ -14,7 +14,6 @@ from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, sharded
-from overlap.frame.call import Prepare
 from overlap.frame.explain import settled
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Leaf, accumulator
@@ -22,17 +21,19 @@ from overlap.frame.operation import Operation
 from overlap.frame.signatures import AnyMesh, Arguments
 from overlap.kernels import launch
 from overlap.kernels.block_scales import SCALE_DTYPE
+from overlap.kernels.operations import OperationSpec
 
 _SCALES = ("lhs_scale", "rhs_scale")
 
 
-def run(operation: Operation, prepare: Prepare, given: Arguments) -> Any:
+def run(spec: OperationSpec, given: Arguments) -> Any:
     """Runs a call of an operation that communicates nothing: on each device's shards, if types say how these lie."""
     arguments.require_values(**given.arrays)
     call.check_choice(given)
+    operation = Operation(spec)
     if (mesh := sharded.mesh_of(*jax.tree.leaves(given.arrays))) is not None:
         try:
-            return _cut(operation, mesh, given)(functools.partial(call.run, prepare))
+            return _cut(operation, mesh, given)(functools.partial(call.run, spec))
         except NotImplementedError as cannot:
             if given.implementation == "fused":
                 raise
@@ -41,8 +42,8 @@ def run(operation: Operation, prepare: Prepare, given: Arguments) -> Any:
                     launch.leave_to_xla(operation.name, str(cannot), must_fuse=False)
                 given = dataclasses.replace(given, implementation="xla")
             with settled(Explanation(operation.name, "xla", None, str(cannot), Cause.NOT_SERVED, dispatch.target())):
-                return call.run(prepare, given)
-    return call.run(prepare, given)
+                return call.run(spec, given)
+    return call.run(spec, given)
 
 
 def _cut(

@@ -110,12 +110,12 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
 def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> list[tuple[Leaf, Leaf]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
-    if counts[0] is not None and not operation.reduces:
+    if counts[0] is not None and not operation.spec.sums:
         raise ValueError(
             f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
             "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
         )
-    if not operation.reduces or counts == [None, None]:
+    if not operation.spec.sums or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
         left, right = ("one array" if count is None else f"a list of {count}" for count in counts)
@@ -191,7 +191,7 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
             )
     if lhs.dtype != rhs.dtype and not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
         raise ValueError(f"`lhs` and `rhs` must have the same dtype, got {lhs.dtype} and {rhs.dtype}: cast one of them")
-    shards = operation.gather_factors["k"]
+    shards = operation.before.factors["k"]
     (_, lhs_k), (rhs_k, _) = layouts.m_k(lhs.shape), layouts.k_n(rhs.shape)
     if lhs_k == shards * rhs_k:
         return
@@ -202,16 +202,16 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
             f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`dimension`), or is one of "
             "them transposed?"
         )
-    if operation.reduces and max(lhs_k, rhs_k) == operation.summed_over * min(lhs_k, rhs_k):
+    if operation.spec.sums and max(lhs_k, rhs_k) == operation.after.summed_over * min(lhs_k, rhs_k):
         raise ValueError(
             f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
             f"k={rhs_k} in rhs {tuple(rhs.shape)}: one of them is not sharded along it over the "
-            f"{operation.summed_over} devices (`in_specs` of `jax.shard_map`)"
+            f"{operation.after.summed_over} devices (`in_specs` of `jax.shard_map`)"
         )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
         f"k={rhs_k} in rhs {tuple(rhs.shape)}: is one of them transposed (`transpose_rhs`)"
-        f"{', or `rhs` sharded along its other dimension' if operation.gather_factors['n'] > 1 else ''}?"
+        f"{', or `rhs` sharded along its other dimension' if operation.before.factors['n'] > 1 else ''}?"
     )
 
 

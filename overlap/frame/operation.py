@@ -1,16 +1,12 @@
-"""The interface of an operation, everything in which operations differ, and the calls and plans that it works on.
-
-The defaults here are right for an operation that communicates nothing.
-"""
+"""An operation, and the calls and plans that it works on."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, ClassVar, final
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +14,11 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.choose import choose_config
-from overlap.choice.problem import Problem
 from overlap.frame import block_scales, by_xla
 from overlap.frame.activation import Activation, BoundActivation, on_all
 from overlap.frame.form import Form
+from overlap.frame.kernel import Kernel, kernel_class
+from overlap.frame.moves import NOTHING, Gather, Move, Sum
 from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, summed_as
 from overlap.frame.products import of as products_of
 from overlap.kernels import epilogue
@@ -29,8 +26,8 @@ from overlap.kernels.config import Config
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
+from overlap.primitives import PeerGroup
 
-NOTHING_GATHERED = MappingProxyType({"m": 1, "n": 1, "k": 1})
 _WAYS_AROUND = {
     "bias": "add it to the result",
     "addend": "add it to the result",
@@ -198,7 +195,7 @@ class LaunchPlan:
         another one is chosen.
         """
         form = dataclasses.replace(self.form, out_dtype=F32)
-        problem = self.operation.problem(form)
+        problem = self.operation.kernel.problem(form)
         config = self.config
         if not problem.accepts(config, self.target):
             config, _ = choose_config(problem, self.target)
@@ -209,29 +206,29 @@ class LaunchPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation, with the static data of one call, such as its devices. Hashable; equal operations run one kernel.
+    """An operation, *move · product · move*, with the static data of one call. Equal operations run one kernel.
 
     Attributes:
       spec: what the operation does, whatever the call.
-      takes_lists: whether `rhs` may be a list.
+      group: the devices; None if the operation communicates nothing.
       combines: whether the activation takes the values of all right operands, side by side, and makes one result of
         them.
-      takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
+      returns_gathered: whether the gathered left operand is a result as well.
       transport: how data travels between devices in the fused kernel; empty: no data travels.
-      takes_block_scales: whether the fused kernel takes scales of blocks.
-      has_own_derivatives: whether the derivatives are the frame's also where XLA computes the product. Else they are
-        jax's.
-      batched_together: names of fields of `Operands`. In the kernel all of them have a batch dimension if one has.
+      transport_reason: why the transport is used; empty if there is no choice.
+      clears: of products of groups, whether the rows behind all groups must be zeros in the result, and in the
+        cotangent of `lhs`. The kernel leaves them undefined if nobody reads them.
+      takes_parts: True: the arrays are a device's parts, as inside `jax.shard_map`. False: they are global.
     """
 
-    spec: ClassVar[OperationSpec]
-    takes_lists = False
-    combines = False
-    takes_parts = True
-    transport = ""
-    takes_block_scales = False
-    has_own_derivatives = False
-    batched_together = frozenset()
+    spec: OperationSpec
+    group: PeerGroup | None = None
+    combines: bool = False
+    returns_gathered: bool = False
+    transport: Transport = ""
+    transport_reason: str = ""
+    clears: tuple[bool, bool] = (True, True)
+    takes_parts: bool = True
 
     @property
     def name(self) -> str:
@@ -239,53 +236,47 @@ class Operation:
         return self.spec.function
 
     @property
-    def reduces(self) -> bool:
-        """Whether products are summed over devices, before the rest. `lhs` and `rhs` may then be lists of pairs."""
-        return self.spec.sums
+    def before(self) -> Move:
+        """What moves before the product."""
+        return Gather(self.spec.gathers, self.peers) if self.spec.gathers else NOTHING
+
+    @property
+    def after(self) -> Move:
+        """What moves after the product."""
+        return Sum(self.spec.scatters, self.peers) if self.spec.sums else NOTHING
+
+    @property
+    def kernel(self) -> Kernel:
+        """What checks, launches and differentiates the operation's kernel. It is found by the name in the spec."""
+        return kernel_class(self.spec.kernel)(self)
+
+    @property
+    def peers(self) -> PeerGroup:
+        """The devices of an operation that communicates."""
+        assert self.group is not None
+        return self.group
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether `rhs` may be a list: of several products of one gather, or for an activation of all of them."""
+        return self.combines or self.spec.gathers == "m" or not self.takes_parts
 
     @property
     def apart(self) -> Operation:
-        """The operation whose results are one for each right operand, if it `combines` them; else the same."""
-        return self
-
-    @property
-    def summed_over(self) -> int:
-        """How many devices' products are summed, if `reduces`."""
-        return 1
-
-    @property
-    def gather_factors(self) -> Mapping[str, int]:
-        """How many times the size of a shard the product of one device has, in m, n and k.
-
-        The shard is that of `lhs` for m, and that of `rhs` for n and k.
-        """
-        return NOTHING_GATHERED
+        """The operation whose results are one for each right operand."""
+        return dataclasses.replace(self, combines=False)
 
     def result_shape(self, m: int, n: int) -> tuple[int, int]:
-        """Rows and columns of a device's result.
-
-        Args:
-          m: rows of a device's `lhs`.
-          n: columns of a device's `rhs`.
+        """Rows and columns of a device's result, for m rows of its `lhs` and n columns of its `rhs`.
 
         Raises:
           ValueError: the devices cannot have equal blocks of the result.
         """
-        return m * self.gather_factors["m"], n * self.gather_factors["n"]
-
-    # --- The choice ---
-
-    def problem(self, form: Form) -> Problem:
-        """Returns what a configuration is chosen from."""
-        raise NotImplementedError
-
-    def check(self, call: Call, config: Config, target: Target) -> None:
-        """Raises, as `limits.check` does, if the fused kernel cannot serve the call."""
-        raise NotImplementedError
+        return self.after.result_shape(self.name, *self.before.result_shape(self.name, m, n))
 
     def check_keywords(self, call: Call) -> None:
         """Raises NotImplementedError if the fused kernel does not take the call's epilogue or its scales of blocks."""
-        if call.operands.is_block_scaled and not self.takes_block_scales:
+        if call.operands.is_block_scaled and not self.kernel.takes_block_scales:
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no `lhs_scale` and `rhs_scale` of blocks yet: "
                 'use implementation="xla", which runs by default'
@@ -309,135 +300,26 @@ class Operation:
         """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""
         with contextlib.suppress(NotImplementedError):
             self.check_keywords(call)
-            self.check(call, config, dispatch.target())
+            self.kernel.check(call, config, dispatch.target())
 
-    def check_placement(self, call: Call, implementation: str) -> None:
-        """Raises NotImplementedError if an implementation, "fused" or "xla", cannot run where the operands lie."""
-
-    def circumstances(self, call: Call) -> dispatch.Circumstances:
-        """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
-        return dispatch.Circumstances()
-
-    # --- The kernel ---
-
-    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        """Runs the kernel on checked operands."""
-        raise NotImplementedError
-
-    def typed(self, operands: Operands) -> Operands:
-        """Returns the operands, typed as varying along the axes of the kernel's peers (`kernels/varying.py`)."""
-        return operands
-
-    def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
-        """Returns why the kernel cannot compute a `jax.vmap` (see `batch`) as its own batch; None if it can."""
-        return None
-
-    # --- Derivatives ---
-
-    def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
-        """Returns the plan of what goes into the activation, which the derivative of the activation needs.
-
-        Where no kernel has f32 results, as in gathers, or the activation takes several products, it has the results'
-        dtype.
-        """
-        return plan.in_f32 or dataclasses.replace(plan, operation=self.apart, activation=None)
-
-    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
-        """Returns the operation as forward mode differentiates it: a function of operations with derivatives."""
-        return plan.by_xla
-
-    # --- The implementation by XLA, and the backward pass ---
-
-    @final
     def by_xla(self, operands: Operands, form: Form, activation: BoundActivation) -> Results:
         """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
-        An operation says what differs in `gathered`, `reduced` and their kin, since the derivatives use these, too.
         Products that are summed over devices are rounded to the results' dtype before they are sent, but not to
         float16, in which sums could overflow.
         """
         layouts, out_dtype = form.layouts, form.out_dtype
-        gathered = block_scales.gathered(operands, lambda given: self.gathered(given, layouts))
-        if not self.reduces:
+        gathered = block_scales.gathered(operands, lambda given: self.before.gathered(given, layouts))
+        if not self.spec.sums:
             outs = by_xla.products(gathered, layouts, out_dtype, activation)
-            return outs, self.kept(gathered.lhs, operands.lhs)
+            kept = self.before.kept(gathered.lhs, operands.lhs) if self.returns_gathered else None
+            return outs, kept
         bare = dataclasses.replace(gathered, biases=None, addends=None)
         sent = by_xla.products(bare, layouts, summed_as(out_dtype), None)
-        sums = tuple(self.reduced(x).astype(out_dtype) for x in sent)
-        travelled = self.gathered_passenger(operands)
+        sums = tuple(self.after.reduced(x).astype(out_dtype) for x in sent)
+        travelled = self.after.gathered_passenger(operands)
         if gathered.biases is None and gathered.addends is None and activation is None:
             return sums, travelled
         rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
         wide = accumulator(operands.lhs.dtype)
         return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
-
-    def gathered(self, operands: Operands, layouts: OperandLayouts) -> Operands:
-        """By XLA: gathers what the operation gathers. Returns the operands of the product that one device computes."""
-        return operands
-
-    def reduced(self, product: jax.Array) -> jax.Array:
-        """By XLA: sums a device's product over the devices. Returns this device's part of the result."""
-        return product
-
-    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        """The transpose of `reduced`: the cotangent of a product from that of this device's part of the result."""
-        return cotangent
-
-    def kept(self, gathered_lhs: jax.Array, lhs: jax.Array) -> jax.Array | None:
-        """Returns the gathered left operand if it is a result of the operation; else None."""
-        return None
-
-    def scattered(
-        self,
-        cotangents: Operands,
-        d_kept: jax.Array | None,
-        operands: Operands,
-        wanted: Operands,
-        layouts: OperandLayouts,
-    ) -> Operands:
-        """Returns the operands' cotangents, given those of the gathered operands: the transpose of `gathered`.
-
-        Args:
-          cotangents: of the gathered operands.
-          d_kept: the cotangent of `kept`; None if there is none.
-          operands: the operands, before they are gathered.
-          wanted: which cotangents are wanted, as for `linear.linear_map`.
-          layouts: how the operands lie in memory.
-        """
-        return cotangents
-
-    def gathered_passenger(self, operands: Operands) -> jax.Array | None:
-        """By XLA: gathers `Operands.passenger`, if there is one."""
-        return None
-
-    def lhs_cotangent(
-        self,
-        gs: Sequence[jax.Array],
-        whole: Operands,
-        passenger: jax.Array | None,
-        dtype: DTypeLike,
-        plan: LaunchPlan,
-    ) -> tuple[jax.Array, jax.Array | None] | None:
-        """Returns the cotangent Σ g rhsᵀ of the left operand, multiplied, added and scattered by one kernel.
-
-        Also returns the passenger, gathered meanwhile, or None if it does not travel with this kernel. Returns None if
-        there is no such kernel: then `times` and `scattered` do the same. `whole` are the operands, gathered.
-        """
-        return None
-
-    def lhs_and_product_cotangents(
-        self, cotangent: jax.Array, rights: Sequence[jax.Array], dtype: DTypeLike, plan: LaunchPlan
-    ) -> tuple[Sequence[jax.Array], jax.Array] | None:
-        """Returns g rhsᵀ for the right operand of each pair, and g, which is `product_cotangent(cotangent)`.
-
-        It is one kernel; None if there is none. Then `product_cotangent` and `times` do the same.
-        """
-        return None
-
-    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array | None:
-        """Returns the cotangent lhsᵀ g of the right operand of a pair; None if `times` computes it."""
-        return None
-
-    def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
-        """Returns a product of the backward pass."""
-        return by_xla.times(pair.lhs, pair.rhs_list[0], layouts, dtype)

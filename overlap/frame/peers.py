@@ -1,13 +1,36 @@
-"""Whether kernels may talk to the other devices of a group."""
+"""The devices of a collective, and whether kernels may talk to them."""
 
 from __future__ import annotations
 
 import jax
 
 from overlap.frame.explain import explained_mesh
+from overlap.frame.signatures import AxisName
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup, windows
 from overlap.primitives.host_mesh import HostMesh, several_hosts
+from overlap.primitives.peers import outside_shard_map
+
+
+def peer_group_of(op: str, axis_name: AxisName, *, more: str = "") -> PeerGroup:
+    """Returns the devices along `axis_name` of the enclosing `jax.shard_map`'s mesh.
+
+    Args:
+      op: the operation's name, for messages.
+      axis_name: one axis, or a tuple of axes that count as one; a tuple of one axis is that axis.
+      more: further arguments that a call needs, for messages.
+
+    Raises:
+      ValueError: there is no enclosing `shard_map`, or its mesh lacks one of the axes; or `axis_name` is an empty
+        tuple, or names an axis twice.
+    """
+    if outside := outside_shard_map():
+        raise ValueError(
+            f"`{op}` must be called inside `jax.shard_map`, and {outside}: wrap the call, e.g. "
+            f"jax.shard_map(lambda x, w: overlap.{op}(x, w, {axis_name!r}{more}), mesh=mesh, in_specs=…, out_specs=…); "
+            "`overlap.explain` takes mesh=…"
+        )
+    return PeerGroup.of(axis_name, caller=op)
 
 
 def require_peers(group: PeerGroup, target: Target) -> None:

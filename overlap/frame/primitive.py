@@ -40,7 +40,7 @@ def fused(operands: Operands, plan: LaunchPlan) -> Results:
     if marks.current() is not None:
         # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
         # effect of tracing. A primitive would not let them through.
-        return plan.operation.launch(operands, plan.of(operands))
+        return plan.operation.kernel.launch(operands, plan.of(operands))
     plan = plan.of(operands)
     leaves, structure = jax.tree.flatten(operands)
     traced, types = tracer_of(plan.without_function, structure)(*leaves)
@@ -61,7 +61,7 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
         if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
             return plan.operation.by_xla(operands, plan.form, _stand_in(plan, operands))
         with _timed(plan):
-            return plan.operation.launch(operands, plan)
+            return plan.operation.kernel.launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 
@@ -73,7 +73,7 @@ def _timed(plan: LaunchPlan) -> AbstractContextManager[object]:
     """
     if plan.chosen is None or plan.form.groups is not None:  # (Products of groups were measured without.)
         return contextlib.nullcontext()
-    problem = plan.operation.problem(plan.form)
+    problem = plan.operation.kernel.problem(plan.form)
     ns = round(1e3 * predicted_us(plan.config, problem, plan.target))
     return set_xla_metadata(latency_metadata=str(ns))
 

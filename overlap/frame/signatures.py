@@ -38,7 +38,7 @@ class Arguments:
     """The arguments of a public function as the caller gave them, before any check.
 
     The functions share most keywords. A keyword that a function lacks keeps its default here. `scalars` are those that
-    `activation` captures, if it has been traced already (`activation.Activation`).
+    `activation` captures, if it has been traced already (`activation.Activation`). `clears` is that of `Operation`.
     """
 
     lhs: AnyArray | Sequence[AnyArray]
@@ -59,6 +59,7 @@ class Arguments:
     dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
+    clears: tuple[bool, bool] = (True, True)
 
     @property
     def epilogue(self) -> dict[str, object]:

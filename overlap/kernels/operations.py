@@ -6,7 +6,9 @@ An operation that gathers or scatters along either of two dimensions is declared
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal
 
 Dimension = Literal["", "m", "n", "k"]
 Layout = Literal["nn", "nt", "tn", "tt"]
@@ -61,6 +63,7 @@ class OperationSpec:
       name: the operation's name in tables and on the command line.
       function: the name of the public function.
       module: the module of the public function, within `overlap`.
+      kernel: the class of the kernel (`frame/kernel.py`): its module within `overlap`, a colon, and its name there.
       gathers: the dimension of the product along which the devices' shards of an operand are gathered.
       sums: whether products are summed over the devices.
       scatters: the dimension along which such a sum is cut into a block for each device; "" if all get the whole sum.
@@ -77,6 +80,7 @@ class OperationSpec:
     name: str
     function: str
     module: str
+    kernel: str
     gathers: Dimension = ""
     sums: bool = False
     scatters: Dimension = ""
@@ -91,6 +95,15 @@ class OperationSpec:
     def __str__(self) -> str:
         along = self.gathers or self.scatters
         return self.name if self.name == self.function else f"{self.function} (along {along})"
+
+    def load_function(self) -> Callable[..., Any]:
+        """Returns the public function."""
+        return getattr(importlib.import_module(f"overlap.{self.module}"), self.function)
+
+    @property
+    def takes_activation_of_all(self) -> bool:
+        """Whether an activation may take the values of all right operands."""
+        return not (self.sums or self.gathers_rhs)
 
     @property
     def replicates(self) -> bool:
@@ -110,11 +123,12 @@ class OperationSpec:
         return ("m", "n", "n") if self.gathers == "m" else ("m", self.gathers, "m") if self.gathers else ("", "", "")
 
 
-MATMUL = OperationSpec("matmul", "matmul", "single_gpu.matmul")
+MATMUL = OperationSpec("matmul", "matmul", "single_gpu.matmul", "single_gpu.matmul:MatmulKernel")
 GATHER_LHS = OperationSpec(
     "all_gather_lhs_matmul",
     "all_gather_lhs_matmul",
     "collectives.gather.all_gather_lhs_matmul",
+    "collectives.gather.kernels:GatherLhs",
     gathers="m",
     transports=("pull", "ring"),
     layouts=("nn", "nt"),
@@ -124,6 +138,7 @@ GATHER_RHS_N = OperationSpec(
     "all_gather_rhs_matmul_n",
     "all_gather_rhs_matmul",
     "collectives.gather.all_gather_rhs_matmul",
+    "collectives.gather.kernels:GatherRhs",
     gathers="n",
     transports=("pull",),
     keyword=("dimension", 1),
@@ -135,6 +150,7 @@ SCATTER_M = OperationSpec(
     "matmul_reduce_scatter",
     "matmul_reduce_scatter",
     "collectives.reduce.matmul_reduce_scatter",
+    "collectives.reduce.kernels:ReduceScatter",
     sums=True,
     scatters="m",
     transports=("push", "ring"),
@@ -145,6 +161,7 @@ ALL_REDUCE = OperationSpec(
     "matmul_all_reduce",
     "matmul_all_reduce",
     "collectives.reduce.matmul_all_reduce",
+    "collectives.reduce.kernels:AllReduce",
     sums=True,
     transports=("broadcast", "one_shot"),
 )
@@ -152,6 +169,7 @@ GROUPED = OperationSpec(
     "grouped_matmul",
     "grouped_matmul",
     "single_gpu.grouped_matmul",
+    "single_gpu.grouped_kernels:RowsOfGroups",
     layouts=("nn", "nt"),
     epilogue=("lhs_scale", "rhs_scale", "bias", "activation"),
     groups="m",
@@ -171,7 +189,14 @@ SCATTER_TOKENS = dataclasses.replace(
     GATHER_TOKENS, name="grouped_matmul_reduce_scatter", function="grouped_matmul_reduce_scatter", epilogue=("bias",)
 )
 # The product of the backward pass for the right operand of `grouped_matmul`. It has no public function.
-CONTRACTION = dataclasses.replace(GROUPED, name="grouped_matmul_k", layouts=("tn",), epilogue=(), groups="k")
+CONTRACTION = dataclasses.replace(
+    GROUPED,
+    name="grouped_matmul_k",
+    kernel="single_gpu.grouped_kernels:Contraction",
+    layouts=("tn",),
+    epilogue=(),
+    groups="k",
+)
 OPERATIONS = (
     MATMUL,
     GATHER_LHS,

@@ -19,19 +19,8 @@ from overlap.sharded.dimensions import Dimensions
 NAME = "sharded_matmul"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole(Operation):
-    """The product of global arrays as an operation. It is never run: `normalize` uses it to check arguments."""
-
-    combines: bool = False
-
-    spec = MATMUL
-    takes_lists = True
-    takes_parts = False
-
-    @property
-    def name(self) -> str:
-        return NAME
+# The product of global arrays. It is never run: `normalize` uses it to check arguments.
+_WHOLE = dataclasses.replace(MATMUL, function=NAME)
 
 
 def arrays(lhs: Any, rhs: Any, bias: Any, addend: Any) -> dict[str, Any]:
@@ -82,7 +71,7 @@ def whole_call(given: dict[str, Any], activation: Any, preferred: Any, dimension
         name: bare(name, x) if not several or name == "lhs" or type(x) in (list, tuple) else x
         for name, x in given.items()
     }
-    operation = _Whole(combines=takes_all(activation, given["rhs"]))
+    operation = Operation(_WHOLE, takes_parts=False, combines=takes_all(activation, given["rhs"]))
     transposed = dimensions.transpose_rhs
     whole = normalize(operation, Arguments(**types, preferred_element_type=preferred, transpose_rhs=transposed))
     for name, x in zip(("lhs", *whole.names), (given["lhs"], *_each(given["rhs"])), strict=True):

@@ -15,14 +15,13 @@ from jax.typing import DTypeLike
 
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
-from overlap.collectives.operations import PUBLIC
 from overlap.frame import by_xla, call
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.explain import settled
 from overlap.frame.operands import Operands, accumulator
 from overlap.frame.signatures import Arguments, PerRhs
 from overlap.kernels.config import Config
-from overlap.kernels.operations import EPILOGUE, GATHER_LHS, MATMUL, SCATTER_N
+from overlap.kernels.operations import EPILOGUE, GATHER_LHS, MATMUL
 from overlap.kernels.varying import axes_of, same_along, varying
 from overlap.sharded.plan import ShardingPlan
 from overlap.sharded.regather import with_gathered
@@ -157,7 +156,6 @@ class Product:
             preferred_element_type=self.out_dtype,
             config=self.config,
             implementation=self.implementation,
-            dimension=self._dimension_of_rhs(self.plan.dimension) if spec.gathers_rhs else int(spec is SCATTER_N),
             return_gathered=spec is GATHER_LHS and bool(self.keep_gathered),
         )
 
@@ -206,13 +204,12 @@ class Product:
 
     def _decide(self, given: Arguments, epilogue: _Epilogue) -> Explanation:
         given = given if self._is_behind(epilogue) else epilogue.of(given)
-        prepare = PUBLIC[self.plan.operation].prepare
         if self.decided is not None:
             # The kernel runs, also where XLA would be faster in this one of the three products.
-            choice = call.explain(prepare, dataclasses.replace(given, implementation="fused"))
+            choice = call.explain(self.plan.spec, dataclasses.replace(given, implementation="fused"))
             given_by = {name: getattr(self.decided, name) for name in ("reason", "cause", "ratio")}
             return dataclasses.replace(choice, plan=str(self.plan), **given_by)
-        choice = call.explain(prepare, given)
+        choice = call.explain(self.plan.spec, given)
         if self.why_xla:
             choice = dataclasses.replace(choice, reason=self.why_xla, cause=Cause.NOT_SERVED)
         return dataclasses.replace(choice, plan=str(self.plan))
@@ -222,7 +219,7 @@ class Product:
         if self.decided is not None:
             given = dataclasses.replace(given, config=choice.config)
         with settled(choice):
-            return call.run(PUBLIC[self.plan.operation].prepare, given)
+            return call.run(self.plan.spec, given)
 
     def _finished(self, outs: list[jax.Array], epilogues: list[_Epilogue]) -> list[jax.Array]:
         """Applies epilogues to the results of the fused kernel. XLA fuses each of them into one loop."""

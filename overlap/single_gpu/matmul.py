@@ -12,44 +12,30 @@ from overlap.choice import choose
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
-from overlap.frame import activation as activations
 from overlap.frame import by_xla, explicit, primitive, sharded
 from overlap.frame.explain import record
 from overlap.frame.form import Form
-from overlap.frame.normalize import normalize
+from overlap.frame.kernel import Kernel
 from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyArray, Arguments, Scale
-from overlap.kernels import launch, operations
+from overlap.kernels import launch
 from overlap.kernels.config import Config
-from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.operations import MATMUL, OperandLayouts
 from overlap.kernels.target import Target
 from overlap.primitives import marks
 from overlap.single_gpu import product
 
 
-@dataclasses.dataclass(frozen=True)
-class Matmul(Operation):
-    """The operation `matmul`. It communicates nothing, and its kernel takes all keywords of the epilogue."""
+class MatmulKernel(Kernel):
+    """The kernel of `matmul`. It communicates nothing, and takes all keywords of the epilogue."""
 
-    combines: bool = False
-
-    spec = operations.MATMUL
     takes_block_scales = True
-
-    @property
-    def apart(self) -> Operation:
-        return dataclasses.replace(self, combines=False)
-
-    @property
-    def takes_lists(self) -> bool:
-        # Several right operands of one product share nothing but an activation.
-        return self.combines
 
     def problem(self, form: Form) -> Problem:
         form = form.folded
         return Problem(
-            op=self.name,
+            op=self.operation.spec.name,
             m=form.m,
             n=form.n,
             k=form.k,
@@ -73,16 +59,17 @@ class Matmul(Operation):
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)
         form = Form.of(pair, layouts, dtype)
-        problem = MATMUL.problem(form)
+        alone = Operation(MATMUL)
+        problem = alone.kernel.problem(form)
         config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
         why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
-        chosen = Explanation(self.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
+        chosen = Explanation(self.operation.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
         record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
-        (out,), _ = primitive.fused(pair, LaunchPlan(MATMUL, form, plan.target, config))
+        (out,), _ = primitive.fused(pair, LaunchPlan(alone, form, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
@@ -92,9 +79,6 @@ class Matmul(Operation):
         # would be lost in a function that is sealed.
         out = (_sealed if marks.current() is None else product.launch)(rows, plan)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
-
-
-MATMUL = Matmul()
 
 
 def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
@@ -113,12 +97,6 @@ def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
     )
     kernel = of_leaves(lambda given: product.launch(given, plan))
     return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
-
-
-def prepare(given: Arguments) -> tuple[Matmul, Call]:
-    """Checks the arguments of `matmul`. Returns the operation and the checked call; see `overlap.frame.call`."""
-    operation = Matmul(combines=activations.takes_all(given.activation, given.rhs))
-    return operation, normalize(operation, given)
 
 
 def matmul(
@@ -222,4 +200,4 @@ def matmul(
         config=config,
         implementation=implementation,
     )
-    return explicit.run(MATMUL, prepare, given)
+    return explicit.run(MATMUL, given)

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
-from overlap.collectives.operations import PUBLIC
 from overlap.kernels.block_scales import ones_for
 from overlap.kernels.config import Config
 
@@ -33,7 +32,7 @@ def call_operation(
 ) -> jax.Array:
     """Calls the public function of a problem's operation, inside `jax.shard_map`. All scales of blocks are 1."""
     spec = problem.spec
-    function = PUBLIC[spec.function].function
+    function = spec.load_function()
     if spec.groups:
         keywords["group_sizes"] = jnp.full(problem.batch, problem.m)
     else:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from overlap import layers
-from overlap.single_gpu import grouped_matmul
+from overlap.frame import call
 from tests.layers.layer_cases import (
     AUTO,
     AXES,
@@ -264,13 +264,13 @@ def test_each_expert_begins_as_a_linear_layer() -> None:
 
 
 def test_dtypes_and_the_implementation_reach_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, product = [], grouped_matmul.run
+    given, product = [], call.run
 
-    def noted(found: Any, **more: Any) -> jax.Array:
+    def noted(spec: Any, found: Any) -> jax.Array:
         given.append((found.implementation, *(x.dtype.name for x in jax.tree.leaves((found.lhs, found.rhs)))))
-        return product(found, **more)
+        return product(spec, found)
 
-    monkeypatch.setattr(grouped_matmul, "run", noted)
+    monkeypatch.setattr(call, "run", noted)
     with jax.set_mesh(make_mesh(1, 2)):
         build = lambda: layers.ExpertMLP(8, 12, 4, 2, dtype=jnp.bfloat16, implementation="xla", rngs=nnx.Rngs(0))  # noqa: E731
         out, report = nnx.eval_shape(lambda: build()(jnp.zeros((4, 8))))

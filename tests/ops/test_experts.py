@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives.rows import rows
-from overlap.single_gpu import grouped_matmul
+from overlap.frame import call as calls
 from tests.ops.expert_cases import (
     HIDDEN,
     IN,
@@ -183,9 +183,9 @@ def test_copies_and_sums_are_each_others_transposes() -> None:
 
 
 def test_options_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, product = [], grouped_matmul.run
-    monkeypatch.setattr(grouped_matmul, "run", lambda found, **more: given.append(vars(found)) or product(
-        dataclasses.replace(found, config=None), **more))  # fmt: skip
+    given, product = [], calls.run
+    monkeypatch.setattr(calls, "run", lambda spec, found: given.append(vars(found)) or product(
+        spec, dataclasses.replace(found, config=None)))  # fmt: skip
     options: Any = {"preferred_element_type": jnp.float16, "config": overlap.Config(), "implementation": "xla"}
 
     def both(ids: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 
 import jax
@@ -15,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import Config
 from overlap.choice import dispatch
+from overlap.frame import call
 from overlap.frame.signatures import Arguments
+from overlap.kernels.operations import GROUPED
 from overlap.kernels.target import Target, emulating
-from overlap.single_gpu import grouped_matmul
 from tests import oracle
 from tests.ops.contract import BF16, E4M3, F32, assert_close
 
@@ -186,7 +188,7 @@ def test_where_jax_looks_for_nan_or_infinity_no_row_is_undefined(looks):
 
     def f(lhs):
         of_call = Arguments(lhs, given["rhs"], group_sizes=given["sizes"], implementation="fused")
-        return grouped_matmul.run(of_call, clears=(False, False))
+        return call.run(GROUPED, dataclasses.replace(of_call, clears=(False, False)))
 
     with looks(True), overlap.emulation.emulate():
         out, pull = jax.vjp(f, given["lhs"])
@@ -263,7 +265,7 @@ def test_the_gradient_of_a_left_operand_of_several_products_is_one_product(trans
 
     def loss(lhs, rhs, weights):
         of_call = Arguments(lhs, rhs, group_sizes=given["sizes"], activation=jnp.add, **how)
-        out = grouped_matmul.run(of_call, clears=(False, True))
+        out = call.run(GROUPED, dataclasses.replace(of_call, clears=(False, True)))
         return (jnp.where((jnp.arange(M) < sum(SIZES))[:, None], out, 0) * weights).sum()
 
     weights = jnp.asarray(np.random.default_rng(5).integers(-99, 100, (M, N)), BF16)

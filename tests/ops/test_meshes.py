@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from overlap import _compat
 from overlap.choice import dispatch
-from overlap.collectives.collective import peer_group_of
 from overlap.emulation import EmulationError
+from overlap.frame.peers import peer_group_of
 from overlap.primitives import PeerGroup, host_mesh
 from tests import oracle
 from tests.ops.contract import EVERY, FORMS, H200, running, struct

@@ -11,13 +11,12 @@ import pytest
 import overlap
 from overlap import emulation
 from overlap.collectives.gather import all_gather_lhs_matmul
-from overlap.collectives.reduce import matmul_reduce_scatter
 from overlap.kernels.operations import BY_NAME
 
 OPERATIONS = {getattr(overlap, spec.function) for spec in BY_NAME.values()}
 TRANSPORTS = {
-    overlap.all_gather_lhs_matmul: all_gather_lhs_matmul.TRANSPORTS,
-    overlap.matmul_reduce_scatter: matmul_reduce_scatter.TRANSPORTS,
+    overlap.all_gather_lhs_matmul: BY_NAME["all_gather_lhs_matmul"].transports,
+    overlap.matmul_reduce_scatter: BY_NAME["matmul_reduce_scatter"].transports,
 }
 NAMES = {(op, "implementation"): ("fused", "xla") for op in OPERATIONS} | {
     (op, "transport"): tuple(transports) for op, transports in TRANSPORTS.items()

@@ -19,34 +19,12 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.collective import peer_group_of
-from overlap.collectives.gather.operation import TRANSPORTS, AllGatherLhs
-from overlap.collectives.transposes import transposed
-from overlap.frame import activation as activations
 from overlap.frame import arguments, call
-from overlap.frame.normalize import normalize
-from overlap.frame.operation import Call
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, PerRhs, Scale, Sides
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_LHS
 
-NAME = GATHER_LHS.function
 GatherTransport = Literal["pull", "ring"]
-
-
-def prepare(given: Arguments) -> tuple[AllGatherLhs, Call]:
-    """Checks the arguments of `all_gather_lhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
-    chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
-    reason = "asked for" if chosen else TRANSPORTS["pull"].why
-    combines = activations.takes_all(given.activation, given.rhs)
-    operation = AllGatherLhs(
-        group, reason, given.return_gathered, combines, transport=chosen or "pull", transpose=transposed
-    )
-    return operation, normalize(operation, given)
-
-
-# --- The public function: the type of its result depends on `rhs`, `return_gathered` and `activation` -----------------
 
 
 class _Keywords(TypedDict, total=False):
@@ -200,7 +178,7 @@ def all_gather_lhs_matmul(
     """
     keep_gathered = arguments.flag("keep_gathered", keep_gathered)
     outs = call.run(
-        prepare,
+        GATHER_LHS,
         Arguments(
             lhs,
             rhs,

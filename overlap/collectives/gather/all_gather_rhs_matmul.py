@@ -13,56 +13,26 @@ Source: Zhao et al., "PyTorch FSDP" (VLDB 2023) for the layout; Wang et al. (ASP
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.collective import peer_group_of
-from overlap.collectives.gather import rhs_kernel
-from overlap.collectives.gather.operation import AllGather
 from overlap.frame import arguments, call
-from overlap.frame.normalize import normalize
-from overlap.frame.operands import Operands, Results, folded
-from overlap.frame.operation import Call, LaunchPlan
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_RHS_K, GATHER_RHS_N, OperationSpec
-from overlap.single_gpu.matmul import MATMUL
-
-NAME = GATHER_RHS_N.function
 
 
-@dataclasses.dataclass(frozen=True)
-class AllGatherRhs(AllGather):
-    """A product whose right operand is gathered. See `AllGather`."""
-
-    spec: OperationSpec = dataclasses.field(default=GATHER_RHS_N, kw_only=True)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
-        # at most one batch element.
-        rows = folded(operands, keep=False)
-        of_rows = plan.of(rows)
-        if self.group.size == 1:
-            (out,), _ = MATMUL.launch(rows, dataclasses.replace(of_rows, operation=MATMUL))
-        else:
-            out = rhs_kernel.launch(rows, of_rows, self.group, self.along)
-        leading = operands.lhs.shape[:-2]
-        return (out.reshape(*leading, out.shape[0] // math.prod(leading), out.shape[1]),), None
-
-
-def prepare(given: Arguments) -> tuple[AllGatherRhs, Call]:
-    """Checks the arguments of `all_gather_rhs_matmul` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name), more=", dimension=…")
+def _spec(given: Arguments) -> OperationSpec:
+    """Returns along which dimension of the product `rhs` is gathered: n or k."""
     transposed = arguments.flag("transpose_rhs", given.transpose_rhs)
     first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
-    dimension = arguments.index("dimension", given.dimension, (0, 1), f"0 (`rhs` is {first} per shard) or 1 ({second})")
-    operation = AllGatherRhs(group, spec=GATHER_RHS_K if (dimension == 0) != transposed else GATHER_RHS_N)
-    return operation, normalize(operation, given)
+    meaning = f"0 (`rhs` is {first} per shard) or 1 ({second})"
+    is_first = arguments.index("dimension", given.dimension, (0, 1), meaning) == 0
+    along_k = not is_first if transposed else is_first
+    return GATHER_RHS_K if along_k else GATHER_RHS_N
 
 
 def all_gather_rhs_matmul(
@@ -133,22 +103,20 @@ def all_gather_rhs_matmul(
 
     Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (VLDB 2023).
     """
-    return call.run(
-        prepare,
-        Arguments(
-            lhs,
-            rhs,
-            axis_name,
-            addend=addend,
-            bias=bias,
-            activation=activation,
-            lhs_scale=lhs_scale,
-            rhs_scale=rhs_scale,
-            transpose_lhs=transpose_lhs,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type,
-            config=config,
-            implementation=implementation,
-            dimension=dimension,
-        ),
+    given = Arguments(
+        lhs,
+        rhs,
+        axis_name,
+        addend=addend,
+        bias=bias,
+        activation=activation,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        config=config,
+        implementation=implementation,
+        dimension=dimension,
     )
+    return call.run(_spec(given), given)

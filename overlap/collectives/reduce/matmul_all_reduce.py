@@ -11,70 +11,16 @@ be cut into a block of rows or columns for each device. The devices can address 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-from jax import lax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.collective import XLA, peer_group_of
-from overlap.collectives.reduce.operation import Summed
-from overlap.frame import arguments, call
-from overlap.frame.normalize import normalize
-from overlap.frame.operands import Operands, Results
-from overlap.frame.operation import Call, LaunchPlan
+from overlap.frame import call
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import ALL_REDUCE
-from overlap.kernels.target import Target
-from overlap.kernels.varying import axes_of, same_along, varying
-
-NAME = ALL_REDUCE.function
-
-
-@dataclasses.dataclass(frozen=True)
-class MatmulAllReduce(Summed):
-    """The operation `matmul_all_reduce`: a product, summed over devices; all get the whole sum. See `Summed`."""
-
-    spec = ALL_REDUCE
-    takes_more_rows = True
-
-    def check(self, call: Call, config: Config, target: Target) -> None:
-        operands = call.operands
-        local = {"bias": operands.biases, "addend": operands.addends, "activation": operands.scalars}
-        for name, arrays in local.items():
-            if axes := axes_of(*jax.tree.leaves(arrays)) & set(self.group.names):
-                what = "what `activation` captures" if name == "activation" else f"`{name}`"
-                raise NotImplementedError(
-                    f"the fused kernel takes {what} to be the same on all devices, and by its type it varies along "
-                    f"{min(axes, key=str)!r}: apply it to the result, or {XLA}"
-                )
-        super().check(call, config, target)
-
-    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
-        (out,), _ = super().launch(operands, plan)
-        return (same_along(out, self.group.names),), None
-
-    # --- The same by XLA, and the backward pass ---
-
-    def reduced(self, product: jax.Array) -> jax.Array:
-        return lax.psum(varying(product, self.group.names), self.group.axis_name)
-
-    def product_cotangent(self, cotangent: jax.Array) -> jax.Array:
-        # As in jax's own transpose of `psum`. With check_vma=True, types say where values vary: the cotangent of the
-        # sum is the same on all devices, and is the cotangent of each part. With check_vma=False, each device has a
-        # share of the cotangent, and the shares must be summed.
-        if axes_of(lax.axis_index(self.group.names[0])):
-            return varying(cotangent, self.group.names)
-        return lax.psum(cotangent, self.group.axis_name)
-
-
-def prepare(given: Arguments) -> tuple[MatmulAllReduce, Call]:
-    """Checks the arguments of `matmul_all_reduce` and brings them into one form; see `overlap.frame.call`."""
-    operation = MatmulAllReduce(peer_group_of(NAME, arguments.axis_name(given.axis_name)))
-    return operation, normalize(operation, given)
 
 
 def matmul_all_reduce(
@@ -150,7 +96,7 @@ def matmul_all_reduce(
     all-reduce as in Thakur et al., "Optimization of Collective Communication Operations in MPICH" (2005).
     """
     return call.run(
-        prepare,
+        ALL_REDUCE,
         Arguments(
             lhs,
             rhs,

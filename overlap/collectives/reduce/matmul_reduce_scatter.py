@@ -13,44 +13,18 @@ Source: the collective matmul of Wang et al., "Overlap Communication with Depend
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
-from overlap.collectives import communicator
-from overlap.collectives.collective import peer_group_of
-from overlap.collectives.reduce.operation import MatmulReduceScatter
-from overlap.collectives.transposes import transposed
 from overlap.frame import arguments, call
-from overlap.frame.normalize import normalize
-from overlap.frame.operation import Call
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import SCATTER_M, SCATTER_N
 
-NAME = SCATTER_M.function
-# How the parts may travel, and why each transport is chosen where the caller names none.
 ScatterTransport = Literal["push", "ring"]
-TRANSPORTS: dict[str, str] = {"push": communicator.WHY_DIRECT, "ring": ""}
-
-
-def prepare(given: Arguments) -> tuple[MatmulReduceScatter, Call]:
-    """Checks the arguments of `matmul_reduce_scatter` and brings them into one form; see `overlap.frame.call`."""
-    group = peer_group_of(NAME, arguments.axis_name(given.axis_name))
-    dimension = arguments.index(
-        "dimension", given.dimension, (0, 1), "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
-    )
-    chosen: Any = arguments.one_of("transport", given.transport, tuple(TRANSPORTS))
-    operation = MatmulReduceScatter(
-        group,
-        spec=SCATTER_N if dimension else SCATTER_M,
-        transport=chosen or "push",
-        transport_reason="asked for" if chosen else TRANSPORTS["push"],
-        transpose=transposed,
-    )
-    return operation, normalize(operation, given)
 
 
 def matmul_reduce_scatter(
@@ -139,23 +113,23 @@ def matmul_reduce_scatter(
 
     Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
     """
-    return call.run(
-        prepare,
-        Arguments(
-            lhs,
-            rhs,
-            axis_name,
-            addend=addend,
-            bias=bias,
-            activation=activation,
-            lhs_scale=lhs_scale,
-            rhs_scale=rhs_scale,
-            transpose_lhs=transpose_lhs,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type,
-            config=config,
-            implementation=implementation,
-            dimension=dimension,
-            transport=transport,
-        ),
+    meaning = "0 (each device keeps [m / D, n]) or 1 ([m, n / D])"
+    spec = SCATTER_N if arguments.index("dimension", dimension, (0, 1), meaning) else SCATTER_M
+    given = Arguments(
+        lhs,
+        rhs,
+        axis_name,
+        addend=addend,
+        bias=bias,
+        activation=activation,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        transpose_lhs=transpose_lhs,
+        transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+        config=config,
+        implementation=implementation,
+        dimension=dimension,
+        transport=transport,
     )
+    return call.run(spec, given)

@@ -32,7 +32,8 @@ from overlap.frame.peers import require_peers, untried
 from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
-from overlap.single_gpu import grouped_matmul
+from overlap.kernels.operations import GATHER_TOKENS, GROUPED, SCATTER_TOKENS
+from overlap.single_gpu.grouped_kernels import require_one_device
 
 
 def all_gather_lhs_grouped_matmul(
@@ -87,7 +88,7 @@ def all_gather_lhs_grouped_matmul(
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017) for experts; the all-gather in place of an
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
-    op = "all_gather_lhs_grouped_matmul"
+    op = GATHER_TOKENS.name
     given = Arguments(
         lhs,
         rhs,
@@ -110,7 +111,7 @@ def all_gather_lhs_grouped_matmul(
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
         tokens, rhs, bias = arrays
         rows = copied(tokens, routing, movement)
-        return grouped_matmul.run(dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias), clears=(True, False))
+        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias, clears=(True, False)))
 
     return in_device_memory(run, (tokens, given.rhs, bias))
 
@@ -166,7 +167,7 @@ def grouped_matmul_reduce_scatter(
 
     Source: as for `all_gather_lhs_grouped_matmul`.
     """
-    op = "grouped_matmul_reduce_scatter"
+    op = SCATTER_TOKENS.name
     given = Arguments(
         lhs,
         rhs,
@@ -195,7 +196,7 @@ def grouped_matmul_reduce_scatter(
 
     def run(arrays: tuple[jax.Array, jax.Array, Leaf, Leaf]) -> jax.Array:
         lhs, factors, rhs, bias = arrays
-        rows = grouped_matmul.run(dataclasses.replace(given, lhs=lhs, rhs=rhs, bias=bias), clears=(False, True))
+        rows = call.run(GROUPED, dataclasses.replace(given, lhs=lhs, rhs=rhs, bias=bias, clears=(False, True)))
         return added(rows, factors, routing, _movement(op, rows, routing, axis_name, implementation, why_not))
 
     return in_device_memory(run, (products, factors, given.rhs, bias))
@@ -213,7 +214,7 @@ def _checked(routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
     arguments.require_values(**given.arrays)
     call.check_choice(given)
     # Only the types are checked: nothing is computed.
-    jax.eval_shape(lambda: grouped_matmul.prepare(given)[1].operands)
+    jax.eval_shape(lambda: call.prepare(GROUPED, given)[1].operands)
     lhs = arguments.array("lhs", given.lhs)
     rhs = jax.tree.map(jnp.asarray, given.rhs)
     return dataclasses.replace(given, lhs=lhs, rhs=rhs), lhs
@@ -229,7 +230,7 @@ def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) ->
     arrays = {name: value for name, value in given.arrays.items() if name != "group_sizes"}
     named = [(name, x) for name, value in (arrays | more).items() for x in jax.tree.leaves(value)]
     with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
-    grouped_matmul.require_one_device(op, [x for _, x in with_routes], given.implementation)
+    require_one_device(op, [x for _, x in with_routes], given.implementation)
     if not arguments.is_in_jit():
         require_same_devices(with_routes)
     return call.why_not_fused(named)

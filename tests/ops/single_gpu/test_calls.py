@@ -15,7 +15,7 @@ from overlap.choice.space import candidates
 from overlap.emulation import emulate
 from overlap.frame import primitive
 from overlap.kernels.target import emulating
-from overlap.single_gpu.matmul import Matmul
+from overlap.single_gpu.matmul import MatmulKernel
 from tests.ops.explained import answer
 from tests.ops.product_cases import H200, in_f32, integers, oracle_of
 from tests.ops.single_gpu.products import BF16
@@ -48,8 +48,8 @@ def test_a_mapped_batch(config):
 
 def test_a_config_is_for_the_forward_pass_and_for_each_element_of_a_vmap(monkeypatch):
     """The docstring of `matmul` says which configurations run."""
-    config, found, launch = overlap.Config(tile_n=128, stages=3), [], Matmul.launch
-    monkeypatch.setattr(Matmul, "launch", lambda self, x, plan: found.append(plan) or launch(self, x, plan))
+    config, found, launch = overlap.Config(tile_n=128, stages=3), [], MatmulKernel.launch
+    monkeypatch.setattr(MatmulKernel, "launch", lambda self, x, plan: found.append(plan) or launch(self, x, plan))
     lhs, rhs = jax.ShapeDtypeStruct((128, 64), BF16), jax.ShapeDtypeStruct((64, 128), BF16)
     product = functools.partial(overlap.matmul, implementation="fused", config=config)
     jax.eval_shape(jax.vmap(product, in_axes=(0, None)), jax.ShapeDtypeStruct((3, *lhs.shape), lhs.dtype), rhs)

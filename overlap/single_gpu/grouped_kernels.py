@@ -1,0 +1,301 @@
+"""The kernels of `grouped_matmul`: what they take, what they launch, and the products of their derivatives.
+
+There are two products, and each is the derivative of the other:
+
+    rows         out[rows of e] = lhs[rows of e] @ rhs[e]          [m, k], [groups, k, n] -> [m, n]
+    contraction  out[e] = lhs[rows of e]ᵀ @ rhs[rows of e]         [m, k], [m, n] -> [groups, k, n]
+
+The cotangent of a left operand that several right operands share is a sum of products of rows, which one kernel
+computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
+
+from overlap.choice import dispatch, space
+from overlap.choice.choose import choose_config
+from overlap.choice.crossover import Cause
+from overlap.choice.dispatch import Explanation
+from overlap.choice.problem import Problem
+from overlap.frame import by_xla, primitive, sharded
+from overlap.frame.explain import record
+from overlap.frame.form import Form
+from overlap.frame.kernel import Kernel
+from overlap.frame.operands import F32, Operands, Results, accumulator
+from overlap.frame.operation import Call, LaunchPlan, Operation
+from overlap.frame.signatures import Leaf
+from overlap.kernels import groups, launch, limits
+from overlap.kernels.architectures import mainloop_of
+from overlap.kernels.config import FLOAT8, Config
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import CONTRACTION, GROUPED, OperandLayouts
+from overlap.kernels.target import Target
+from overlap.kernels.varying import alike
+from overlap.primitives import marks
+from overlap.primitives.integers import ceil_div
+from overlap.single_gpu import grouped_product
+
+NAME = GROUPED.function
+_LEAST = Config(tile_n=128, stages=2)
+
+
+class GroupsKernel(Kernel):
+    """What both products have in common. Derivatives run the kernels, or XLA's operation for groups, to any order."""
+
+    def problem(self, form: Form) -> Problem:
+        # The sizes of the groups are data. The model is asked for the time of equal groups.
+        assert form.groups is not None
+        sides = len(form.widths) if self.operation.combines else 1
+        m, k = form.m, form.k
+        if self.operation.spec.groups == "m":
+            m = max(ceil_div(m, form.groups), 1)
+        else:
+            k = max(ceil_div(k, form.groups), 1)
+        return Problem(
+            op=self.operation.spec.name,
+            m=m,
+            n=form.widths[0] * sides,
+            k=k,
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            layout=form.layouts.name,
+            batch=form.groups,
+            sides=sides,
+        )
+
+    def check_form(self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target) -> None:
+        """Raises, as `limits.check` does, if the kernel cannot compute a product of this form."""
+        limits.check_groups(config)
+        by_rows, sides = self.operation.spec.groups == "m", len(form.widths) if self.operation.combines else 1
+        if sides > 2:
+            raise NotImplementedError(
+                f"the kernel takes at most two right operands, got {sides}: make several calls, or use "
+                'implementation="xla"'
+            )
+        if form.dtype in FLOAT8 and not by_rows:
+            raise NotImplementedError('8-bit operands cannot be contracted along rows: use implementation="xla"')
+        if form.dtype in FLOAT8 and not form.layouts.transpose_rhs:
+            raise NotImplementedError(
+                "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
+                'so and pass transpose_rhs=True, or use implementation="xla"'
+            )
+        dtypes = form.dtype, rhs_dtype, form.out_dtype
+        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=self.operation.spec.groups)
+        names = ("m", "n", "k") if by_rows else ("k", "n", "m")
+        sizes = dict(zip("mnk", zip(names, (form.m, form.widths[0], form.k), strict=True), strict=True))
+        zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
+        limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
+
+    def plan(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> LaunchPlan:
+        """Returns the plan of a product of a derivative: by the kernel, if that of `like` ran and it can serve it."""
+        form = Form.of(operands, layouts, dtype)
+        return LaunchPlan(self.operation, form, like.target, self._config(form, operands.rhs_list[0].dtype, like), None,
+                          like.must_fuse)  # fmt: skip
+
+    def _config(self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan) -> Config | None:
+        if like.chosen is None or 0 in (form.m, form.k, *form.widths):
+            return None
+
+        def check(config: Config, target: Target) -> None:
+            self.check_form(form, rhs_dtype, config, target)
+
+        problem, target = self.problem(form), like.target
+        # Only products of rows can be tuned, by their public function.
+        found = choose_config(problem, target) if self.operation.spec.groups == "m" else (_LEAST, "heuristic")
+        if self.operation.spec.groups == "k" and (config := space.heuristic(problem, target)) is not None:
+            found = config, "heuristic"
+        config, _ = dispatch.first_that_fits(*found, problem, target, check)
+        try:
+            check(config, target)
+        except (ValueError, NotImplementedError):
+            return None
+        return config
+
+    def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
+        """Runs a product of a derivative."""
+        (out,), _ = primitive.fused(operands, self.plan(operands, layouts, dtype, like))
+        return out
+
+    def backward(self, operands: Operands, layouts: OperandLayouts, wanted: DTypeLike, like: LaunchPlan) -> jax.Array:
+        """Runs a product of the backward pass, with a result of the dtype that is wanted."""
+        # Kernels take operands of one dtype, and contract none of 8 bits along rows.
+        narrow = like.form.dtype if like.form.dtype not in FLOAT8 else jnp.dtype(jnp.bfloat16)
+        cast = jax.tree.map(lambda x: x.astype(narrow), dataclasses.replace(operands, group_sizes=None))
+        operands = dataclasses.replace(cast, group_sizes=operands.group_sizes)
+        out = self.computed(operands, layouts, F32 if wanted in FLOAT8 else wanted, like)
+        if like.chosen is not None:
+            pairs = f" of {len(operands.lefts)} pairs" if operands.more_lefts else ""
+            shapes = f"to {'x'.join(map(str, out.shape))}{pairs} {narrow.name}"
+            why = "the kernels of the forward pass serve this product"
+            record(Explanation(NAME, "fused", None, why, Cause.PREDICTED, like.target, plan="backward pass",
+                               shapes=shapes))  # fmt: skip
+        return out.astype(wanted)
+
+    def typed(self, operands: Operands) -> Operands:
+        return alike(operands)
+
+    def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
+        if plan.chosen is None:
+            return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
+        # What is recorded while a kernel is traced would be lost in a function that is sealed.
+        if marks.current() is not None:
+            return (self.by_kernel(operands, plan),), None
+        leaves, structure = jax.tree.flatten(operands)
+
+        def kernel(*leaves: jax.Array) -> jax.Array:
+            return self.by_kernel(jax.tree.unflatten(structure, leaves), plan)
+
+        def otherwise(*leaves: jax.Array) -> jax.Array:
+            given = jax.tree.unflatten(structure, leaves)
+            return by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
+
+        return (launch.sealed(kernel, NAME, None if plan.must_fuse else otherwise)(*leaves),), None
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        """Runs the kernel."""
+        raise NotImplementedError
+
+
+class RowsOfGroups(GroupsKernel):
+    """The kernel of `grouped_matmul`: the product of rows."""
+
+    @property
+    def apart(self) -> RowsOfGroups:
+        """The kernel of products that no activation combines."""
+        return RowsOfGroups(self.operation.apart)
+
+    def check(self, call: Call, config: Config, target: Target) -> None:
+        self.check_form(call.form, call.operands.rhs_list[0].dtype, config, target)
+        sharded.require_no_partitioner_axes()
+
+    def check_placement(self, call: Call, implementation: str) -> None:
+        require_one_device(NAME, [x for _, x in call.operands.named], implementation)
+
+    def typed(self, operands: Operands) -> Operands:
+        sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
+        return alike(dataclasses.replace(operands, group_sizes=sizes))
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            return jnp.zeros((plan.form.m, plan.form.widths[0]), plan.out_dtype)
+        return grouped_product.rows(operands, plan, clears=self.operation.clears[0])
+
+    def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
+        dtype = plan.out_dtype if self.operation.combines else accumulator(plan.form.dtype)
+        form = dataclasses.replace(plan.form, out_dtype=dtype, widths=plan.form.widths[:1])
+        bare = dataclasses.replace(plan, operation=self.operation.apart, form=form, activation=None)
+        return dataclasses.replace(bare, chosen=self.apart._config(form, form.dtype, plan))
+
+    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
+        def of_operands(operands: Operands) -> Results:
+            has_epilogue = plan.activation is not None or operands.has_epilogue
+            how = self.before_activation(plan) if has_epilogue else plan
+            rights = (*operands.rhs_list, *operands.more_rights)
+            lefts = operands.lefts * (len(rights) if len(operands.lefts) == 1 else 1)
+            outs: list[Leaf] = [_bilinear(how, operands.group_sizes, *pair) for pair in zip(lefts, rights, strict=True)]
+            outs = [sum(outs[1:], outs[0])] if operands.more_lefts else outs
+            wide = accumulator(plan.form.dtype)
+            values = tuple(z.astype(wide) for z in outs)
+            return by_xla.finish(values, operands, plan.out_dtype, plan.bound_activation(operands)), None
+
+        return of_operands
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        whole: Operands,
+        passenger: jax.Array | None,
+        dtype: DTypeLike,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, None]:
+        g, *more_gs = gs
+        rhs, *more_rights = whole.rhs_list
+        pairs = Operands(g, (rhs,), group_sizes=whole.group_sizes, more_lefts=tuple(more_gs),
+                         more_rights=tuple(more_rights))  # fmt: skip
+        layouts = OperandLayouts(transpose_rhs=not plan.layouts.transpose_rhs)
+        of_out, of_lhs = self.operation.clears
+        transposed = Operation(GROUPED, clears=(of_lhs, of_out))
+        return RowsOfGroups(transposed).backward(pairs, layouts, dtype, plan), None
+
+    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        rows = (g, pair.lhs) if plan.layouts.transpose_rhs else (pair.lhs, g)
+        return _contracted(*rows, pair, dtype, plan)
+
+    def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        return self.apart.computed(pair, layouts, dtype, plan)
+
+
+class Contraction(GroupsKernel):
+    """The kernel that contracts the rows of each group, in the backward pass."""
+
+    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            return jnp.zeros((plan.form.groups, plan.form.m, plan.form.n), plan.out_dtype)
+        return grouped_product.contraction(operands, plan)
+
+    def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
+        return lambda operands: ((_bilinear(plan, operands.group_sizes, operands.lhs, operands.rhs_list[0]),), None)
+
+    # The result g is [groups, k, n]: the cotangents of both operands are products of rows with it.
+
+    def lhs_cotangent(
+        self,
+        gs: Sequence[jax.Array],
+        whole: Operands,
+        passenger: jax.Array | None,
+        dtype: DTypeLike,
+        plan: LaunchPlan,
+    ) -> tuple[jax.Array, None]:
+        pair = Operands(whole.rhs_list[0], (gs[0],), group_sizes=whole.group_sizes)
+        return RowsOfGroups(Operation(GROUPED)).backward(pair, OperandLayouts(transpose_rhs=True), dtype, plan), None
+
+    def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+        of_rhs = Operands(pair.lhs, (g,), group_sizes=pair.group_sizes)
+        return RowsOfGroups(Operation(GROUPED)).backward(of_rhs, OperandLayouts(), dtype, plan)
+
+
+def _contracted(lhs: jax.Array, rhs: jax.Array, like: Operands, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
+    pair = Operands(lhs, (rhs,), group_sizes=like.group_sizes)
+    return Contraction(Operation(CONTRACTION)).backward(pair, OperandLayouts(transpose_lhs=True), dtype, plan)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _bilinear(plan: LaunchPlan, sizes: jax.Array, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """A product without an epilogue, which forward mode differentiates by products of the same kind."""
+    operands = Operands(lhs, (rhs,), group_sizes=sizes)
+    (out,), _ = primitive.fused(operands, plan)
+    return out
+
+
+def _bilinear_jvp(plan: LaunchPlan, primals: tuple[jax.Array, ...], tangents: tuple[Leaf, ...]) -> tuple[Leaf, Leaf]:
+    sizes, lhs, rhs = primals
+    _, d_lhs, d_rhs = tangents
+    pairs = [pair for pair in ((d_lhs, rhs), (lhs, d_rhs)) if not any(isinstance(x, SymbolicZero) for x in pair)]
+    parts: list[Leaf] = [_bilinear(plan, sizes, *pair) for pair in pairs]
+    out: Leaf = _bilinear(plan, *primals)
+    return out, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(out)
+
+
+_bilinear.defjvp(_bilinear_jvp, symbolic_zeros=True)
+
+
+def require_one_device(name: str, operands: Sequence[Leaf], implementation: str | None) -> None:
+    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
+
+    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
+    """
+    mesh = sharded.mesh_of(*operands) or jax.sharding.get_abstract_mesh()
+    if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
+        return
+    raise NotImplementedError(
+        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
+    )
