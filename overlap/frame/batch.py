@@ -57,7 +57,8 @@ def batched(
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
     together = plan.operation.kernel.batched_together
     folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
-    outs, kept = fused(dataclasses.replace(operands, **folded), plan)
+    of_all = dataclasses.replace(operands, **folded)
+    outs, kept = fused(of_all, plan.of(of_all))
 
     def unfold(out: jax.Array) -> jax.Array:
         return out.reshape(*leading, *out.shape[-2:])
@@ -142,7 +143,7 @@ def _epilogue_by_xla(
     if any(jax.tree.leaves(is_batched_matrices)):
         (products, _), axis = batched(matrices, is_batched_matrices, axis_size, bare, fused), 0
     else:
-        products, _ = fused(matrices, bare)
+        products, _ = fused(matrices, bare.of(matrices))
     rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))
 
     def finish(products: tuple[jax.Array, ...], rest: Operands) -> tuple[jax.Array, ...]:

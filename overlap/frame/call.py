@@ -10,6 +10,7 @@ The fused kernel lies behind a primitive of jax (`primitive.py`), which has its 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,7 +150,8 @@ def run_prepared(
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, asked)
-    operation.kernel.check_placement(call, choice.implementation)
+    if operation.spec.groups:
+        operation.kernel.check_placement(call, choice.implementation)
     record(dataclasses.replace(choice, plan=purpose))
     if choice.config is None and not operation.spec.groups:
         return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
@@ -159,6 +161,6 @@ def run_prepared(
     plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
 
     def run(operands: Operands) -> Results:
-        return sharded.in_enterable_axes(lambda operands: fused(operands, plan), operation.kernel.typed(operands))
+        return sharded.in_enterable_axes(functools.partial(fused, plan=plan), operation.kernel.typed(operands))
 
-    return call.restore(in_device_memory(run, call.operands))
+    return call.restore(in_device_memory(run, call.operands) if operation.spec.groups else run(call.operands))

@@ -57,7 +57,8 @@ def derivative(
         # that stored z and the result was no faster.)
         bare, sums = plan.operation.kernel.before_activation(plan), dataclasses.replace(operands, scalars=())
         several = plan.operation.combines and not bare.operation.takes_lists
-        runs = [fused(x, bare) for x in ([sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums])]
+        each = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums]
+        runs = [fused(x, bare.of(x)) for x in each]
         products, kept = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs), runs[0][1]
         results = plan.activated(operands, products), kept
     tangent = tangents_of(

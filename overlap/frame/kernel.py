@@ -83,7 +83,7 @@ class Kernel:
 
     def typed(self, operands: Operands) -> Operands:
         """Returns the operands, typed as varying along the axes of the kernel's peers (`kernels/varying.py`)."""
-        return self.operation.after.typed(self.operation.before.typed(operands))
+        return self.operation.move.typed(operands)
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         """Returns why the kernel cannot compute a `jax.vmap` (see `batch`) as its own batch; None if it can."""

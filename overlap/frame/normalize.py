@@ -18,7 +18,7 @@ from overlap.frame.operands import Leaf, Operands, accumulator, rhs_names
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import Arguments
 from overlap.kernels.config import FLOAT8
-from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.operations import EPILOGUE, OperandLayouts
 
 
 def normalize(operation: Operation, given: Arguments) -> Call:
@@ -60,7 +60,8 @@ def normalize(operation: Operation, given: Arguments) -> Call:
     wide = accumulator(lhs.dtype)
     scaled = scales.Scaled(batch, m, widths, container is not None, groups, operation.spec.gathers == "m")
     blocks = None
-    if groups is None:
+    has_scales = given.lhs_scale is not None or given.rhs_scale is not None
+    if has_scales and groups is None:
         blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, container is not None, layouts)
     left_blocks, right_blocks = blocks or (None, None)
     row_scale, column_scales = None, None
@@ -79,7 +80,7 @@ def normalize(operation: Operation, given: Arguments) -> Call:
         more_rights=tuple(_flat(x, 2) for x in more_rights),
         group_sizes=sizes,
     )
-    names = tuple(name for name, value in given.epilogue.items() if value is not None)
+    names = tuple(name for name in EPILOGUE if getattr(given, name) is not None)
     form = Form.of(operands, layouts, out_dtype)
     call = Call(operands, form, None, None, batch, container, names, operation.combines)
     return call if given.activation is None else _with_activation(operation, call, given, given.activation)

@@ -162,7 +162,7 @@ class LaunchPlan:
         `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        has_addend, scaled = operands.addends is not None, operands.is_block_scaled
+        has_addend, scaled = operands.addends is not None, self.form.is_block_scaled
         sides = len(operands.rhs_list) if self.operation.combines else 1
         return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
 
@@ -246,6 +246,11 @@ class Operation:
         return Sum(self.spec.scatters, self.peers) if self.spec.sums else NOTHING
 
     @property
+    def move(self) -> Move:
+        """The one that moves something; there is no operation that moves before and after its product."""
+        return self.before if self.spec.gathers else self.after
+
+    @property
     def kernel(self) -> Kernel:
         """What checks, launches and differentiates the operation's kernel. It is found by the name in the spec."""
         return kernel_class(self.spec.kernel)(self)
@@ -276,7 +281,7 @@ class Operation:
 
     def check_keywords(self, call: Call) -> None:
         """Raises NotImplementedError if the fused kernel does not take the call's epilogue or its scales of blocks."""
-        if call.operands.is_block_scaled and not self.kernel.takes_block_scales:
+        if call.form.is_block_scaled and not self.kernel.takes_block_scales:
             raise NotImplementedError(
                 f"the fused kernel of `{self.name}` takes no `lhs_scale` and `rhs_scale` of blocks yet: "
                 'use implementation="xla", which runs by default'
@@ -287,7 +292,7 @@ class Operation:
                     f"the fused kernel of `{self.name}` takes no `{name}` yet: {_WAYS_AROUND[name]}, or use "
                     'implementation="xla"'
                 )
-        if self.combines and ("addend" in call.given or call.operands.is_block_scaled):
+        if self.combines and ("addend" in call.given or call.form.is_block_scaled):
             what = "`addend`" if "addend" in call.given else "scales of blocks"
             raise NotImplementedError(
                 f"the fused kernel takes no {what} with an `activation` of {len(call.operands.rhs_list)} arrays yet: "

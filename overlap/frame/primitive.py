@@ -36,12 +36,14 @@ _operation_p.multiple_results = True
 
 
 def fused(operands: Operands, plan: LaunchPlan) -> Results:
-    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`."""
+    """Runs the kernel on checked operands, with its rules for derivatives and `jax.vmap`.
+
+    The plan is one for operands of these sizes (`LaunchPlan.of`).
+    """
     if marks.current() is not None:
         # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
         # effect of tracing. A primitive would not let them through.
-        return plan.operation.kernel.launch(operands, plan.of(operands))
-    plan = plan.of(operands)
+        return plan.operation.kernel.launch(operands, plan)
     leaves, structure = jax.tree.flatten(operands)
     traced, types = tracer_of(plan.without_function, structure)(*leaves)
     static = _Static(traced, plan, structure, jax.tree.structure(types))

@@ -271,7 +271,7 @@ def _contracted(lhs: jax.Array, rhs: jax.Array, like: Operands, dtype: DTypeLike
 def _bilinear(plan: LaunchPlan, sizes: jax.Array, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """A product without an epilogue, which forward mode differentiates by products of the same kind."""
     operands = Operands(lhs, (rhs,), group_sizes=sizes)
-    (out,), _ = primitive.fused(operands, plan)
+    (out,), _ = primitive.fused(operands, plan.of(operands))
     return out
 
 

@@ -13,7 +13,8 @@ from overlap import emulation
 from overlap.collectives.gather import all_gather_lhs_matmul
 from overlap.kernels.operations import BY_NAME
 
-OPERATIONS = {getattr(overlap, spec.function) for spec in BY_NAME.values()}
+# In an order that is the same in all processes.
+OPERATIONS = list(dict.fromkeys(getattr(overlap, spec.function) for spec in BY_NAME.values()))
 TRANSPORTS = {
     overlap.all_gather_lhs_matmul: BY_NAME["all_gather_lhs_matmul"].transports,
     overlap.matmul_reduce_scatter: BY_NAME["matmul_reduce_scatter"].transports,

@@ -124,7 +124,7 @@ def launch(
         plan.target,
         config,
         types,
-        work=StreamK.on(plan.target, config, schedule.tiles, sum(k_steps(operands, plan))),
+        work=StreamK.on(plan.target, config, schedule.tiles, sum(k_steps(plan))),
         # Flags of tiles that are stored here, counters of each tile's sent chunks, flags of terms that have arrived.
         # Own tiles are stored, too, in a step of their own.
         flags=(
@@ -152,7 +152,7 @@ def launch(
         peers_read = tuple(range(count - len(travelling), count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
     name = str(plan)
-    steps_of_pairs = k_steps(operands, plan)
+    steps_of_pairs = k_steps(plan)
 
     def body_of(refs: Refs[Inputs, Outputs]) -> _Body:
         return _Body(kernel, schedule, steps_of_pairs, group, plan, name, refs, group.me(), strips, passenger)

@@ -60,9 +60,9 @@ def in_blocks(
     return lefts, rights, dataclasses.replace(vectors, row_scale=rows, column_scale=columns)
 
 
-def k_steps(operands: Operands, plan: LaunchPlan) -> list[int]:
-    """Returns the number of k steps of each pair of operands. A tile goes through the pairs one after the other."""
-    return [ceil_div(plan.layouts.m_k(lhs.shape)[1], tile_k(lhs.dtype)) for lhs in operands.lefts]
+def k_steps(plan: LaunchPlan) -> list[int]:
+    """Returns the k steps of each pair, which a tile goes through one after the other."""
+    return [ceil_div(k, tile_k(plan.form.dtype)) for k in plan.form.depths]
 
 
 def addends_in_blocks(operands: Operands, plan: LaunchPlan, schedule: ReduceScatterSchedule) -> list[jax.Array]:

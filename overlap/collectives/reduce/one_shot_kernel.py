@@ -69,7 +69,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     """
     config = plan.config
     m, n = plan.form.m, plan.form.n
-    steps = k_steps(operands, plan)
+    steps = k_steps(plan)
     schedule, types, boxes = _schedule(operands, plan)
     kernel = ProductKernel(
         f"overlap_{plan.operation.name}_one_shot",
