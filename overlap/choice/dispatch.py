@@ -238,46 +238,33 @@ def leave_to_xla(op: str, implementation: str | None, device: Target, reason: st
 
 
 def decide_unmodeled(
-    op: str,
-    implementation: str | None,
-    device: Target,
-    serve: Callable[[], tuple[Config | None, str]],
-    *,
-    reason: str,
-    why_not: str = "",
-    why_not_by_default: str | None = None,
-    shapes: str = "",
+    op: str, implementation: str | None, device: Target, cannot: str, why_not_by_default: str | None
 ) -> Explanation:
-    """As `decide`, for an operation of whose times there is no model: the kernels, wherever they serve a measured GPU.
+    """As `decide`, for kernels of whose times there is no model: they run wherever they can on a measured GPU.
 
-    `serve()` returns the kernels' configuration and its source, or raises NotImplementedError. `reason` says why the
-    kernels are chosen, if the caller does not ask for them; `why_not` why no kernel can be built, whatever the device.
+    `cannot` says why the kernels cannot serve the call; empty if they can.
     """
 
     def by_xla(reason: str, cause: Cause) -> Explanation:
-        return Explanation(op, "xla", None, reason, cause, device, shapes=shapes)
+        return Explanation(op, "xla", None, reason, cause, device)
 
-    if why_not:
-        return dataclasses.replace(leave_to_xla(op, implementation, device, why_not), shapes=shapes)
     if implementation == "xla":
         return by_xla("asked for", Cause.ASKED_FOR)
-    if implementation is None and device.platform == "cpu" and not is_collecting():
+    if implementation == "fused":
+        if cannot:
+            raise NotImplementedError(f'{cannot}, or use implementation="xla"')
+        return Explanation(op, "fused", None, "asked for", Cause.ASKED_FOR, device)
+    if device.platform == "cpu" and not is_collecting():
         return by_xla(Cause.EMULATED.value, Cause.EMULATED)
-    try:
-        config, source = serve()
-    except NotImplementedError as cannot:
-        if implementation == "fused":
-            raise
-        choice = by_xla(str(cannot), Cause.NOT_SERVED)
+    if cannot:
+        choice = by_xla(cannot, Cause.NOT_SERVED)
         log(choice)
         return choice
-    if implementation is None and source != "given" and not is_collecting():
-        if why_not_by_default:
-            return by_xla(why_not_by_default, Cause.NOT_BY_DEFAULT)
-        if not rates_of(device).measured:
-            return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
-    reason = "asked for" if implementation == "fused" else reason
-    return Explanation(op, "fused", config, reason, Cause.ASKED_FOR, device, source, shapes=shapes)
+    if not is_collecting() and why_not_by_default:
+        return by_xla(why_not_by_default, Cause.NOT_BY_DEFAULT)
+    if not is_collecting() and not rates_of(device).measured:
+        return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
+    return Explanation(op, "fused", None, "XLA also moves the rows that are not in use", Cause.PREDICTED, device)
 
 
 @contextlib.contextmanager

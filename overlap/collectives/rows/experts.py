@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from overlap import emulation
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
+from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing, axis_of
 from overlap.collectives.rows.rows import Movement, added, copied
 from overlap.frame import arguments, call, sharded
@@ -249,27 +250,28 @@ def _movement(
     """
     movement = Movement(axis_name, dispatch.target(), implementation == "fused")
     plan = movement.plan(moved.shape[1], moved.dtype, routing)
-
-    def serve() -> tuple[None, str]:
-        why_not = plan.why_not()
-        if why_not:
-            raise NotImplementedError(f'{why_not}, or use implementation="xla"')
-        sharded.require_no_partitioner_axes()
-        if plan.group is not None:
-            require_peers(plan.group, plan.target)
-        return None, ""
-
-    choice = dispatch.decide_unmodeled(
-        op, implementation, plan.target, serve, reason="XLA also moves the rows that are not in use",
-        why_not=why_not, why_not_by_default=None if plan.group is None else untried(plan.group),
-        shapes=f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}",
-    )  # fmt: skip
+    by_default = None if plan.group is None else untried(plan.group)
+    cannot = why_not or _why_not_moved(plan)
+    choice = dispatch.decide_unmodeled(op, implementation, plan.target, cannot, by_default)
+    shapes = f"{routing.tokens.shape[0]} rows of {moved.shape[1]} {moved.dtype}"
+    choice = dataclasses.replace(choice, shapes=shapes)
     record(choice)
     if choice.implementation == "xla":
         return Movement(axis_name)
     if choice.target.platform == "cpu":
         emulation.enable()
     return movement
+
+
+def _why_not_moved(plan: RowsPlan) -> str:
+    """Says why the kernels cannot move the rows of a plan; empty if they can."""
+    try:
+        sharded.require_no_partitioner_axes()
+        if plan.group is not None:
+            require_peers(plan.group, plan.target)
+    except NotImplementedError as cannot:
+        return str(cannot)
+    return plan.why_not() or ""
 
 
 def _require_tokens(
