@@ -59,7 +59,8 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tu
     # Bands of about the same number of rows: a band of one row would load a whole right operand for itself.
     bands = jnp.maximum((rows + width - 1) // width, 1)
     of_band = jnp.maximum((rows + bands - 1) // bands, 1)
-    within, height = index - of_group(first_of_group), jnp.maximum(of_group(of_band), 1)
+    within = index - of_group(first_of_group)
+    height = jnp.maximum(of_group(of_band), 1)
     band = within // (height * columns)
     in_band = within - band * height * columns
     own_height = jnp.maximum(jnp.minimum(height, of_group(rows) - band * height), 1)
@@ -126,7 +127,8 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
       num_ctas: CTAs of the grid.
     """
     starts, ends = bounds(sizes, m)
-    rows, index = ends - starts, jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    rows = ends - starts
+    index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
     # A group without rows has one k step, too, of which no row counts: its result is zeros.
     k_steps = jnp.maximum((rows + depth - 1) // depth, 1)
     is_before = (rows[:, None] > rows) | ((rows[:, None] == rows) & (index[:, None] < index))

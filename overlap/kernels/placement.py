@@ -25,13 +25,15 @@ from overlap.primitives.types import Index
 # Without clusters on 132 cores: (GPC, how many of the CTAs that follow each other run there).
 _FILLED = ((0, 16), (1, 16), (2, 16), (3, 16), (4, 16), (5, 16), (6, 16), (0, 2), (7, 18))
 # GPCs of a GPU, and cores per GPC, where the placement was not measured.
-_GPCS, _CORES = 8, 16
+_GPCS = 8
+_CORES = 16
 # (CTAs per cluster, clusters) → ranges of cluster indices that are dealt to GPCs in turn: (first index, count, GPCs).
 _DEALT = {(2, 66): ((4, 32, 8), (36, 28, 7)), (4, 30): ((0, 16, 8), (16, 14, 7))}
 # The GPCs of the other clusters of these grids: (index, GPC). Where the last two run was not seen; these have room.
 _NOT_DEALT = {(2, 66): ((0, 0), (1, 0), (2, 0), (3, 0), (64, 0), (65, 7))}
 # The CTA before which GPC 0 gets two more CTAs, and how many CTAs they all are.
-_LATER, _ALL = 112, 132
+_LATER = 112
+_ALL = 132
 # Up to this many CTAs at work are spread over the GPCs. More of them fill most of the GPCs anyway, and share loads.
 _FEW = 80
 # Clusters of more than two CTAs can use about this part of the cores.

@@ -164,7 +164,8 @@ class StreamK:
         """
         if self.ctas_per_tile > 1:
             k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
-            tile, before = self._number(cta) + ordinal * self.num_ctas, ordinal * k_steps
+            tile = self._number(cta) + ordinal * self.num_ctas
+            before = ordinal * k_steps
             return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         last = self.full_waves * self.num_ctas
@@ -173,7 +174,8 @@ class StreamK:
             return dataclasses.replace(whole, tile=tile)
         if not self.cuts:
             return whole
-        tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
+        tile = quotient(cta, self.pieces_per_tile)
+        k_first, k_steps = self._cut_k_steps(cta)
         is_cut = ordinal == self.full_waves
         return Piece(
             tile=choose(is_cut, last + tile, whole.tile),

@@ -78,12 +78,16 @@ def current_target(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = 
         mesh = mesh.abstract_mesh
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     if device is not None:
-        platform, kind, cores = device.platform, device.device_kind, device.num_cores
+        platform = device.platform
+        kind = device.device_kind
+        cores = device.num_cores
     else:
         default = jax.config.jax_default_device or jax.devices()[0]
         if isinstance(default, str):
             default = jax.devices(default)[0]
-        platform, kind, cores = default.platform, default.device_kind, getattr(default, "core_count", None)
+        platform = default.platform
+        kind = default.device_kind
+        cores = getattr(default, "core_count", None)
     if platform == "cpu":
         stands_for = _EMULATED_KINDS[_emulated.value or _settings.emulated_gpu()]
         return Target(platform, kind + stands_for, emulation.core_count())
