@@ -177,7 +177,8 @@ def decide(
       ValueError: whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
-    config, implementation = asked.config, asked.implementation
+    config = asked.config
+    implementation = asked.implementation
     if implementation == "xla":
         if config is not None:
             _require_valid(config, device, check)

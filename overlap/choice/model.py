@@ -74,10 +74,11 @@ def predicted_us(
         of this configuration, and takes less time to compute.
     """
     rates = rates or rates_of(target, communicates=problem.communicates)
-    work, itemsize = work_of(config, problem, target), problem.itemsize
+    work = work_of(config, problem, target)
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
-    weights, (m, n, products) = problem.n * problem.k * itemsize, problem.grid(config)
+    weights = problem.n * problem.k * problem.itemsize
+    m, n, products = problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
     if with_order and not problem.communicates:
@@ -124,9 +125,11 @@ def _read_again(order: TileOrder, config: Config, problem: Problem, work: Stream
     """
     m, n, products = problem.grid(config)
     if order.minor == "m":
-        bands, of_all = ceil_div(order.m_tiles, order.width), n
+        bands = ceil_div(order.m_tiles, order.width)
+        of_all = n
     else:
-        bands, of_all = ceil_div(order.n_tiles, order.width), m
+        bands = ceil_div(order.n_tiles, order.width)
+        of_all = m
     # Bands that are computed at the same time read together.
     at_once = work.num_ctas * bands / order.tiles
     needed = of_all * problem.k * problem.itemsize
@@ -255,7 +258,8 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
     # A device computes the tiles for its peers first and its own tiles last. An own tile in the same wave as the last
     # tiles for peers has to wait, because the peers compute their parts of it in that wave.
     of_peers = work.tiles * (problem.devices - 1) // problem.devices
-    waves_in_all, waves_of_peers = ceil_div(work.tiles, work.num_ctas), ceil_div(of_peers, work.num_ctas)
+    waves_in_all = ceil_div(work.tiles, work.num_ctas)
+    waves_of_peers = ceil_div(of_peers, work.num_ctas)
     tile_bytes = config.tile_m * config.tile_n * jnp.dtype(problem.out_dtype).itemsize
     last_us = min(of_peers, work.num_ctas) * tile_bytes / rates.pulled_bytes_per_us
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all

@@ -179,7 +179,8 @@ def _fitted(name: str) -> Rates:
     return Rates(**json.loads(file_of(name).read_text(encoding="utf-8"))["rates"])
 
 
-H200, H100 = _fitted("h200"), _fitted("h100")
+H200 = _fitted("h200")
+H100 = _fitted("h100")
 # For operations over several devices. The configurations that the model chooses with these rates were measured on 2 and
 # 4 H200s. These rates were fitted before neighbouring cores' loads were counted, so they let such loads take no time.
 COLLECTIVES = _fitted("collectives")

@@ -54,7 +54,8 @@ def operand_tiles(order: TileOrder, work: StreamK, cluster: int) -> OperandTiles
     clusters = np.bincount(gpc)[np.unique(place) % work.num_ctas].sum()
     # Loads are shared only by tiles of one product, and of one piece of the k steps.
     together = (place * work.tiles + product) * work.max_pieces + piece.index_in_tile
-    rows, columns = _different(together * order.m_tiles + row), _different(together * order.n_tiles + column)
+    rows = _different(together * order.m_tiles + row)
+    columns = _different(together * order.n_tiles + column)
     return OperandTiles(rows / index.size, columns / index.size, index.size / int(clusters))
 
 
