@@ -34,7 +34,8 @@ def call_operation(
     function = PUBLIC[spec.function].function
     if problem.block_scaled:
         # Scales of 1 change neither the product nor its time.
-        left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
+        left = -2 if problem.transpose_lhs else -1
+        right = -1 if problem.transpose_rhs else -2
         function = functools.partial(function, lhs_scale=ones_for(lhs, left), rhs_scale=ones_for(rhs, right))
     return function(
         lhs,
@@ -56,7 +57,8 @@ def call_operation(
 def _dimensions(problem: Problem) -> tuple[str, str, str]:
     """The dimensions of lhs, rhs and the result as they lie in memory, such as ("mk", "kn", "mn"). "b" is the batch."""
     batch = "b" if problem.batch > 1 else ""
-    lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
+    lhs = "km" if problem.transpose_lhs else "mk"
+    rhs = "nk" if problem.transpose_rhs else "kn"
     return batch + lhs, batch + rhs, batch + "mn"
 
 
