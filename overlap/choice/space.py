@@ -101,8 +101,7 @@ def heuristic(problem: Problem, target: Target) -> Config | None:
     times, and stops where no other shape can be faster.
     """
     shapes = [(_least_us(shape, problem, target), place, shape) for place, shape in enumerate(_shapes(problem, target))]
-    chosen = None
-    rank_of_chosen = (math.inf, 0, 0)
+    chosen, rank_of_chosen = None, (math.inf, 0, 0)
     for least_us, place, shape in sorted(shapes, key=lambda item: item[:2]):
         # The factor is for errors of rounding.
         if least_us > rank_of_chosen[0] * 1.0001:
