@@ -1,7 +1,7 @@
-"""Counts the operand tiles that the cores of a GPC load, each tile once however many of these cores load it.
+"""Counts the operand tiles that the SMs of a GPC load, each tile once however many of these SMs load it.
 
-Cores of one GPC share loads of the same lines from the L2 (`kernels/placement.py`). So the path from the L2 to a GPC
-carries fewer bytes than its cores receive, and how many fewer depends on which tiles run there at the same time.
+SMs of one GPC share loads of the same lines from the L2 (`kernels/placement.py`). So the path from the L2 to a GPC
+carries fewer bytes than its SMs receive, and how many fewer depends on which tiles run there at the same time.
 """
 
 from __future__ import annotations

@@ -45,12 +45,12 @@ FINE: dict[str, tuple[int | str, ...]] = {
     "order_width": (8, 4, 16, 2),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
-# If a product has less than one wave of tiles, at most MOST_SHARED cores share a tile (stream-k). To cut tiles into
+# If a product has less than one wave of tiles, at most MOST_SHARED SMs share a tile (stream-k). To cut tiles into
 # more pieces, split-k is better, where XLA adds up the pieces. With at most FEW_ROWS rows, narrow tiles are the
 # fastest, and no tile is shared (measured on an H200).
 MOST_SHARED = 6
 FEW_ROWS = 64
-# Joined rows make few tiles, so more cores may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
+# Joined rows make few tiles, so more SMs may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
 # better to multiply each shard's rows as they arrive than to join them.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024

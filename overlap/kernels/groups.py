@@ -4,7 +4,7 @@ The rows of group e are `sizes[e]` rows of the left operand that follow each oth
 e. A tile has rows of one group: the first tile of a group begins with the group's first row, and the last one may have
 fewer rows than the others. So there are at most ⌊m / tile_m⌋ + groups tile rows. A table in global memory lists the
 tiles; XLA computes it from the sizes. All tiles of all groups are numbered together and dealt to the CTAs in turn, so
-that the cores are idle only once, at the end.
+that the SMs are idle only once, at the end.
 
 Within a group, tiles follow each other in bands, as in `TileOrder`. CTAs that multiply at the same time then share
 rows of the left operand and columns of one right operand, and load them from the L2.

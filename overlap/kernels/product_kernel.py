@@ -65,7 +65,7 @@ class ProductKernel:
 
     Attributes:
       name: the name of the kernel.
-      target: the device. One CTA runs on each of its cores (with clusters: on as many cores as whole clusters fit on).
+      target: the device. One CTA runs on each of its SMs (with clusters: on as many SMs as whole clusters fit on).
       config: sizes.
       types: dtypes and layouts of what the mainloop loads and stores.
       work: which tiles there are, and which CTA computes which of them.

@@ -15,7 +15,7 @@ the GPU starts CTAs in the order of their indices. So if as many CTAs run at the
 waits for a CTA that cannot start.
 
 Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). In the products measured it
-used the 5% of the cores that equal pieces leave idle. But this gained no time: a tile's sums pass through more CTAs,
+used the 5% of the SMs that equal pieces leave idle. But this gained no time: a tile's sums pass through more CTAs,
 and tiles that share operands are no longer computed at the same time.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
@@ -83,7 +83,7 @@ class StreamK:
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int, may_spread: bool = False) -> StreamK:
-        """Returns the work of a device with one CTA per core, on as many cores as whole clusters can use."""
+        """Returns the work of a device with one CTA per SM, on as many SMs as whole clusters can use."""
         clusters = clusters_at_once(target.num_cores, config.cluster)
         may_spread = may_spread and config.cluster == 1
         return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile, may_spread)

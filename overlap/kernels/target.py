@@ -1,4 +1,4 @@
-"""Describes the device that a kernel is compiled for: its kind, its number of cores (SMs) and its shared memory."""
+"""Describes the device that a kernel is compiled for: its kind, its number of SMs and its shared memory."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
 def current_target(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Target:
     """Returns the device that the code being traced will run on: one of the enclosing mesh, else the default device.
 
-    A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
+    A CPU device has as many SMs as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
 
     Args:
       mesh: the mesh whose device to take, instead of the enclosing mesh.
 
     Raises:
-      RuntimeError: a GPU does not say how many cores it has.
+      RuntimeError: a GPU does not say how many SMs it has.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.abstract_mesh
