@@ -161,10 +161,11 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
 
 def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Axis) -> None:
     """Issues the product of the operand tiles of a k step, which releases the stage when it has run."""
+    config = loop.config
     layouts = loop.layouts
     lhs_mma, rhs_mma = buffers.lhs[1].at[stage], buffers.rhs[1].at[stage]
     plgpu.tcgen05_mma(
-        buffers.accumulator(piece, pl.ds(0, loop.config.tile_n)),
+        buffers.accumulator(piece, pl.ds(0, config.tile_n)),
         lhs_mma.transpose((1, 0)) if layouts.transpose_lhs else lhs_mma,
         rhs_mma.transpose((1, 0)) if layouts.transpose_rhs else rhs_mma,
         buffers.consumed.at[stage],

@@ -346,12 +346,13 @@ class OperandLoad:
 def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
     box_smem = load.box_smem
+    start = load.start
     sides = operand_gmem.refs if isinstance(operand_gmem, SideBySide) else (operand_gmem,)
     columns = SIDE_COLUMNS if len(sides) > 1 else box_smem.shape[-1 if load.across else 0]
     boxes = box_smem.shape[0] if load.across else box_smem.shape[0] // columns
     for i in range(boxes):
         side_gmem = sides[i % len(sides)]
-        first = load.start + i // len(sides) * columns
+        first = start + i // len(sides) * columns
         if load.across:
             _load_box(side_gmem, (k_start, first), box_smem.at[i], load, 1)
         else:
