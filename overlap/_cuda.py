@@ -22,7 +22,8 @@ NCCL_OF_PROCESSES = (2, 32, 3)
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76
 _POINTER_DEVICE_ORDINAL = 9  # CUpointer_attribute
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
-_PORTABLE, _MAPPED = 1, 2
+_PORTABLE = 1
+_MAPPED = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return ()
     gpus = []
     for ordinal in range(count.value):
-        device, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+        device = ctypes.c_int()
+        name = ctypes.create_string_buffer(128)
         major, minor = ctypes.c_int(), ctypes.c_int()
         driver.cuDeviceGet(ctypes.byref(device), ordinal)
         driver.cuDeviceGetName(name, len(name), device)
@@ -95,7 +97,8 @@ def share_host_memory(address: int, length: int, gpus: Sequence[int]) -> bool:
     Returns:
       Whether the memory could be registered.
     """
-    driver, sharable = _driver(), ctypes.c_int()
+    driver = _driver()
+    sharable = ctypes.c_int()
     if driver is None:
         return False
     for ordinal in gpus:
@@ -112,7 +115,8 @@ def share_host_memory(address: int, length: int, gpus: Sequence[int]) -> bool:
 
 def gpu_of(pointer: int) -> int | None:
     """The ordinal of the GPU in whose memory an address lies; None if it lies in no GPU's memory."""
-    driver, ordinal = _driver(), ctypes.c_int()
+    driver = _driver()
+    ordinal = ctypes.c_int()
     if driver is None or driver.cuPointerGetAttribute(
         ctypes.byref(ordinal), _POINTER_DEVICE_ORDINAL, ctypes.c_uint64(pointer)
     ):
@@ -122,7 +126,8 @@ def gpu_of(pointer: int) -> int | None:
 
 def pairs_without_peer_access() -> list[tuple[int, int]]:
     """The pairs (reader, owner) of visible GPUs without peer access. Fused kernels need peer access in every pair."""
-    driver, count = _driver(), len(visible_gpus())
+    driver = _driver()
+    count = len(visible_gpus())
     pairs = []
     for reader in range(count):
         for owner in range(count):

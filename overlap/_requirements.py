@@ -25,7 +25,8 @@ def why_not_python(version: Sequence[Any] = sys.version_info) -> str | None:
     """The reason why this Python cannot run the library, or None."""
     if tuple(version[:2]) >= PYTHON:
         return None
-    found, needed = ".".join(map(str, version[:3])), ".".join(map(str, PYTHON))
+    found = ".".join(map(str, version[:3]))
+    needed = ".".join(map(str, PYTHON))
     return f"Python {found} is too old: overlap needs >= {needed}, such as from `uv venv --python {needed}` or pyenv"
 
 

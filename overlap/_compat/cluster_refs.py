@@ -17,7 +17,9 @@ from __future__ import annotations
 from overlap._compat.patch import Internal, Patch, replace
 
 # LLVM's numbers of address spaces: of generic addresses, of this CTA's shared memory, and of the cluster's.
-_GENERIC, _SHARED, _CLUSTER = 0, 3, 7
+_GENERIC = 0
+_SHARED = 3
+_CLUSTER = 7
 
 
 def _change() -> None:

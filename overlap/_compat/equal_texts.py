@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from overlap._compat.patch import Internal, Patch, private, replace
 
-_MARK, _NUMBERED = "makes_equal_texts", "mosaic_gpu.dump_basename"
+_MARK = "makes_equal_texts"
+_NUMBERED = "mosaic_gpu.dump_basename"
 
 
 def _change() -> None:

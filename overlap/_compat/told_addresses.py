@@ -66,7 +66,8 @@ class Told:
         """Raises NotImplementedError if the table has no room for the addresses on this number of devices."""
         header = private("jax.experimental.mosaic.gpu.launch_context", "COLLECTIVE_METADATA_SIZE")
         assert len(self.peers_read) + 1 < header  # The header has room for the addresses of this device's own buffers.
-        entries, room = header + (len(self.peers_read) + 1) * devices, self.addresses.TABLE_FLAGS // 2
+        entries = header + (len(self.peers_read) + 1) * devices
+        room = self.addresses.TABLE_FLAGS // 2
         if entries > room:
             raise NotImplementedError(
                 f"where each GPU has a process of its own, a kernel has {room} entries for its peers, and for "

@@ -37,7 +37,8 @@ _LEAST_OF_COLLECTIVES = 1 / LEAST_GAIN
 # For plain products: how many measurements count, and by which factor a weight falls with each unit of distance. Of the
 # numbers from 4 to 24 and several ways to weigh them, these chose best on the products that `benchmarks.fit_model
 # --judge` judges. By the same command, a collective is chosen as well by one.
-NEAREST, FALLING = 7, 0.63
+NEAREST = 7
+FALLING = 0.63
 # If the nearest measurement is farther away, a plain product counts as not measured.
 _FAR = 6.0
 # The fewest rows of a tile. A block of fewer rows takes the time of this many.
@@ -161,7 +162,8 @@ def distance(problem: Problem, gpu: str, measured: Measured) -> float:
     product, the devices), and 1 for each of these that differs: the layout, the dtype, whether rows are aligned, the
     GPU. How rows are divided into leading dimensions does not count: a product of 16 x 512 rows is one of 8192 rows.
     """
-    (sizes, properties), (others, other_properties) = _place(problem), _place(measured.problem)
+    sizes, properties = _place(problem)
+    others, other_properties = _place(measured.problem)
     doublings = sum(abs(x - y) for x, y in zip(sizes, others, strict=True))
     return round(doublings, 6) + sum(map(operator.ne, (*properties, gpu), (*other_properties, measured.gpu)))
 

@@ -46,8 +46,8 @@ class Explanation:
         the operation has one transport only.
       transport_reason: why this transport.
       ctas_at_once: how many CTAs of a device must run at the same time so that the fused kernel can finish; 0 for
-        "xla". `all_gather_lhs_matmul` by "ring" needs all its CTAs. It can deadlock with another kernel that occupies a
-        core while it waits for another device, as XLA's collectives do.
+        "xla". `all_gather_lhs_matmul` by "ring" needs all its CTAs. It can deadlock with another kernel that occupies
+        an SM while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
       plan: for a product of global arrays, what runs along which mesh axes; in a backward pass, what is computed.
@@ -177,7 +177,8 @@ def decide(
       ValueError: whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
-    config, implementation = asked.config, asked.implementation
+    config = asked.config
+    implementation = asked.implementation
     if implementation == "xla":
         if config is not None:
             _require_valid(config, device, check)

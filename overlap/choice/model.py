@@ -55,7 +55,7 @@ def work_of(config: Config, problem: Problem, target: Target) -> StreamK:
 
 
 def waves(config: Config, problem: Problem, target: Target) -> float:
-    """Returns how many k steps the busiest core computes, divided by the k steps of one tile."""
+    """Returns how many k steps the busiest SM computes, divided by the k steps of one tile."""
     work = work_of(config, problem, target)
     return work.total_k_steps(0) / work.k_steps
 
@@ -74,23 +74,24 @@ def predicted_us(
         of this configuration, and takes less time to compute.
     """
     rates = rates or rates_of(target, communicates=problem.communicates)
-    work, itemsize = work_of(config, problem, target), problem.itemsize
+    work = work_of(config, problem, target)
     active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
     elements = config.tile_m * config.tile_n
-    weights, (m, n, products) = problem.n * problem.k * itemsize, problem.grid(config)
+    weights = problem.n * problem.k * problem.itemsize
+    m, n, products = problem.grid(config)
     again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
     hbm_bytes = problem.bytes_per_device + again * weights
     if with_order and not problem.communicates:
         hbm_bytes += _read_again(TileOrder.of(m, n, config), config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
-        # The data do not fit into the L2. So the rate at which the active cores can read memory is a limit, too.
+        # The data do not fit into the L2. So the rate at which the active SMs can read memory is a limit, too.
         hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
     loads = OperandTiles(0.0, 0.0, 1.0)
     # The rates for operations over several devices let the loads of a GPC take no time.
     if with_order and not problem.communicates:
         loads = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
-    # Cores that load share what the L2 can deliver.
+    # SMs that load share what the L2 can deliver.
     l2_rate = rates.l2_bytes_per_cycle * target.num_cores / active
     per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)
     cycles = _core_cycles(config, problem, rates, work, per_depth)
@@ -124,9 +125,11 @@ def _read_again(order: TileOrder, config: Config, problem: Problem, work: Stream
     """
     m, n, products = problem.grid(config)
     if order.minor == "m":
-        bands, of_all = ceil_div(order.m_tiles, order.width), n
+        bands = ceil_div(order.m_tiles, order.width)
+        of_all = n
     else:
-        bands, of_all = ceil_div(order.n_tiles, order.width), m
+        bands = ceil_div(order.n_tiles, order.width)
+        of_all = m
     # Bands that are computed at the same time read together.
     at_once = work.num_ctas * bands / order.tiles
     needed = of_all * problem.k * problem.itemsize
@@ -141,10 +144,10 @@ def _at_once(exponent: float, *times: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _PerDepth:
-    """The costs to a core of one tile, for each element of k.
+    """The costs to an SM of one tile, for each element of k.
 
     Attributes:
-      cycles: time, in cycles of the core.
+      cycles: time, in cycles of the SM.
       multiplied: multiply-adds times the bytes of an operand's element.
       loaded: bytes loaded from the L2.
     """
@@ -155,7 +158,7 @@ class _PerDepth:
 
     @staticmethod
     def of(config: Config, problem: Problem, rates: Rates, loads: OperandTiles, l2_rate: float) -> _PerDepth:
-        """Returns the costs of a configuration on a problem, where a core loads `l2_rate` bytes of the L2 per cycle."""
+        """Returns the costs of a configuration on a problem, where an SM loads `l2_rate` bytes of the L2 per cycle."""
         itemsize = problem.itemsize
         lhs_row, rhs_row = problem.row_bytes
         m, *_ = problem.grid(config)
@@ -173,7 +176,7 @@ class _PerDepth:
         )
         # Each CTA of a pair loads a half of the right operand for both.
         loaded = lhs + rhs / config.tiles_per_cluster
-        # What a GPC loads per core at work. A byte that several cores of the GPC load counts once.
+        # What a GPC loads per SM at work. A byte that several SMs of the GPC load counts once.
         of_group = (loads.rows * (rows - empty) + loads.columns * config.tile_n) * itemsize
         load = loaded / l2_rate + empty * rates.empty_row_cycles / tile_k(problem.dtype)
         busy = _at_once(
@@ -199,7 +202,7 @@ def _exchange_cycles(config: Config, rates: Rates) -> float:
 
 
 def _core_cycles(config: Config, problem: Problem, rates: Rates, work: StreamK, per_depth: _PerDepth) -> float:
-    """Returns the cycles that the busiest core takes for its products and its stores."""
+    """Returns the cycles that the busiest SM takes for its products and its stores."""
     out_bytes = jnp.dtype(problem.out_dtype).itemsize if config.split_k == 1 else F32_BYTES
     mainloop = work.total_k_steps(0) * tile_k(problem.dtype) * per_depth.cycles
     tiles = work.full_waves + (work.left > 0)
@@ -239,7 +242,7 @@ def _with_gather(us: float, work: StreamK, config: Config, problem: Problem, rat
     """Returns the time of the products (`us`) and of the gather that runs at the same time, together."""
     gather_us = GATHER_US + problem.received_bytes_per_device / rates.pulled_bytes_per_us
     if not config.joined:
-        # When the last rows have arrived, the tiles of one shard are left to compute; for each core at least one tile.
+        # When the last rows have arrived, the tiles of one shard are left to compute; for each SM at least one tile.
         last = max(1 / problem.devices, work.k_steps / max(work.total_k_steps(0), work.k_steps))
         return max(us, gather_us + us * last) + APART_US * (problem.devices - 1)
     # With joined rows, no product can begin before the last rows have arrived. Until then the stages are filled with
@@ -255,7 +258,8 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
     # A device computes the tiles for its peers first and its own tiles last. An own tile in the same wave as the last
     # tiles for peers has to wait, because the peers compute their parts of it in that wave.
     of_peers = work.tiles * (problem.devices - 1) // problem.devices
-    waves_in_all, waves_of_peers = ceil_div(work.tiles, work.num_ctas), ceil_div(of_peers, work.num_ctas)
+    waves_in_all = ceil_div(work.tiles, work.num_ctas)
+    waves_of_peers = ceil_div(of_peers, work.num_ctas)
     tile_bytes = config.tile_m * config.tile_n * jnp.dtype(problem.out_dtype).itemsize
     last_us = min(of_peers, work.num_ctas) * tile_bytes / rates.pulled_bytes_per_us
     slack_us = us * (waves_in_all - waves_of_peers) / waves_in_all

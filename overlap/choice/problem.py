@@ -121,7 +121,8 @@ class Problem:
         """
         of_row = limits.TMA_ROW_BYTES // self.itemsize
         of_result = limits.TMA_ROW_BYTES // jnp.dtype(self.out_dtype).itemsize
-        m, n = of_row if self.transpose_lhs else 1, of_result if self.transpose_rhs else max(of_result, of_row)
+        m = of_row if self.transpose_lhs else 1
+        n = of_result if self.transpose_rhs else max(of_result, of_row)
         return {"m": self.devices * m, "n": self.devices * n}
 
     def transport(self, config: Config) -> Transport:
@@ -191,7 +192,8 @@ class Problem:
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row, as stored in memory, of the left operand and of the right operand."""
-        lhs, rhs = self.m if self.transpose_lhs else self.k, self.k if self.transpose_rhs else self.n
+        lhs = self.m if self.transpose_lhs else self.k
+        rhs = self.k if self.transpose_rhs else self.n
         return lhs * self.itemsize, rhs * self.itemsize
 
     @property
@@ -267,7 +269,8 @@ class Problem:
             self.check(config, target)
         except (ValueError, NotImplementedError):
             return False
-        types, (rows, columns, products) = self.types(config, self.transport(config)), self.grid(config)
+        types = self.types(config, self.transport(config))
+        rows, columns, products = self.grid(config)
         tiles = products * ceil_div(rows, config.tile_m) * ceil_div(columns, config.tile_n)
         return not mainloop_of(target).crowds_registers(types, tiles, config, target)
 

@@ -32,28 +32,28 @@ class Rates:
 
     Attributes:
       cycles_per_us: the clock rate in cycles per µs while power is not limited.
-      tensor_core_rate: multiply-adds per cycle of one core, times bytes per operand element.
+      tensor_core_rate: multiply-adds per cycle of one SM, times bytes per operand element.
       step_cycles: cycles that each k step takes in addition to its products, for barriers and for issuing instructions.
         This cost makes small tiles slow.
-      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one core read per cycle.
-      l2_bytes_per_cycle: bytes per cycle that one core loads from the L2 while all cores load.
-      group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its cores. A byte
+      smem_bytes_per_cycle: bytes of shared memory that the tensor cores of one SM read per cycle.
+      l2_bytes_per_cycle: bytes per cycle that one SM loads from the L2 while all SMs load.
+      group_bytes_per_cycle: bytes per cycle that a GPC loads from the L2, divided by the number of its SMs. A byte
         that several of them load counts once.
       unaligned_lines: how many cache lines are loaded for one row of a box if the row does not begin at a cache line.
       overlap_exponent: the exponent p of the model: two activities that take a and b cycles alone take (a**p + b**p) **
         (1 / p) cycles when they run at the same time.
       empty_row_cycles: cycles to load one row of a box that lies beyond the operand, which TMA fills with zeros.
         Measured on an H200 for 32 × 8192 × 8192: 8 with tiles of 128 × 64, 14 with tiles of 128 × 128.
-      store_bytes_per_cycle: bytes per cycle that one core stores.
+      store_bytes_per_cycle: bytes per cycle that one SM stores.
       store_wait_cycles: cycles until an epilogue buffer has been read and can be filled again.
       tile_cycles: cycles to fill and to drain the pipeline, per tile.
-      in_turn: the factor by which a core's products take longer with the schedule "pingpong" than with "cooperative".
+      in_turn: the factor by which an SM's products take longer with the schedule "pingpong" than with "cooperative".
       gathering_in_turn: the factor that replaces `in_turn` in operations that gather, whose buffers leave less room for
         stages. Measured on 2 H200s: 1.03 to 1.11.
       load_latency_cycles: cycles from the request of an operand tile until it has arrived.
-      hbm_bytes_per_us: bytes per µs that all cores together move to and from the device's memory.
-      hbm_bytes_per_us_alone: bytes per µs that one core alone moves to and from the device's memory. Measured on an
-        H200: 16 × 8192 × 8192 takes 45.8 µs on 64 cores, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
+      hbm_bytes_per_us: bytes per µs that all SMs together move to and from the device's memory.
+      hbm_bytes_per_us_alone: bytes per µs that one SM alone moves to and from the device's memory. Measured on an
+        H200: 16 × 8192 × 8192 takes 45.8 µs on 64 SMs, 36.3 µs on 128; that is 3.4 and 4.4 MB/µs, less the launch.
       l2_bytes: size of the L2. Weights larger than this are read from memory once for each shard, since the shards are
         multiplied one after the other.
       sum_bytes_per_us: with split-k, bytes per µs that are read by the kernel that adds up the partial products.
@@ -179,9 +179,10 @@ def _fitted(name: str) -> Rates:
     return Rates(**json.loads(file_of(name).read_text(encoding="utf-8"))["rates"])
 
 
-H200, H100 = _fitted("h200"), _fitted("h100")
+H200 = _fitted("h200")
+H100 = _fitted("h100")
 # For operations over several devices. The configurations that the model chooses with these rates were measured on 2 and
-# 4 H200s. These rates were fitted before neighbouring cores' loads were counted, so they let such loads take no time.
+# 4 H200s. These rates were fitted before neighbouring SMs' loads were counted, so they let such loads take no time.
 COLLECTIVES = _fitted("collectives")
 BLACKWELL = dataclasses.replace(
     BlackwellRates(**vars(COLLECTIVES)),

@@ -1,7 +1,7 @@
-"""Counts the operand tiles that the cores of a GPC load, each tile once however many of these cores load it.
+"""Counts the operand tiles that the SMs of a GPC load, each tile once however many of these SMs load it.
 
-Cores of one GPC share loads of the same lines from the L2 (`kernels/placement.py`). So the path from the L2 to a GPC
-carries fewer bytes than its cores receive, and how many fewer depends on which tiles run there at the same time.
+SMs of one GPC share loads of the same lines from the L2 (`kernels/placement.py`). So the path from the L2 to a GPC
+carries fewer bytes than its SMs receive, and how many fewer depends on which tiles run there at the same time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def operand_tiles(order: TileOrder, work: StreamK, cluster: int) -> OperandTiles
     clusters = np.bincount(gpc)[np.unique(place) % work.num_ctas].sum()
     # Loads are shared only by tiles of one product, and of one piece of the k steps.
     together = (place * work.tiles + product) * work.max_pieces + piece.index_in_tile
-    rows, columns = _different(together * order.m_tiles + row), _different(together * order.n_tiles + column)
+    rows = _different(together * order.m_tiles + row)
+    columns = _different(together * order.n_tiles + column)
     return OperandTiles(rows / index.size, columns / index.size, index.size / int(clusters))
 
 

@@ -24,7 +24,10 @@ from overlap.kernels.hopper.limits import accumulator_registers, spills
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
 
-TILE_M, TILE_N, SPLIT_K, STREAM_K = (128, 256, 64), (256, 192, 128, 64), (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 3, 4)
+TILE_M = (128, 256, 64)
+TILE_N = (256, 192, 128, 64)
+SPLIT_K = (1, 2, 3, 4, 6, 8, 12, 16)
+STREAM_K = (1, 2, 3, 4)
 SHAPE: dict[str, tuple[int | str, ...]] = {
     "tile_m": TILE_M,
     "tile_n": TILE_N,
@@ -42,11 +45,12 @@ FINE: dict[str, tuple[int | str, ...]] = {
     "order_width": (8, 4, 16, 2),
 }
 CHUNKS: dict[str, tuple[int, ...]] = {"chunk_bytes": (8192, 16384, 4096), "chunk_buffers": (2, 4)}
-# If a product has less than one wave of tiles, at most MOST_SHARED cores share a tile (stream-k). To cut tiles into
+# If a product has less than one wave of tiles, at most MOST_SHARED SMs share a tile (stream-k). To cut tiles into
 # more pieces, split-k is better, where XLA adds up the pieces. With at most FEW_ROWS rows, narrow tiles are the
 # fastest, and no tile is shared (measured on an H200).
-MOST_SHARED, FEW_ROWS = 6, 64
-# Joined rows make few tiles, so more cores may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
+MOST_SHARED = 6
+FEW_ROWS = 64
+# Joined rows make few tiles, so more SMs may share a tile (MORE_PARTS). With more than MOST_JOINED_ROWS rows, it is
 # better to multiply each shard's rows as they arrive than to join them.
 MORE_PARTS = (6, 8, 12, 16)
 MOST_JOINED_ROWS = 1024
@@ -59,10 +63,14 @@ SWAPPED: dict[str, tuple[int | str, ...]] = {
     "one_shot": (False,),
 }
 # Clusters that compute a tile together: their sizes, the fewest rows of their tiles, and the fewest k steps of a CTA.
-CLUSTERS_ALONG_K, LEAST_ROWS_ALONG_K, LEAST_K_STEPS = (2, 4), 16, 2
+CLUSTERS_ALONG_K = (2, 4)
+LEAST_ROWS_ALONG_K = 16
+LEAST_K_STEPS = 2
 # With fewer rows per tile, a band of the tile order has twice as many tiles across.
 FULL_BAND_ROWS = 128
-SWAPPED_UNIT, LEAST_ROWS_OF_SWAPPED, MOST_ROWS_OF_SWAPPED = 8, 64, 256
+SWAPPED_UNIT = 8
+LEAST_ROWS_OF_SWAPPED = 64
+MOST_ROWS_OF_SWAPPED = 256
 # The usual number of stages is the largest that fits. Fewer stages are tried as well, because they leave more of the L1
 # to other traffic.
 STAGES = (8, 7, 6, 5, 4, 3, 2)
@@ -129,7 +137,8 @@ def _unmeasured_factor(config: Config, problem: Problem) -> float:
 
 def differences(config: Config) -> str:
     """Returns a configuration as text: its tile, and the other fields in which it differs from `Config()`."""
-    usual, tile = vars(Config()), ("tile_m", "tile_n")
+    usual = vars(Config())
+    tile = ("tile_m", "tile_n")
     rest = [f"{name}={value}" for name, value in vars(config).items() if name not in tile and value != usual[name]]
     return " ".join([f"{config.tile_m}x{config.tile_n}", *rest])
 
@@ -186,7 +195,8 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
     """
     if problem.communicates or problem.spec.groups or not target.is_hopper:
         return
-    usual, k_steps = _usual(problem), -(-problem.k // tile_k(problem.dtype))
+    usual = _usual(problem)
+    k_steps = -(-problem.k // tile_k(problem.dtype))
     upright = itertools.product((False,), TILE_M, TILE_N)
     swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), TILE_N_OF_SWAPPED)
     tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())

@@ -73,7 +73,8 @@ class Entry:
     overlap: str = __version__
 
     def __post_init__(self) -> None:
-        problem, numbers = self.problem, [x for x in vars(self.config).values() if type(x) is int]
+        problem = self.problem
+        numbers = [x for x in vars(self.config).values() if type(x) is int]
         sizes = [problem.m, problem.n, problem.k, problem.devices, problem.batch, problem.sides, *numbers]
         if not all(type(size) is int and 1 <= size <= LARGEST_SIZE for size in sizes):
             raise ValueError(f"sizes must be integers from 1 to {LARGEST_SIZE}, got {sizes}")

@@ -92,7 +92,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    count, names = whole_number(at_least=1), ", ".join(DTYPES)
+    count = whole_number(at_least=1)
+    names = ", ".join(DTYPES)
 
     demo = commands.add_parser(
         "demo",

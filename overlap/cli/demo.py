@@ -45,9 +45,15 @@ from overlap.tuning.timing import Loop, calls_s
 
 _OPS = "all_gather_lhs_matmul", "matmul_reduce_scatter"
 # m, n and k per device. Emulated, each device has four tiles for each shard: enough to show the order of events.
-_ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
-_EMULATED_CTAS, _EMULATED_CONFIG = 4, overlap.Config(tile_n=128)
-_ITERATIONS, _LAUNCHES, _CALLS, _ROUNDS, _WARM_UP_S = 20, 2, 20, 7, 0.5
+_ON_GPUS = (1024, 4096, 4096)
+_EMULATED = (256, 256, 256)
+_EMULATED_CTAS = 4
+_EMULATED_CONFIG = overlap.Config(tile_n=128)
+_ITERATIONS = 20
+_LAUNCHES = 2
+_CALLS = 20
+_ROUNDS = 7
+_WARM_UP_S = 0.5
 
 
 @dataclasses.dataclass
@@ -85,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             refuse("demo", error)
             return 1
         if jax.distributed.is_initialized():
-            alone, leads = jax.process_count() == 1, jax.process_index() == 0
+            alone = jax.process_count() == 1
+            leads = jax.process_index() == 0
     if arguments.devices is not None and not alone:
         raise WrongArguments("demo: --devices is for one process: start as many as you want with -np")
     devices, emulated_because = start("demo", arguments.devices, emulate=arguments.emulate)
@@ -94,7 +101,9 @@ def run(arguments: argparse.Namespace) -> int:
     if emulated_because is not None and alone:
         # These two settings resemble hardware most: copies complete at random times, and threads take turns.
         emulator = emulation.emulate(cores=_EMULATED_CTAS, completion="random", scheduler="round_robin")
-    out, tables, timelines = console(quiet=not leads), list[list[_Row]](), list[Timeline]()
+    out = console(quiet=not leads)
+    tables = list[list[_Row]]()
+    timelines = list[Timeline]()
     config = overlap.Config() if emulated_because is None else _EMULATED_CONFIG
     with emulator, progress_bar(console(stderr=True, quiet=not leads)) as bar:
         task = bar.add_task("starting", total=None)
@@ -106,7 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
             tables.append(_measured(problem, methods, mesh, timed=emulated_because is None))
             if alone and all(row.ok for row in tables[-1]):
                 bar.update(task, description=f"{problem.op}: recording a call")
-                shards, emulated = draw_operands(problem, mesh, 0), emulated_because is not None
+                shards = draw_operands(problem, mesh, 0)
+                emulated = emulated_because is not None
                 recorded = trace.record(problem, shards, mesh, config, trace_files.CAPACITY, emulated=emulated)
                 timelines += recorded.timelines[:1]
     kind = jax.devices()[0].device_kind if emulated_because is None else "CPU devices"
@@ -150,7 +160,8 @@ def _measured(problem: Problem, methods: dict[str, Call], mesh: jax.sharding.Mes
     what = {"fused": "fused: one kernel", "xla": f"xla: {steps}", "roof": "cuBLAS alone"}
     shards = draw_operands(problem, mesh, 0)
     calls = {**methods, "roof": functools.partial(product, problem)} if timed else methods
-    rows, loops = list[_Row](), dict[str, Loop]()
+    rows = list[_Row]()
+    loops = dict[str, Loop]()
     programs: dict[str, tuple[Any, tuple[jax.Array, jax.Array]]] = {}
     for name, call in calls.items():
         operands = complete_program(problem, mesh)(*shards) if name == "roof" else shards

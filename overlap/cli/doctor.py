@@ -21,7 +21,9 @@ from typing import Any
 import overlap
 from overlap import _compat, _cuda, _requirements, _settings, _xla_flags
 
-OK, NOTE, PROBLEM = "OK", "note", "PROBLEM"
+OK = "OK"
+NOTE = "note"
+PROBLEM = "PROBLEM"
 _COLORS = {OK: "32", NOTE: "33", PROBLEM: "31"}
 
 ASK_JAX = """
@@ -146,7 +148,8 @@ def _jax(facts: Facts) -> Fact:
             advice = "pip install 'overlap[cuda13]' (or [cuda12], or plain overlap for CPUs)"
         return Fact("jax", PROBLEM, f"{installed}; it cannot be imported: {answer}", advice)
     imported = json.loads(answer)
-    version, found = imported["version"], f"{installed}, numpy {imported['numpy']}"
+    version = imported["version"]
+    found = f"{installed}, numpy {imported['numpy']}"
     if versions.get("jax", version) != version:
         found += f"; but `import jax` gives {imported['path']}, jax {version or 'without a version: it is no jax'}"
         return Fact("jax", PROBLEM, found, "take that folder out of PYTHONPATH, or install one jax alone")
@@ -176,7 +179,8 @@ def _gpus(facts: Facts) -> Fact:
     works, answer = ask(ASK_DRIVER)
     if not works:
         return Fact("GPUs", PROBLEM, f"the NVIDIA driver gives no answer: {answer}", "check nvidia-smi")
-    driver, given = _cuda.driver_version(), json.loads(answer)
+    driver = _cuda.driver_version()
+    given = json.loads(answer)
     gpus = [_cuda.Gpu(name, tuple(capability)) for name, capability in given["gpus"]]
     if not gpus and (driver is None or (visible or "0").strip() == "-1" or visible == ""):
         return Fact("GPUs", NOTE, f"none is visible{setting}", "the fused kernels run emulated on the CPU")

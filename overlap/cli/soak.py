@@ -75,10 +75,13 @@ def _run_all(
     Returns:
       How many programs of each case have run, and the failures.
     """
-    chance, end = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
+    chance = random.Random(arguments.seed)
+    end = time.monotonic() + 60 * arguments.minutes
     operands: dict[Mesh, tuple[jax.Array, jax.Array]] = {}
     done: collections.Counter[str] = collections.Counter()
-    task, number, pending = progress.add_task("0 launches", total=1.0), 0, []
+    task = progress.add_task("0 launches", total=1.0)
+    number = 0
+    pending = []
     while True:
         drawn = _draw(chance, kinds)
         if number >= arguments.first:

@@ -30,7 +30,9 @@ from overlap.tuning.operations import AXIS, shapes, specs
 _US_PER_TURN = 18.0
 # How many random numbers the operands are cut from: a prime, so that no two rows are equal.
 _POOL = 65521
-_F16, _BF16, _F8 = "float16", "bfloat16", "float8_e4m3fn"
+_F16 = "float16"
+_BF16 = "bfloat16"
+_F8 = "float8_e4m3fn"
 # A mesh axis, or several mesh axes.
 type Axis = str | tuple[str, ...]
 # Pairs of a result and the expected result.
@@ -68,7 +70,8 @@ class Case:
 
     def problem(self, devices: int) -> Problem:
         """The problem on a number of devices."""
-        sizes, spec = dict(zip("mnk", self.sizes, strict=True)), BY_NAME[self.op]
+        sizes = dict(zip("mnk", self.sizes, strict=True))
+        spec = BY_NAME[self.op]
         if spec.sums:
             sizes[spec.scatters or "m"] *= devices
         out_dtype = self.options.get("preferred_element_type") or default_out_dtype(self.dtype)
@@ -112,8 +115,10 @@ def exact(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
     """As `_results`, for a layer of experts. What is expected comes from one product with all experts, and its VJP."""
-    size, me = lax.axis_size(axis), lax.axis_index(axis)
-    experts, tokens = size * case.experts, size * case.tokens
+    size = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    experts = size * case.experts
+    tokens = size * case.tokens
     shapes = (tokens, case.hidden), *((experts, case.hidden, case.width),) * 2, (experts, case.width, case.hidden)
     # Each array starts at another number of a pool.
     x, w_gate, w_up, w_down = (
@@ -145,10 +150,12 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
         shares = jnp.where(ids[..., None] == jnp.arange(experts), gates[..., None], 0).sum(1)
         return exact((gated(gate, up) * shares[..., None]).reshape(tokens, -1), w_down.reshape(-1, case.hidden))
 
-    (out, pull), (expected, pull_dense) = jax.vjp(layer, own(w_down)), jax.vjp(dense, w_down)
+    out, pull = jax.vjp(layer, own(w_down))
+    expected, pull_dense = jax.vjp(dense, w_down)
     # The backward pass begins when the result is there.
     after = jnp.where(jnp.isnan(out[:1, :1]), 1.0, 0.0)
-    (found,), (right,) = pull(own(cotangent) + after), pull_dense(cotangent)
+    (found,) = pull(own(cotangent) + after)
+    (right,) = pull_dense(cotangent)
     return [(out, own(expected)), (found, own(right))]
 
 
@@ -156,7 +163,9 @@ def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array
     """Runs the operation on this device's shards, and computes what it should return from the whole operands."""
     if isinstance(case, Experts):
         return _results_of_experts(case, axis, pools, late)
-    size, me, spec = lax.axis_size(axis), lax.axis_index(axis), BY_NAME[case.op]
+    size = lax.axis_size(axis)
+    me = lax.axis_index(axis)
+    spec = BY_NAME[case.op]
     problem = case.problem(size)
 
     def own(array: jax.Array, sharding: P) -> jax.Array:
@@ -166,7 +175,8 @@ def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array
             array = lax.dynamic_slice_in_dim(array, me * count, count, dimension)
         return array
 
-    whole, shards = [], []
+    whole = []
+    shards = []
     for pool, shape, sharding in zip(pools, shapes(problem), specs(problem), strict=False):
         total = tuple(count * (size if name == AXIS else 1) for count, name in zip(shape, sharding, strict=True))
         whole.append(jnp.resize(pool, total).astype(case.dtype))
@@ -196,7 +206,9 @@ def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array
     return [(out, expected)]
 
 
-_GATHER, _SCATTER, _REDUCE = "all_gather_lhs_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+_GATHER = "all_gather_lhs_matmul"
+_SCATTER = "matmul_reduce_scatter"
+_REDUCE = "matmul_all_reduce"
 CASES: tuple[Case | Experts, ...] = (
     Case("rows", _GATHER, (128, 256, 256), _F16),
     Case("ragged rows", _GATHER, (200, 264, 136)),

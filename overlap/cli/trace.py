@@ -21,7 +21,8 @@ from overlap.tuning import trace
 from overlap.tuning.programs import draw_operands, mesh_of
 from overlap.tuning.timeline import Timeline
 
-_ON_GPUS, _EMULATED = (1024, 4096, 4096), (256, 256, 256)
+_ON_GPUS = (1024, 4096, 4096)
+_EMULATED = (256, 256, 256)
 _EMULATED_CTAS = 4
 # In the emulator tiles are small, so that each CTA has several.
 _EMULATED_TILE_N = 128
@@ -31,7 +32,8 @@ _QUICKLY_EMULATED = 2e10
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns the exit status: 0; 1 if the result is wrong; 2 for wrong arguments."""
-    out, errors = console(), console(stderr=True)
+    out = console()
+    errors = console(stderr=True)
     name = arguments.out.name.removesuffix(".gz").removesuffix(".json").removesuffix(".png")
     picture = arguments.picture or arguments.out.with_name(f"{name}.png")
     if picture.resolve() == arguments.out.resolve():
@@ -109,7 +111,8 @@ _COLUMNS = (
 def _table(timeline: Timeline) -> tuple[list[str], list[list[str]]]:
     """The headings and rows of a table: when each device began and ended, and what its roles spent their time on."""
     headings = ["device", f"begins {timeline.unit}", f"ends {timeline.unit}", *(name for name, _, _ in _COLUMNS)]
-    digits, rows = 0 if timeline.unit == "steps" else 1, []
+    digits = 0 if timeline.unit == "steps" else 1
+    rows = []
     for device in range(timeline.devices):
         of_device = [span for span in timeline.spans if span.device == device]
         begin, end = min(span.start for span in of_device), max(span.end for span in of_device)

@@ -75,7 +75,8 @@ def _events(first: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     roles = list(dict.fromkeys(span.role for span in timeline.spans))
     named = set()
     for span in timeline.spans:
-        process, thread = first + span.device, 1 + span.cta * _MOST_ROLES + roles.index(span.role)
+        process = first + span.device
+        thread = 1 + span.cta * _MOST_ROLES + roles.index(span.role)
         if (process, thread) not in named:
             named.add((process, thread))
             yield _name("thread_name", process, thread, f"CTA {span.cta} {span.role}")

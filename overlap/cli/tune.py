@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _problems(arguments: argparse.Namespace, available: int) -> list[Problem]:
     """The problems that the arguments name, each once, in the order of the command line."""
-    op, spec = arguments.op, BY_NAME[arguments.op]
+    op = arguments.op
+    spec = BY_NAME[arguments.op]
     devices = available if spec.transports else 1
     groups = groups_of(arguments)
     problems: dict[Problem, None] = {}

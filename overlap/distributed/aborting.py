@@ -85,7 +85,8 @@ def abort_job_on_failure(abort: Abort) -> None:
 
     A child made by `os.fork` inherits the hooks. It is no process of the job, so its failure ends the child alone.
     """
-    previous_hook, process = sys.excepthook, os.getpid()
+    previous_hook = sys.excepthook
+    process = os.getpid()
 
     def hook(kind: type[BaseException], value: BaseException, trace: types.TracebackType | None) -> None:
         global _exit_status

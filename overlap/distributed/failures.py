@@ -31,7 +31,8 @@ def watch(rank: int) -> Callable[[int], None]:
     Returns:
       A function of the exit status. Call it just before this process ends with a status other than 0.
     """
-    store, ending = _compat.job_store(), threading.Event()
+    store = _compat.job_store()
+    ending = threading.Event()
     if store is None:
         return lambda status: None
 

@@ -236,7 +236,8 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    text, least = environ[name], int(name.endswith(("SIZE", "LOCALNRANKS", "NUM_TASKS", "NUM_NODES")))
+    text = environ[name]
+    least = int(name.endswith(("SIZE", "LOCALNRANKS", "NUM_TASKS", "NUM_NODES")))
     if not (text.isascii() and text.isdigit()) or int(text) < least:
         raise RuntimeError(
             f"{name}={text} should be a whole number{' of at least 1' * least}: the launcher sets it for each process. "

@@ -9,7 +9,8 @@ import socket
 THIS_HOST = "127.0.0.1"
 
 # Ports 20000 to 29999: below the ports that Linux gives to outgoing connections, above the ports of most services.
-_FIRST, _COUNT = 20000, 10000
+_FIRST = 20000
+_COUNT = 10000
 _TRIED = 16
 
 

@@ -116,7 +116,9 @@ class _Host:
     """
 
     def __init__(self, place: Place, card: Card, coordinator_port: int | None, timeout_s: float) -> None:
-        self.place, self.coordinator_port, self.timeout_s = place, coordinator_port, timeout_s
+        self.place = place
+        self.coordinator_port = coordinator_port
+        self.timeout_s = timeout_s
         self.until = time.monotonic() + timeout_s
         self.came: dict[int, Card] = {0: card}
         self.guests: dict[int, asyncio.StreamWriter] = {}
@@ -169,7 +171,8 @@ class _Host:
             said = await _read(reader, _PATIENCE_S)
             if said is None or said[0] != "come" or not isinstance(said[1], list) or len(said[1]) != 2:
                 return
-            key, card = said[1][0], _card_from(said[1][1])
+            key = said[1][0]
+            card = _card_from(said[1][1])
             if key != _key(self.place) or card is None or not 0 <= card.rank < self.place.size:
                 writer.write(_line("not here"))
                 await writer.drain()
@@ -183,7 +186,8 @@ class _Host:
                 self.ended.set()
                 return
             rank = card.rank
-            self.came[rank], self.guests[rank] = card, writer
+            self.came[rank] = card
+            self.guests[rank] = writer
             writer.write(_line("here", self.until - time.monotonic()))
             if len(self.came) == self.place.size:
                 self.ended.set()

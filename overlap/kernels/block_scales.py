@@ -22,7 +22,8 @@ from overlap.primitives.integers import ceil_div
 BLOCK = 32
 SCALE_DTYPE = jnp.dtype(jnp.float8_e8m0fnu)
 # A scale tile: its rows, its blocks in each row, and its size in words of four scales and in bytes.
-SCALE_TILE_ROWS, SCALE_TILE_BLOCKS = 128, 4
+SCALE_TILE_ROWS = 128
+SCALE_TILE_BLOCKS = 4
 SCALE_TILE_WORDS = SCALE_TILE_ROWS
 SCALE_TILE_BYTES = SCALE_TILE_ROWS * SCALE_TILE_BLOCKS
 _GROUPS = 32
@@ -53,7 +54,8 @@ def packed(scales: jax.Array, tile: int) -> jax.Array:
         scale tile beyond the end of the operand are zero, and no product uses them.
     """
     *batch, rows, blocks = scales.shape
-    tiles, k_steps = ceil_div(rows, tile), ceil_div(blocks, SCALE_TILE_BLOCKS)
+    tiles = ceil_div(rows, tile)
+    k_steps = ceil_div(blocks, SCALE_TILE_BLOCKS)
     whole = [(0, 0)] * len(batch)
     bits = lax.bitcast_convert_type(scales, jnp.uint8)
     bits = jnp.pad(bits, [*whole, (0, tiles * tile - rows), (0, k_steps * SCALE_TILE_BLOCKS - blocks)])

@@ -56,9 +56,9 @@ def _valid(name: str, value: object) -> object:
 class Config:
     """The tunable sizes of a (fused) matmul.
 
-    Three fields cut the contraction (k), for results whose tiles leave many cores idle. Measured on an H200 and an
+    Three fields cut the contraction (k), for results whose tiles leave many SMs idle. Measured on an H200 and an
     H100, in 38 products of few tiles: `cluster_along="k"` is mostly the fastest where tiles fill at most half of the
-    cores and k is a few thousand; `stream_k` for a longer k, since it can cut a tile into more pieces, and for tiles
+    SMs and k is a few thousand; `stream_k` for a longer k, since it can cut a tile into more pieces, and for tiles
     that are left after full waves; `split_k` never. With a k below about 2000, smaller whole tiles are as fast.
 
     Attributes:
@@ -81,7 +81,7 @@ class Config:
       order_minor: which dimension of the tile grid runs fastest, "m" or "n".
       order_width: the tile order runs through bands of this many tiles along `order_minor`: with "m" and 8 down 8 tile
         rows, then down the next column of these rows. A pair of CTAs has one tile here.
-      stream_k: into how many pieces, at most, each tile of the last, partial wave is cut along k, so that cores that
+      stream_k: into how many pieces, at most, each tile of the last, partial wave is cut along k, so that SMs that
         would otherwise be idle compute a piece (`StreamK`); 1: no tile is cut.
       split_k: into how many pieces the contraction of every tile is cut. Each piece is computed as a tile of its own;
         XLA then sums the pieces in f32 in a fixed order. For results of few tiles (plain matmul only, and not together

@@ -97,7 +97,8 @@ def epilogue(
     def before_program(
         values: jax.Array, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None, place: tuple[int, int]
     ) -> jax.Array:
-        shape, (index, sides) = values.shape, place
+        shape = values.shape
+        index, sides = place
 
         def of_columns(vector_gmem: GmemRef) -> jax.Array:
             # The vectors of the right operands in a tile follow each other, all padded to the same length.
@@ -120,7 +121,9 @@ def epilogue(
         sums = [before_program(x, rows, columns, addend, (i, len(given))) for i, x in enumerate(given)]
         if program is None:
             return sums[0]
-        scalars, (height, width), parts = _unpacked(vectors.scalars, program.scalars), sums[0].shape, []
+        scalars = _unpacked(vectors.scalars, program.scalars)
+        height, width = sums[0].shape
+        parts = []
         at_once = _WIDTH if len(program.ops) < _MANY_OPS else mainloop.long_activation_columns
         for first in range(0, width, at_once):
             part = [lax.slice(x, (0, first), (height, min(first + at_once, width))) for x in sums]

@@ -1,4 +1,4 @@
-"""Defines the grid of all kernels of this library: one CTA on each core; two or four CTAs may form a cluster."""
+"""Defines the grid of all kernels of this library: one CTA on each SM; two or four CTAs may form a cluster."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The rows of group e are `sizes[e]` rows of the left operand that follow each oth
 e. A tile has rows of one group: the first tile of a group begins with the group's first row, and the last one may have
 fewer rows than the others. So there are at most ⌊m / tile_m⌋ + groups tile rows. A table in global memory lists the
 tiles; XLA computes it from the sizes. All tiles of all groups are numbered together and dealt to the CTAs in turn, so
-that the cores are idle only once, at the end.
+that the SMs are idle only once, at the end.
 
 Within a group, tiles follow each other in bands, as in `TileOrder`. CTAs that multiply at the same time then share
 rows of the left operand and columns of one right operand, and load them from the L2.
@@ -59,7 +59,8 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tu
     # Bands of about the same number of rows: a band of one row would load a whole right operand for itself.
     bands = jnp.maximum((rows + width - 1) // width, 1)
     of_band = jnp.maximum((rows + bands - 1) // bands, 1)
-    within, height = index - of_group(first_of_group), jnp.maximum(of_group(of_band), 1)
+    within = index - of_group(first_of_group)
+    height = jnp.maximum(of_group(of_band), 1)
     band = within // (height * columns)
     in_band = within - band * height * columns
     own_height = jnp.maximum(jnp.minimum(height, of_group(rows) - band * height), 1)
@@ -126,7 +127,8 @@ def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int
       num_ctas: CTAs of the grid.
     """
     starts, ends = bounds(sizes, m)
-    rows, index = ends - starts, jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    rows = ends - starts
+    index = jnp.arange(sizes.shape[0], dtype=jnp.int32)
     # A group without rows has one k step, too, of which no row counts: its result is zeros.
     k_steps = jnp.maximum((rows + depth - 1) // depth, 1)
     is_before = (rows[:, None] > rows) | ((rows[:, None] == rows) & (index[:, None] < index))

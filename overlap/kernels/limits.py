@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from overlap.kernels.target import Target
 
 TMA_ROW_BYTES = 16
-BARRIER_BYTES, F32_BYTES = 8, 4
+BARRIER_BYTES = 8
+F32_BYTES = 4
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
@@ -30,7 +31,8 @@ EPILOGUE_COLUMNS = 64
 RESERVED_BYTES = 1024
 # The size of `staging.Mail`: two mailboxes, padded to the alignment of the next buffer; and its number of barriers, the
 # barrier `stored` included.
-MAIL_BYTES, MAIL_BARRIERS = 1024, 5
+MAIL_BYTES = 1024
+MAIL_BARRIERS = 5
 # In a product of groups of rows, a box of zeros of this many rows lies in shared memory, with its barrier.
 ZERO_ROWS = 8
 ZEROS_BYTES = ZERO_ROWS * SWIZZLE_BYTES + BARRIER_BYTES
@@ -74,7 +76,8 @@ def check(
             f"{config.cluster} and {config.stream_k}: leave them out of `config`"
         )
     mainloop.check_config(types, config, target, beside_bytes)
-    (_, k), layouts = sizes["k"], types.layouts
+    _, k = sizes["k"]
+    layouts = types.layouts
     for name, size in sizes.values():
         if size < 1:
             raise NotImplementedError(
@@ -85,7 +88,8 @@ def check(
         ("rhs", "k" if layouts.transpose_rhs else "n", types.dtype),
         ("the result", "n", types.out_dtype),
     ):
-        (name, row), itemsize = sizes[dimension], jnp.dtype(kind).itemsize
+        name, row = sizes[dimension]
+        itemsize = jnp.dtype(kind).itemsize
         of = f"each device's part of {what}" if dimension == part and what != "the result" else what
         if row * itemsize % TMA_ROW_BYTES:
             raise NotImplementedError(
@@ -132,7 +136,8 @@ def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = 
 
 def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
     """Returns a transport's bytes of shared memory, with its barriers; `wg_rows`: rows of a box that is exchanged."""
-    exchanges, pulls = transport in EXCHANGING, transport in IN_CHUNKS
+    exchanges = transport in EXCHANGING
+    pulls = transport in IN_CHUNKS
     # When devices exchange parts of a tile, a chunk is at most one box.
     largest = wg_rows * SWIZZLE_BYTES if exchanges else config.chunk_bytes
     chunk_bytes = min(config.chunk_bytes, largest) if pulls else 0
@@ -161,7 +166,8 @@ def cluster_sums_barriers(config: Config, wg_tiles: int) -> int:
 
 def check_dtypes(types: OperandTypes) -> None:
     """Checks that the tensor cores and the epilogue take these dtypes. Raises NotImplementedError."""
-    dtype, out_dtype = jnp.dtype(types.dtype), jnp.dtype(types.out_dtype)
+    dtype = jnp.dtype(types.dtype)
+    out_dtype = jnp.dtype(types.out_dtype)
     in_dtypes = FLOAT16 + FLOAT8
     out_dtypes = FLOAT16 if types.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
     if dtype not in in_dtypes:
@@ -206,7 +212,8 @@ def check_fits(needed: int, types: OperandTypes, config: Config, target: Target)
         fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
         least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest}
         chunks = ("chunk_bytes", "chunk_buffers") if types.transport in IN_CHUNKS else ()
-        fields, given = {**least, **dict.fromkeys(chunks, 1)}, vars(config)
+        fields = {**least, **dict.fromkeys(chunks, 1)}
+        given = vars(config)
         larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]
         ways_out = [f"reduce {', '.join(larger)}"] if larger else []
         if cluster_sums_bytes(config) > stages_bytes(config):

@@ -122,7 +122,9 @@ def finish_together(
       finish: called as `finish(index, total)` for each box of the share; `total(row, rows, columns)` returns the
         complete sums of some rows and columns of the box, as [columns, rows] if `PartialSums.transposed`.
     """
-    (first_row, first_column), (rows, columns), me = piece.corner, shape, lax.axis_index(GRID_AXIS)
+    first_row, first_column = piece.corner
+    rows, columns = shape
+    me = lax.axis_index(GRID_AXIS)
     hand_over(partial.at(me, pl.ds(first_row, rows), pl.ds(first_column, columns)))
     semaphore_signal(partial.flags.at[me, piece.rank, piece.wg_tile_index])
     begin, end = share(piece.index, columns // piece.box_width, piece.count)

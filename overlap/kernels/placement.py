@@ -1,14 +1,14 @@
 """Says where a Hopper GPU places clusters: how many run at a time, and which of them share loads.
 
-The cores of a GPU belong to GPCs (eight on an H100 and an H200, of 16 or 18 cores). All CTAs of a cluster run in one
-GPC, and cores of one GPC share loads of the same lines. Measured on two H200s and an H100 of 132 cores, by asking each
-CTA for its core (docs/answers.md):
+The SMs of a GPU belong to GPCs (eight on an H100 and an H200, of 16 or 18 SMs). All CTAs of a cluster run in one
+GPC, and SMs of one GPC share loads of the same lines. Measured on two H200s and an H100 of 132 SMs, by asking each
+CTA for its SM (docs/answers.md):
 
 - CTAs without clusters fill one GPC after the other: CTAs 0 to 15 run in one GPC, 16 to 31 in the next, and so on.
 - Clusters are dealt to the GPCs in turn: of clusters of two CTAs, clusters 4, 12, 20 and 28 run in one GPC; after
   cluster 35 one GPC is full, and the others go on in turn.
-- At most 30 clusters of four CTAs run at a time. That is fewer than the 32 for which the GPCs have cores: the last
-  cores of one GPC run no cluster of four.
+- At most 30 clusters of four CTAs run at a time. That is fewer than the 32 for which the GPCs have SMs: the last
+  SMs of one GPC run no cluster of four.
 
 Other GPUs may place clusters differently. Then results are the same, and loads are shared less.
 """
@@ -22,24 +22,26 @@ import numpy as np
 from overlap.primitives.integers import choose, quotient, remainder, smaller
 from overlap.primitives.types import Index
 
-# Without clusters on 132 cores: (GPC, how many of the CTAs that follow each other run there).
+# Without clusters on 132 SMs: (GPC, how many of the CTAs that follow each other run there).
 _FILLED = ((0, 16), (1, 16), (2, 16), (3, 16), (4, 16), (5, 16), (6, 16), (0, 2), (7, 18))
-# GPCs of a GPU, and cores per GPC, where the placement was not measured.
-_GPCS, _CORES = 8, 16
+# GPCs of a GPU, and SMs per GPC, where the placement was not measured.
+_GPCS = 8
+_CORES = 16
 # (CTAs per cluster, clusters) → ranges of cluster indices that are dealt to GPCs in turn: (first index, count, GPCs).
 _DEALT = {(2, 66): ((4, 32, 8), (36, 28, 7)), (4, 30): ((0, 16, 8), (16, 14, 7))}
 # The GPCs of the other clusters of these grids: (index, GPC). Where the last two run was not seen; these have room.
 _NOT_DEALT = {(2, 66): ((0, 0), (1, 0), (2, 0), (3, 0), (64, 0), (65, 7))}
 # The CTA before which GPC 0 gets two more CTAs, and how many CTAs they all are.
-_LATER, _ALL = 112, 132
+_LATER = 112
+_ALL = 132
 # Up to this many CTAs at work are spread over the GPCs. More of them fill most of the GPCs anyway, and share loads.
 _FEW = 80
-# Clusters of more than two CTAs can use about this part of the cores.
+# Clusters of more than two CTAs can use about this part of the SMs.
 _USED = 10, 11
 
 
 def clusters_at_once(num_cores: int, cluster: int) -> int:
-    """Returns how many clusters of `cluster` CTAs, one CTA per core, run at the same time."""
+    """Returns how many clusters of `cluster` CTAs, one CTA per SM, run at the same time."""
     most = num_cores // cluster
     return most if cluster <= 2 else max(most * _USED[0] // _USED[1], 1)
 

@@ -65,7 +65,7 @@ class ProductKernel:
 
     Attributes:
       name: the name of the kernel.
-      target: the device. One CTA runs on each of its cores (with clusters: on as many cores as whole clusters fit on).
+      target: the device. One CTA runs on each of its SMs (with clusters: on as many SMs as whole clusters fit on).
       config: sizes.
       types: dtypes and layouts of what the mainloop loads and stores.
       work: which tiles there are, and which CTA computes which of them.
@@ -114,7 +114,9 @@ class ProductKernel:
         Raises:
           ValueError: the configuration does not fit the types or the device.
         """
-        config, work, types = self.config, self.work, self.types
+        config = self.config
+        work = self.work
+        types = self.types
         self.mainloop.check_config(types, config, self.target)
         leaves, structure = jax.tree.flatten(inputs)
         results_types, out_structure = jax.tree.flatten(out_types)
@@ -127,7 +129,8 @@ class ProductKernel:
         roles: dict[int, str] = {}
 
         def body(*refs: GmemRef) -> None:
-            given, (outs, rest) = refs[: len(leaves)], _split(refs[len(leaves) :], len(results_types))
+            given = refs[: len(leaves)]
+            outs, rest = _split(refs[len(leaves) :], len(results_types))
             sums, entries = _split(rest, len(sums_types))
             shapes = (*self.flags, *counters, *sums_flags)
             flags = shared_semaphores(*shapes, told=bool(self.peers_read)) if shapes else ()
@@ -161,11 +164,12 @@ class ProductKernel:
     def _kernel(self, body: Callable[..., None], out_type: Tree) -> Callable[..., Tree]:
         """Makes a Pallas kernel of `body`, with the grid, the clusters and the warpgroups that the mainloop needs."""
         body.__name__ = self.name
-        semantics, work, cluster = plgpu.LoweringSemantics.Warpgroup, self.work, self.config.cluster
+        semantics = plgpu.LoweringSemantics.Warpgroup
+        cluster = self.config.cluster
         return plgpu.kernel(
             body,
             out_type=out_type,
-            grid=(work.num_ctas,),
+            grid=(self.work.num_ctas,),
             grid_names=(GRID_AXIS,),
             cluster=(cluster,) if cluster > 1 else (),
             cluster_names=(RANK_AXIS,) if cluster > 1 else (),

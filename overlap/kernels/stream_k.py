@@ -15,7 +15,7 @@ the GPU starts CTAs in the order of their indices. So if as many CTAs run at the
 waits for a CTA that cannot start.
 
 Stream-K proper, with unequal pieces that fill all CTAs exactly, was measured too (H200). In the products measured it
-used the 5% of the cores that equal pieces leave idle. But this gained no time: a tile's sums pass through more CTAs,
+used the 5% of the SMs that equal pieces leave idle. But this gained no time: a tile's sums pass through more CTAs,
 and tiles that share operands are no longer computed at the same time.
 
 Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU"
@@ -83,7 +83,7 @@ class StreamK:
 
     @staticmethod
     def on(target: Target, config: Config, tiles: int, k_steps: int, may_spread: bool = False) -> StreamK:
-        """Returns the work of a device with one CTA per core, on as many cores as whole clusters can use."""
+        """Returns the work of a device with one CTA per SM, on as many SMs as whole clusters can use."""
         clusters = clusters_at_once(target.num_cores, config.cluster)
         may_spread = may_spread and config.cluster == 1
         return StreamK(tiles, k_steps, clusters, config.stream_k, config.ctas_per_tile, may_spread)
@@ -164,7 +164,8 @@ class StreamK:
         """
         if self.ctas_per_tile > 1:
             k_first, k_steps = self._k_steps_of(rank, self.ctas_per_tile)
-            tile, before = self._number(cta) + ordinal * self.num_ctas, ordinal * k_steps
+            tile = self._number(cta) + ordinal * self.num_ctas
+            before = ordinal * k_steps
             return Piece(tile, k_first, k_steps, before, self.ctas_per_tile, rank, ordinal)
         whole = Piece(cta + ordinal * self.num_ctas, 0, self.k_steps, ordinal * self.k_steps, ordinal=ordinal)
         last = self.full_waves * self.num_ctas
@@ -173,7 +174,8 @@ class StreamK:
             return dataclasses.replace(whole, tile=tile)
         if not self.cuts:
             return whole
-        tile, (k_first, k_steps) = quotient(cta, self.pieces_per_tile), self._cut_k_steps(cta)
+        tile = quotient(cta, self.pieces_per_tile)
+        k_first, k_steps = self._cut_k_steps(cta)
         is_cut = ordinal == self.full_waves
         return Piece(
             tile=choose(is_cut, last + tile, whole.tile),

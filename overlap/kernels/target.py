@@ -1,4 +1,4 @@
-"""Describes the device that a kernel is compiled for: its kind, its number of cores (SMs) and its shared memory."""
+"""Describes the device that a kernel is compiled for: its kind, its number of SMs and its shared memory."""
 
 from __future__ import annotations
 
@@ -66,24 +66,28 @@ def emulating(architecture: Literal["hopper", "blackwell"]) -> Iterator[None]:
 def current_target(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None) -> Target:
     """Returns the device that the code being traced will run on: one of the enclosing mesh, else the default device.
 
-    A CPU device has as many cores as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
+    A CPU device has as many SMs as the emulator says, and stands for the GPU that $OVERLAP_EMULATED_GPU names.
 
     Args:
       mesh: the mesh whose device to take, instead of the enclosing mesh.
 
     Raises:
-      RuntimeError: a GPU does not say how many cores it has.
+      RuntimeError: a GPU does not say how many SMs it has.
     """
     if isinstance(mesh, jax.sharding.Mesh):
         mesh = mesh.abstract_mesh
     device = (mesh or jax.sharding.get_abstract_mesh()).abstract_device
     if device is not None:
-        platform, kind, cores = device.platform, device.device_kind, device.num_cores
+        platform = device.platform
+        kind = device.device_kind
+        cores = device.num_cores
     else:
         default = jax.config.jax_default_device or jax.devices()[0]
         if isinstance(default, str):
             default = jax.devices(default)[0]
-        platform, kind, cores = default.platform, default.device_kind, getattr(default, "core_count", None)
+        platform = default.platform
+        kind = default.device_kind
+        cores = getattr(default, "core_count", None)
     if platform == "cpu":
         stands_for = _EMULATED_KINDS[_emulated.value or _settings.emulated_gpu()]
         return Target(platform, kind + stands_for, emulation.core_count())

@@ -46,7 +46,8 @@ def require_index(caller: str, name: str, value: Index, wanted: str, end: int | 
             allowed = "at least 0 and less than 2³¹" if end is None else f"in 0 … {end - 1}"
             raise ValueError(f"`{name}` of `{caller}` must be {wanted}, {allowed}, got {value}")
         return
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    shape = getattr(value, "shape", None)
     if dtype is None or shape != () or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
             f"`{name}` of `{caller}` must be {wanted}: a Python int or an int32 scalar of the kernel, got "
@@ -157,7 +158,8 @@ def require_barrier(caller: str, name: str, ref: Tree) -> None:
     Raises:
       TypeError: the argument is no reference, or refers to memory that holds numbers.
     """
-    wanted, way_out = "an mbarrier", "take a `plgpu.Barrier` of the kernel's scratch, and one of several with `.at[i]`"
+    wanted = "an mbarrier"
+    way_out = "take a `plgpu.Barrier` of the kernel's scratch, and one of several with `.at[i]`"
     require_reference(caller, name, ref, wanted, way_out)
     if isinstance(ref.dtype, np.dtype):
         raise TypeError(

@@ -276,7 +276,8 @@ def copy_chunks(
       TypeError: `number` is not an integer scalar, or an entry of `numbers` is not a Python int.
       ValueError: the chunk buffers do not have the shape [buffers, plan.rows, plan.cols].
     """
-    (begin, end), buffers = numbers, chunk_buffers_smem.shape[0]
+    begin, end = numbers
+    buffers = chunk_buffers_smem.shape[0]
     require_index("copy_chunks", "number", number, "the number drawn first")
     for name, bound in (("numbers[0]", begin), ("numbers[1]", end)):
         require_constant("copy_chunks", name, bound, 0, "the counter's numbers that stand for chunks")

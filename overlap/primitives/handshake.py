@@ -267,7 +267,8 @@ class Handshake:
 
     def _look(self, item: Index) -> None:
         """Looks at one peer's ready flag until it is raised, and tells that peer that it was seen."""
-        group, ready_flag = self.group, self.flags.at[0]
+        group = self.group
+        ready_flag = self.flags.at[0]
         peer = group.peer(item + 1 if self.only is None else self.only)
         atomics.inline(self._look_code, [group.remote_ref(ready_flag, peer), ready_flag], group.me(), peer, 1)
         semaphore_signal(self.flags.at[_BEGUN])
@@ -285,7 +286,8 @@ class Handshake:
 
     def _speak(self) -> None:
         """Lowers the ready flag, tells the peers that this device is done, and waits until they are done."""
-        group, flags = self.group, self.flags
+        group = self.group
+        flags = self.flags
         self._wait(_SEEN, stalls.SEEN, () if self.only is None else (group.size - self.only,))
         atomics.inline(self._lower_code, [flags.at[0]])
 
@@ -305,7 +307,8 @@ class Handshake:
 
     def _wait(self, flag: int, role: int, distances: Sequence[int]) -> None:
         """Waits for the bits of the peers at these distances; if none are given, for the bits of all peers."""
-        group, me = self.group, self.group.me()
+        group = self.group
+        me = group.me()
         places = [group.peer(distance) for distance in distances]
         bits = [jnp.int32(1) << jnp.asarray(place, jnp.int32) for place in places]
         expected = (

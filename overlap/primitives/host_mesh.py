@@ -128,7 +128,8 @@ class HostMesh:
         *devices*, as a set. That is right if the ids are a permutation of the positions. Otherwise it contradicts what
         XLA declares for its own collectives over the mesh, and the program fails.
         """
-        ids, expected = sorted(self.device_ids), sorted(self.positions)
+        ids = sorted(self.device_ids)
+        expected = sorted(self.positions)
         if ids != expected:
             how = (
                 "arrange the mesh host by host, in the order of jax.devices()"

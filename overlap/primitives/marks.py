@@ -38,7 +38,8 @@ ROWS = 6
 _ROW_OF = {"compute": 0, "epilogue": 0, "producer": 2, "communicator": 3, "forwarder": 4, "multiplier": 5}
 _WARPGROUPS = ("compute", "epilogue")
 WORDS = 4
-_WORK_BITS, _SHARD_BITS = 4, 4
+_WORK_BITS = 4
+_SHARD_BITS = 4
 
 
 class Work(enum.IntEnum):
@@ -164,7 +165,9 @@ def role(name: str, index: Index = 0, count: int = 1) -> Iterator[None]:
         return
     first = _ROW_OF[name]
     tape.roles |= {first + i: name if count == 1 else f"{name} {i}" for i in range(count)}
-    tape.row, tape.threads, tape.last = first + index, 128 if name in _WARPGROUPS else 32, None
+    tape.row = first + index
+    tape.threads = 128 if name in _WARPGROUPS else 32
+    tape.last = None
     atomics.inline(_begin(tape.threads), [tape.counts.at[tape.row]])
     yield
     now(Work.IDLE)

@@ -58,7 +58,8 @@ class PeerGroup:
         axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
         if not axes:
             raise ValueError(f"`axis_name` must name at least one mesh axis, got {axis_name!r}: name the axis")
-        is_enclosing, outside = mesh is None, outside_shard_map(mesh)
+        is_enclosing = mesh is None
+        outside = outside_shard_map(mesh)
         mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
         names = tuple(mesh.axis_names)
         if outside:
@@ -154,9 +155,11 @@ class PeerGroup:
           ValueError: `position` is a Python int outside of the group.
         """
         require_index("PeerGroup.device_id", "position", position, "a position in the group", self.size)
-        coordinates, (major, _) = {}, self.axes[0]
+        coordinates = {}
+        major, _ = self.axes[0]
         for name, size in reversed(self.axes[1:]):
-            coordinates[name], position = remainder(position, size), quotient(position, size)
+            coordinates[name] = remainder(position, size)
+            position = quotient(position, size)
         return {major: position, **coordinates}
 
     def remote_ref(self, ref: GmemRef, position: Index) -> GmemRef:

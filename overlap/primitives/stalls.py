@@ -109,7 +109,8 @@ def address() -> int | None:
 
 def _map_at(start: int, length: int) -> ctypes.Array[ctypes.c_char]:
     """Returns fresh memory at the address `start`, or raises OSError if that address is taken."""
-    fixed_noreplace, private_anonymous = 0x100000, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    fixed_noreplace = 0x100000
+    private_anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -121,7 +122,9 @@ def _map_at(start: int, length: int) -> ctypes.Array[ctypes.c_char]:
 
 def line(record: np.ndarray) -> str:
     """Returns a record as text."""
-    role, expected, got = int(record[ROLE]), int(record[EXPECTED]), int(record[GOT])
+    role = int(record[ROLE])
+    expected = int(record[EXPECTED])
+    got = int(record[GOT])
     waits = f"{_who(record)} has waited {int(record[WAITED]) * TICK_S:.0f} s for {_for_whom(record)}"
     if role != BEGUN:
         return f"{waits} {_ROLES.get(role, 'for a flag')}, expected {expected:#x}, got {got:#x}"

@@ -66,7 +66,8 @@ def look_until(
       fences: PTX behind the last look, which makes the wait an acquire.
       expected_constant: the expected value for the record, where it is known only at lowering; in place of the operand.
     """
-    where, limit_s = stalls.address(), _settings.wait_timeout_s()
+    where = stalls.address()
+    limit_s = _settings.wait_timeout_s()
     limit = _ticks(limit_s) if limit_s else _NEVER
     first = min(_ticks(stalls.REPORT_AFTER_S), limit)
     own, me, peer, expected = (f"${len(operands) - 4 + i}" for i in range(4))

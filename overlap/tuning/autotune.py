@@ -244,7 +244,8 @@ def result_file(target: Target, path: str | pathlib.Path | None) -> pathlib.Path
     """
     if path is not None or target.platform == "cpu":
         return None if path is None else pathlib.Path(path)
-    file, why = tables.user_file(target.kind), "there is no home directory"
+    file = tables.user_file(target.kind)
+    why = "there is no home directory"
     try:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)

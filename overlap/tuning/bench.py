@@ -34,7 +34,9 @@ class Bench:
     def __init__(self, problem: Problem, devices: Sequence[Any], settings: Settings) -> None:
         if len(devices) != problem.devices:
             raise ValueError(f"{problem} needs {problem.devices} devices, got {len(devices)}")
-        self.problem, self.settings, self._seed = problem, settings, settings.seed
+        self.problem = problem
+        self.settings = settings
+        self._seed = settings.seed
         self.iterations = iterations_for(problem, settings.launch_us, 2, settings.max_iterations)
         self.mesh = mesh_of(devices)
         drawn = jax.eval_shape(lambda: draw_operands(problem, self.mesh, settings.seed))

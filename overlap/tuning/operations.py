@@ -39,7 +39,8 @@ def call_operation(
         keywords["transpose_lhs"] = problem.transpose_lhs
     if problem.block_scaled:
         # Scales of 1 change neither the product nor its time.
-        left, right = -2 if problem.transpose_lhs else -1, -1 if problem.transpose_rhs else -2
+        left = -2 if problem.transpose_lhs else -1
+        right = -1 if problem.transpose_rhs else -2
         function = functools.partial(function, lhs_scale=ones_for(lhs, left), rhs_scale=ones_for(rhs, right))
     return function(
         lhs,
@@ -65,7 +66,8 @@ def _dimensions(problem: Problem) -> tuple[str, str, str]:
     if problem.spec.groups:
         return "rk", "bnk" if problem.transpose_rhs else "bkn", "rn"
     batch = "b" if problem.batch > 1 else ""
-    lhs, rhs = "km" if problem.transpose_lhs else "mk", "nk" if problem.transpose_rhs else "kn"
+    lhs = "km" if problem.transpose_lhs else "mk"
+    rhs = "nk" if problem.transpose_rhs else "kn"
     return batch + lhs, batch + rhs, batch + "mn"
 
 

@@ -25,7 +25,8 @@ Call = Callable[[jax.Array, jax.Array], jax.Array]  # (lhs, rhs) -> out, inside 
 
 # A result may have twice the error of the unfused product. With f32 results both errors are rounding noise; there, an
 # error up to the floor is allowed. (A result that lacks one k step of 28672 elements along k has an error of 5e-2.)
-_ERROR_FACTOR, _FLOAT32_ERROR_FLOOR = 2.0, 1e-4
+_ERROR_FACTOR = 2.0
+_FLOAT32_ERROR_FLOOR = 1e-4
 # The f32 product with which results are compared is not timed. A search for its fastest f32 algorithm would take longer
 # than everything that is timed.
 _NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}

@@ -33,7 +33,8 @@ def shown(say: Callable[[str], None], every_s: float = _LINE_EVERY_S) -> Iterato
 
     def lines(text: str, fraction: float) -> None:
         nonlocal last_problem, last_s
-        problem, now = text.partition(":")[0], time.monotonic()
+        problem = text.partition(":")[0]
+        now = time.monotonic()
         if problem != last_problem or now - last_s >= every_s:
             last_problem, last_s = problem, now
             say(f"{fraction:4.0%} {text}")

@@ -94,7 +94,8 @@ class Outcome:
     def __str__(self) -> str:
         if self.result is None:
             return f"{self.problem}: {self.note}"
-        us, others = self.result.us, self.result.others
+        us = self.result.us
+        others = self.result.others
         parts = [f"{us:.1f} µs", f"{self.problem.flops_per_device / us / 1e6:.0f} TFLOP/s"]
         parts += [f"XLA {others['xla']:.1f} µs ({others['xla'] / us:.3f} ×)"] if "xla" in others else []
         parts += [f"model's choice {others['heuristic'] / us:.3f} ×"] if "heuristic" in others else []
@@ -176,9 +177,11 @@ def search(
             race.finals()
     except (Ended, KeyboardInterrupt) as end:
         stop.interrupted |= isinstance(end, KeyboardInterrupt)
-        outcome.complete, outcome.interrupted = False, stop.interrupted
+        outcome.complete = False
+        outcome.interrupted = stop.interrupted
     except Exception as error:  # For example, the GPU has too little memory. The next problem may fit.
-        outcome.complete, outcome.note = False, _one_line(error)
+        outcome.complete = False
+        outcome.note = _one_line(error)
     finally:
         race.close()
     # Drop the trials that were never measured.
@@ -205,7 +208,10 @@ class _Race:
     bench: Bench
 
     def __init__(self, outcome: Outcome, settings: Settings, stop: Stop, progress: Progress, count: int) -> None:
-        self.outcome, self.settings, self.stop, self.progress = outcome, settings, stop, progress
+        self.outcome = outcome
+        self.settings = settings
+        self.stop = stop
+        self.progress = progress
         # A sample takes about a tenth of the time of compiling a configuration.
         self.total = count * 1.2 + 0.1 * settings.rounds * (min(settings.finalists, count) + 2)
         self.done = 0.0

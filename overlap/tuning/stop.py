@@ -61,7 +61,8 @@ def stopped_by_ctrl_c() -> Iterator[Stop]:
     Outside the main thread nothing changes, nor where the program has a handler of its own, other than Python's or the
     emulator's.
     """
-    stop, before = Stop(), signal.getsignal(signal.SIGINT)
+    stop = Stop()
+    before = signal.getsignal(signal.SIGINT)
     usual = before is signal.default_int_handler or getattr(before, "raises_keyboard_interrupt", False)
     if threading.current_thread() is not threading.main_thread() or not usual or not callable(before):
         yield stop

@@ -22,7 +22,8 @@ from overlap.primitives import marks
 from overlap.primitives.marks import Work
 from overlap.tuning.clocks import Offset
 
-_CLOCK, _TIME = 1, 2
+_CLOCK = 1
+_TIME = 2
 # Cycles per nanosecond of a GPU's SMs, used if a kernel is too short to measure it.
 _USUAL_RATE = 1.7
 # An array for each (CTA, row) of a device. Each role of a CTA writes one row.

@@ -21,9 +21,12 @@ from overlap.tuning.operations import gathered_first
 
 # _LEAST_SHARE: if the difference of two times is less than this fraction of a program's average time in the longer run,
 # the difference is noise, and both times are measured again, up to _TRIES times.
-_LEAST_SHARE, _TRIES = 0.1, 5
+_LEAST_SHARE = 0.1
+_TRIES = 5
 # What an H200 reaches per microsecond, and the least time of a call. Only used to choose the length of loops.
-_FLOPS_PER_US, _BYTES_PER_US, _CALL_US = 700e6, 4e6, 10.0
+_FLOPS_PER_US = 700e6
+_BYTES_PER_US = 4e6
+_CALL_US = 10.0
 # The copy is jitted, so that it works for arrays that span processes.
 _copy = jax.jit(jnp.copy)
 
@@ -105,7 +108,9 @@ class Loop:
           operands: (lhs, rhs). The loop writes to one of them between its calls: to the gathered one, or to `lhs`.
           out: memory for the result.
         """
-        self._problem, self.program, self._iterations = problem, program, iterations
+        self._problem = problem
+        self.program = program
+        self._iterations = iterations
         changed, self._fixed = gathered_first(problem, *operands)
         # A launch donates `state`. The copy keeps the caller's operand valid.
         self.state: tuple[jax.Array, jax.Array] | None = (_copy(changed), out)
@@ -128,7 +133,8 @@ class Loop:
 
     def launch(self) -> None:
         """Starts the program, and does not wait for it."""
-        state, self.state = self.state, None
+        state = self.state
+        self.state = None
         self.state = self.program(state, self._fixed)
 
     def call_s(self, launches: int) -> float:

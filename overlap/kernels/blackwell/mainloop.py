@@ -161,7 +161,8 @@ def _by_the_first(config: Config, issue: Callable[[], None]) -> None:
 
 def _issue_k_step(loop: Loop, buffers: Buffers, piece: Piece, k: Index, stage: Index, pair: Axis) -> None:
     """Issues the product of the operand tiles of a k step, which releases the stage when it has run."""
-    config, layouts = loop.config, loop.layouts
+    config = loop.config
+    layouts = loop.layouts
     lhs_mma, rhs_mma = buffers.lhs[1].at[stage], buffers.rhs[1].at[stage]
     plgpu.tcgen05_mma(
         buffers.accumulator(piece, pl.ds(0, config.tile_n)),
@@ -254,7 +255,8 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 
 
 def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
-    layouts, width = types.layouts, staging.atom(types.dtype)
+    layouts = types.layouts
+    width = staging.atom(types.dtype)
     arrivals = 1 + types.forwards
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
@@ -306,7 +308,8 @@ class Blackwell:
         return () if types.layouts.k_major else (_compat.SQUARE_TILES,)
 
     def buffer_types(self, config: Config, types: OperandTypes) -> Buffers:
-        columns, term = ACCUMULATORS * config.tile_n, (TERM_BUFFERS, 1, TILE_M, staging.atom(types.out_dtype))
+        columns = ACCUMULATORS * config.tile_n
+        term = (TERM_BUFFERS, 1, TILE_M, staging.atom(types.out_dtype))
         of_terms = {
             "term_boxes": plgpu.RefUnion(*staging.box_views(term, types)),
             "term_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TERM_BUFFERS),
@@ -339,8 +342,10 @@ class Blackwell:
         return lax.broadcast_in_dim(vector, shape, (dimension,))
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
-        work, hooks = loop.work, loop.hooks
-        warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+        work = loop.work
+        hooks = loop.hooks
+        warpgroup = lax.axis_index(THREAD_AXIS)
+        cluster_index = lax.axis_index(GRID_AXIS)
 
         def for_each_piece(role: Callable[..., None]) -> None:
             if loop.counter is None:

@@ -65,7 +65,8 @@ def buffer_types(config: Config) -> ScaleBuffers:
         return plgpu.RefUnion(words, plgpu.SMEM((config.stages, *_MMA_SHAPE), SCALE_DTYPE))
 
     def in_tmem() -> ScratchType:
-        shape, pairs = (SCALE_TILE_ROWS, config.stages * SCALE_TILE_BLOCKS), config.cluster > 1
+        shape = (SCALE_TILE_ROWS, config.stages * SCALE_TILE_BLOCKS)
+        pairs = config.cluster > 1
         return plgpu.TMEM(shape, SCALE_DTYPE, layout=plgpu.TMEMLayout.SCALES_LAYOUT, collective=pairs)
 
     return ScaleBuffers(in_smem(), in_smem(), in_tmem(), in_tmem())
@@ -73,10 +74,13 @@ def buffer_types(config: Config) -> ScaleBuffers:
 
 def load(loop: Loop, buffers: Buffers, tile: Tile, k_step: Index, stage: Index) -> None:
     """Starts the copies of the block scales of a k step into a stage. The producer calls this."""
-    scales, config = buffers.scales, loop.config
+    scales = buffers.scales
+    config = loop.config
     assert loop.hooks.block_scales_at is not None and scales is not None
     given = loop.hooks.block_scales_at(tile)
-    own, columns, k_slice = pl.ds(given.lhs_tile, 1), pl.ds(given.rhs_tile, 1), pl.ds(k_step, 1)
+    own = pl.ds(given.lhs_tile, 1)
+    columns = pl.ds(given.rhs_tile, 1)
+    k_slice = pl.ds(k_step, 1)
     of_lhs: dict[str, Any] = {}
     of_rhs: dict[str, Any] = {}
     if config.cluster > 1:

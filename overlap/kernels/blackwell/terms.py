@@ -27,8 +27,11 @@ class Terms:
 
     def __init__(self, loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         assert loop.hooks.exchange is not None
-        self.loop, self.buffers, self.exchange = loop, buffers, loop.hooks.exchange
-        self.tile, self.piece = tile, piece
+        self.loop = loop
+        self.buffers = buffers
+        self.exchange = loop.hooks.exchange
+        self.tile = tile
+        self.piece = piece
         self.loads = exchange.box_count(buffers) * self.exchange.terms
 
     def begin(self) -> None:

@@ -29,7 +29,8 @@ MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) e
 MOST_ACCUMULATED_IN_CLUSTERS = 128
 CLUSTERS = (1, 2, 4)
 WARPGROUP_THREADS = 128
-WGMMA_M, WGMMA_N_UNIT = 64, 8
+WGMMA_M = 64
+WGMMA_N_UNIT = 8
 LARGEST_TILE_M_IN_TURN = 128
 
 
@@ -154,7 +155,8 @@ def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:
 
 def _check_swapped(types: OperandTypes, config: Config) -> None:
     """Checks that the tensor cores can compute the transposed tile. Raises ValueError."""
-    leave_out, rows = "leave `swap_operands` out of `config`", config.tile_m
+    leave_out = "leave `swap_operands` out of `config`"
+    rows = config.tile_m
     if rows % WGMMA_N_UNIT or rows > TMA_BOX_LIMIT:
         raise ValueError(
             f"`tile_m` must be a multiple of {WGMMA_N_UNIT} and at most {TMA_BOX_LIMIT} with `swap_operands`, got "

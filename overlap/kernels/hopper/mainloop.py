@@ -79,7 +79,9 @@ if TYPE_CHECKING:
 # Registers per thread: (compute warpgroups, transfer warpgroup). Their sum over all warpgroups is the number of
 # registers with which the kernel is launched. The transfer warps need more for an exchange, and the most if own tiles
 # are sent to the peers as well (`Exchange.own_stored`).
-REGISTERS, REGISTERS_OF_EXCHANGE, REGISTERS_OF_BOTH_WAYS = (232, 40), (224, 56), (216, 72)
+REGISTERS = (232, 40)
+REGISTERS_OF_EXCHANGE = (224, 56)
+REGISTERS_OF_BOTH_WAYS = (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
@@ -95,7 +97,10 @@ def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Inde
 
 def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: Index) -> jax.Array:
     """Computes a compute warpgroup's f32 sums of one piece: [wg_m, wg_n], or [wg_n, wg_m] with swapped operands."""
-    config, layouts, wg_m, wg_n = loop.config, loop.layouts, buffers.plan.wg_tile.rows, buffers.plan.wg_tile.columns
+    config = loop.config
+    layouts = loop.layouts
+    wg_m = buffers.plan.wg_tile.rows
+    wg_n = buffers.plan.wg_tile.columns
     _, wg_m_index, wg_n_index = _wg_tile_index(config, warpgroup)
     lhs_mma, rhs_mma = buffers.lhs[1], buffers.rhs[1]
 
@@ -138,7 +143,8 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             plgpu.barrier_arrive(buffers.consumed.at[last])
             return stage
 
-        first, last = 1, begin
+        first = 1
+        last = begin
         if _tells_later(loop):
             # After this many k steps, the stores of the tile before this one have landed.
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
@@ -308,8 +314,10 @@ class Hopper:
         return lax.broadcast_in_dim(vector, shape, (dimension,))
 
     def run(self, loop: Loop, buffers: Buffers) -> None:
-        hooks, buffers = loop.hooks, staging.divided(buffers)
-        warpgroup, cluster_index = lax.axis_index(THREAD_AXIS), lax.axis_index(GRID_AXIS)
+        hooks = loop.hooks
+        buffers = staging.divided(buffers)
+        warpgroup = lax.axis_index(THREAD_AXIS)
+        cluster_index = lax.axis_index(GRID_AXIS)
         for_each_piece = functools.partial(produce.for_each_piece, loop, buffers, cluster_index)
         compute_registers, transfer_registers = _registers(hooks)
 

@@ -46,7 +46,8 @@ from overlap.kernels.partial_sums import share
 from overlap.primitives.types import BarrierRef, Index, ScratchType, SmemRef
 
 # Rows of a layout tile, and the widths of the swizzles in bytes, from the widest to the narrowest.
-_TILE_ROWS, _SWIZZLES = 8, (128, 64, 32)
+_TILE_ROWS = 8
+_SWIZZLES = (128, 64, 32)
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +130,9 @@ def finish_in_cluster(
         `total(row, rows, columns)` returns the complete sums of some rows and columns of the box, as [columns, rows]
         if `piece.transposed`.
     """
-    wg_tile, boxes, ctas = piece.wg_tile_index, piece.boxes, piece.ctas
+    wg_tile = piece.wg_tile_index
+    boxes = piece.boxes
+    ctas = piece.ctas
 
     plgpu.barrier_arrive(shared.multiplied)
     plgpu.barrier_wait(shared.multiplied)

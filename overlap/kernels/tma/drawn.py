@@ -29,14 +29,16 @@ from overlap.primitives.types import Index
 
 def _turn(loop: Loop, buffers: Buffers, number: Index, ordinal: Index, before: Index) -> tuple[Tile, Piece, Index]:
     """Returns a tile, the one piece that covers it, and how many stages have been filled once it has been loaded."""
-    tile, k_steps = loop.tile_at(number), loop.work.k_steps
+    tile = loop.tile_at(number)
+    k_steps = loop.work.k_steps
     filled = before + k_steps + exchange.term_stages(loop, buffers, tile)
     return tile, Piece(number, 0, k_steps, before, ordinal=ordinal), filled
 
 
 def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
     """Runs the producer's loop: draws tiles, and calls `produce(loop, buffers, tile, piece)` for each."""
-    mail, tiles = buffers.mail, loop.work.tiles
+    mail = buffers.mail
+    tiles = loop.work.tiles
     assert mail is not None
 
     def post(number: Index, ordinal: Index) -> None:
@@ -59,7 +61,8 @@ def deal(loop: Loop, buffers: Buffers, produce: Callable[..., None]) -> None:
 
 def for_each(loop: Loop, buffers: Buffers, role: Callable[..., None], *more: Index) -> None:
     """Runs the loop of any other role: calls `role(loop, buffers, tile, piece, *more)` for each tile of this CTA."""
-    mail, tiles = buffers.mail, loop.work.tiles
+    mail = buffers.mail
+    tiles = loop.work.tiles
     assert mail is not None
 
     def read(ordinal: Index) -> jax.Array:

@@ -68,7 +68,8 @@ def term_stages(loop: Loop, buffers: Buffers, tile: Tile) -> Index:
 
 def load_terms(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """Does the producer's work on the terms of a tile, after its k steps: loads them into the operands' stages."""
-    exchange, config = _exchange(loop), loop.config
+    exchange = _exchange(loop)
+    config = loop.config
     count = box_count(buffers)
     first = piece.before + piece.k_steps
 
@@ -104,7 +105,9 @@ def load_term(
       buffer_index: the stage (or the buffer for terms) to load the boxes into.
       barrier: the barrier at which each copy arrives.
     """
-    exchange, count, boxes_smem = _exchange(loop), box_count(buffers), buffers.terms[0]
+    exchange = _exchange(loop)
+    count = box_count(buffers)
+    boxes_smem = buffers.terms[0]
     index = quotient(load_index, exchange.terms)
     of_peer = exchange.term_at(tile, load_index - index * exchange.terms)
     for number in range(buffers.plan.wg_tiles):
@@ -138,7 +141,8 @@ def sum_of_terms(loop: Loop, buffers: Buffers, piece: Piece, wg_tile_index: Inde
 
 def term_values(exchange: Exchange, buffers: Buffers, buffer_index: Index, wg_tile_index: Index) -> list[jax.Array]:
     """Reads the loaded box of a term of a warpgroup tile. Returns f32 values for each block of rows."""
-    terms_smem, block_rows = buffers.terms[1].at[buffer_index, wg_tile_index], buffers.plan.wg_tile.block_rows
+    terms_smem = buffers.terms[1].at[buffer_index, wg_tile_index]
+    block_rows = buffers.plan.wg_tile.block_rows
     rows = buffers.plan.wg_tile.rows
     loaded = rows if exchange.direct_sends is None else min(exchange.direct_sends.rows, rows)
     values = [terms_smem[pl.ds(above, block_rows)].astype(jnp.float32) for above in range(0, loaded, block_rows)]
@@ -172,9 +176,11 @@ def send_boxes(boxes: Boxes, direct_sends: DirectSends, tile: Tile, flat_boxes: 
     """Starts the copies of boxes of a tile, from `first` on, to this device's memory (`boxes`) and all peers'."""
 
     def send(to: Boxes, *, last: bool) -> None:
-        elements, count = to.ref.shape[-1], flat_boxes.shape[0]
+        elements = to.ref.shape[-1]
+        count = flat_boxes.shape[0]
         for box in range(count):
-            flat_smem, to_gmem = flat_boxes.at[box, pl.ds(0, elements)], to.ref.at[to.first + first + box]
+            flat_smem = flat_boxes.at[box, pl.ds(0, elements)]
+            to_gmem = to.ref.at[to.first + first + box]
             plgpu.copy_smem_to_gmem(flat_smem, to_gmem, commit_group=last and box == count - 1)
 
     pl.loop(1, direct_sends.peers + 1)(lambda number: send(direct_sends.to_peer(tile, number), last=False))
@@ -203,7 +209,8 @@ def announce(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     marks.now(Work.AWAIT_TILE, tile.step, piece.tile)
     plgpu.barrier_wait(_stored(buffers, piece.ordinal))
     marks.now(Work.FORWARD, tile.step, piece.tile)
-    hooks, is_own = _exchange(loop), _exchange(loop).is_own(tile)
+    hooks = _exchange(loop)
+    is_own = hooks.is_own(tile)
     if hooks.direct_sends is not None:
         hooks.part_stored(tile)
         return

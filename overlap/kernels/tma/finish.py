@@ -70,7 +70,8 @@ def finish(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, sums: Sums) -
 
 
 def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput) -> None:
-    width, sides = EPILOGUE_COLUMNS, buffers.sides
+    width = EPILOGUE_COLUMNS
+    sides = buffers.sides
 
     def of_sides(row: int, rows: int, first: int, size: int) -> Values:
         """The values of `size` columns of the result from column `first` on; of each side if there are several."""
@@ -91,7 +92,8 @@ def _store_all(loop: Loop, buffers: Buffers, sums: Sums, output: WarpgroupOutput
 def _store_share(loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput) -> None:
     """Finishes a tile that several CTAs share: each finishes some of its columns."""
     assert loop.partial is not None
-    (row, column), box_width = sums.corner, buffers.out[0].shape[-1]
+    row, column = sums.corner
+    box_width = buffers.out[0].shape[-1]
     own_rank = rank(loop.config)
     corner = own_rank * loop.config.tile_m + row, column
     shared = SharedPiece(
@@ -106,7 +108,8 @@ def _finish_in_cluster(
     loop: Loop, buffers: Buffers, shared: ClusterSums, piece: Piece, sums: Sums, output: WarpgroupOutput
 ) -> None:
     """Finishes a tile that the CTAs of a cluster share: each CTA finishes some of the tile's boxes."""
-    wg_tile, box_width = buffers.plan.wg_tile, buffers.out[0].shape[-1]
+    wg_tile = buffers.plan.wg_tile
+    box_width = buffers.out[0].shape[-1]
 
     def block(box: int) -> jax.Array:
         return sums.block(0, wg_tile.rows, slice(box * box_width, (box + 1) * box_width))
@@ -126,7 +129,8 @@ def _finish_exchanged(
     loop: Loop, buffers: Buffers, piece: Piece, sums: Sums, output: WarpgroupOutput, others: Exchange
 ) -> None:
     """Finishes a tile of an `Exchange`: an own tile, a part of a peer's tile, or (`direct_sends`) both."""
-    tile, store_all = output.tile, functools.partial(_store_all, loop, buffers, sums)
+    tile = output.tile
+    store_all = functools.partial(_store_all, loop, buffers, sums)
     of_peer = dataclasses.replace(output, epilogue_at=others.part_epilogue_at, boxes=others.part_at(tile))
     own = dataclasses.replace(output, terms=sums.terms)
     if (direct_sends := others.direct_sends) is not None:

@@ -56,15 +56,19 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
 
     `box_smem` has all stages, and `barrier` is None: `produce` fills in both for each k step.
     """
-    config, layouts = loop.config, loop.layouts
-    lhs_box, rhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs), buffers.rhs[0]
-    lhs_start, rhs_start = tile.m * config.tile_m + tile.row_offset, tile.n * (config.tile_n // buffers.sides)
+    config = loop.config
+    layouts = loop.layouts
+    lhs_box = staging.loaded_boxes(buffers, layouts.transpose_lhs)
+    rhs_box = buffers.rhs[0]
+    lhs_start = tile.m * config.tile_m + tile.row_offset
+    rhs_start = tile.n * (config.tile_n // buffers.sides)
     lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if not buffers.plan.pairs:
         return lhs, rhs
     me = rank(config)
-    paired_by, own_start = (RANK_AXIS, me), rhs_start + me * (config.tile_n // buffers.sides // config.cluster)
+    paired_by = (RANK_AXIS, me)
+    own_start = rhs_start + me * (config.tile_n // buffers.sides // config.cluster)
     return dataclasses.replace(lhs, paired_by=paired_by), dataclasses.replace(rhs, start=own_start, paired_by=paired_by)
 
 
@@ -79,7 +83,8 @@ def produce(
 
     `load_beside(tile, k_step, stage)` starts the copies that a k step needs in addition (`BufferPlan.copies_beside`).
     """
-    hooks, config = loop.hooks, loop.config
+    hooks = loop.hooks
+    config = loop.config
     if (sums := buffers.cluster_sums) is not None:
         pl.when(piece.ordinal > 0)(lambda: cluster_sums.await_readers(sums))
     if hooks.before_load is not None:
@@ -154,7 +159,8 @@ def wait_until_consumed(filled: Index, buffers: Buffers, config: Config) -> None
 
 def forward(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
     """Does the forwarder's work on one piece: calls `Hooks.in_smem` for the operand tiles of each k step."""
-    hooks, stages = loop.hooks, loop.config.stages
+    hooks = loop.hooks
+    stages = loop.config.stages
     assert hooks.in_smem is not None
     marks.now(Work.FORWARD, tile.step, piece.tile)
     lhs_box, rhs_box = buffers.lhs[0], buffers.rhs[0]

@@ -224,8 +224,11 @@ def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
 
 def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[str, ScratchType]:
     """Returns the fields of `Buffers`, as scratch types for `pl.run_scoped`."""
-    dtype, layouts, wg_tile = types.dtype, types.layouts, plan.wg_tile
-    width, stages = atom(dtype), config.stages
+    dtype = types.dtype
+    layouts = types.layouts
+    wg_tile = plan.wg_tile
+    width = atom(dtype)
+    stages = config.stages
     lhs_box, lhs_mma = _operand(config.tile_m, width, layouts.transpose_lhs)
     rhs_box, rhs_mma = _operand(plan.rhs_columns, width, not layouts.transpose_rhs)
     out_width = atom(types.out_dtype)
@@ -244,7 +247,8 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
     rhs_views = _views((stages, *rhs_box), (stages, *rhs_mma), types.rhs_dtype, plan.rhs_tile_rows)
     if types.grouped == "k":
-        in_lhs, in_rhs = (plgpu.SMEM((stages, *lhs_box), dtype),), (plgpu.SMEM((stages, *rhs_box), types.rhs_dtype),)
+        in_lhs = (plgpu.SMEM((stages, *lhs_box), dtype),)
+        in_rhs = (plgpu.SMEM((stages, *rhs_box), types.rhs_dtype),)
     addend_barriers = wg_tile.warpgroups * out_boxes
     stages_of: dict[str, ScratchType] = {
         "lhs": plgpu.RefUnion(*lhs_views, *in_lhs),
@@ -303,7 +307,8 @@ def _operand(tile: int, width: int, across: bool) -> tuple[tuple[int, ...], tupl
 
 def copies_per_k_step(types: OperandTypes, plan: BufferPlan) -> int:
     """Returns how many copies both operands of one k step have together."""
-    width, layouts = atom(types.dtype), types.layouts
+    width = atom(types.dtype)
+    layouts = types.layouts
     lhs = plan.rows // width if layouts.transpose_lhs else 1
     if layouts.transpose_rhs:
         return lhs + (1 if types.sides == 1 else plan.rhs_columns // SIDE_COLUMNS)
@@ -340,12 +345,14 @@ class OperandLoad:
 
 def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:
     """Starts the copies of one operand's tile for the k step that begins at `k_start`."""
-    box_smem, start = load.box_smem, load.start
+    box_smem = load.box_smem
+    start = load.start
     sides = operand_gmem.refs if isinstance(operand_gmem, SideBySide) else (operand_gmem,)
     columns = SIDE_COLUMNS if len(sides) > 1 else box_smem.shape[-1 if load.across else 0]
     boxes = box_smem.shape[0] if load.across else box_smem.shape[0] // columns
     for i in range(boxes):
-        side_gmem, first = sides[i % len(sides)], start + i // len(sides) * columns
+        side_gmem = sides[i % len(sides)]
+        first = start + i // len(sides) * columns
         if load.across:
             _load_box(side_gmem, (k_start, first), box_smem.at[i], load, 1)
         else:
@@ -357,7 +364,8 @@ def _load_box(
     operand_gmem: GmemRef, corner: tuple[Index, Index], box_smem: SmemRef, load: OperandLoad, along: int
 ) -> None:
     """Starts the copy of one box; `along`: the dimension of the box that runs along m (of `lhs`) or n (of `rhs`)."""
-    starts, sizes = list(corner), list(box_smem.shape)
+    starts = list(corner)
+    sizes = list(box_smem.shape)
     sharing: dict[str, Any] = {}
     if load.paired_by is not None:
         # The copy names a box of twice the size, of which each CTA loads one half: the first CTA the first half, the

@@ -64,8 +64,12 @@ def store(
       block: called as `block(row, rows, columns)`: the f32 values of some rows and columns of the epilogue tile,
         transposed if `WarpgroupTile.transposed` says so. Of each side if there are several (`Buffers.sides`).
     """
-    hooks, config, tile, (row, column) = loop.hooks, loop.config, output.tile, output.corner
-    wg_m, block_rows = buffers.plan.wg_tile.rows, buffers.plan.wg_tile.block_rows
+    hooks = loop.hooks
+    config = loop.config
+    tile = output.tile
+    row, column = output.corner
+    wg_m = buffers.plan.wg_tile.rows
+    block_rows = buffers.plan.wg_tile.block_rows
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
     first_row = tile.m * config.tile_m + tile.row_offset + row
     first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
@@ -94,7 +98,8 @@ def store(
             rows = min(block_rows, wg_m - above)
             addend = None if terms is None else terms[above // block_rows]
             if output.terms_replace_sums and addend is not None:
-                values, addend = addend, None
+                values = addend
+                addend = None
             else:
                 values = block(above, rows, slice(box * box_width, (box + 1) * box_width))
             block_smem = register_views.at[box, pl.ds(above, rows)]
