@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from overlap.choice.problem import Problem
-from overlap.frame import sharded
+from overlap.frame import mesh_axes
 from overlap.frame.operation import Call, Operation
 from overlap.frame.peers import require_peers, untried
 from overlap.frame.signatures import AxisName
@@ -75,9 +75,9 @@ class Collective(Operation):
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         require_peers(self.group, target)
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
         for name, x in (*(("lhs", x) for x in call.operands.lefts), *rights):
-            sharded.require_whole({name: x})
+            mesh_axes.require_whole({name: x})
 
     def untried(self) -> str | None:
         """Returns the reason not to choose the fused kernel unless the caller asks for it; None: no reason."""

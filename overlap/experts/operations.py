@@ -24,7 +24,7 @@ from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.experts.routing import Routing, axis_of
 from overlap.experts.rows import Movement, added, copied
-from overlap.frame import arguments, call, sharded
+from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
@@ -229,7 +229,7 @@ def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) ->
     arrays = {name: value for name, value in given.arrays.items() if name != "group_sizes"}
     named = [(name, x) for name, value in (arrays | more).items() for x in jax.tree.leaves(value)]
     with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
-    grouped_matmul.require_one_device(op, [x for _, x in with_routes], given.implementation)
+    mesh_axes.require_one_device(op, [x for _, x in with_routes], given.implementation)
     if not arguments.is_in_jit():
         require_same_devices(with_routes)
     return call.why_not_fused(named)
@@ -253,7 +253,7 @@ def _movement(
         why_not = plan.why_not()
         if why_not:
             raise NotImplementedError(f'{why_not}, or use implementation="xla"')
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
         if plan.group is not None:
             require_peers(plan.group, plan.target)
         return None, ""

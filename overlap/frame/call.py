@@ -15,7 +15,7 @@ from typing import Any
 
 from overlap import _settings, emulation
 from overlap.choice import dispatch
-from overlap.frame import arguments, sharded
+from overlap.frame import arguments, mesh_axes
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
 from overlap.frame.operands import Leaf, Operands, Results
@@ -92,7 +92,6 @@ def run_prepared(
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, asked)
-    operation.check_placement(call, choice.implementation)
     record(dataclasses.replace(choice, plan=purpose))
     if choice.config is None and not operation.has_own_derivatives:
         return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
@@ -102,6 +101,6 @@ def run_prepared(
     plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
 
     def run(operands: Operands) -> Results:
-        return sharded.in_enterable_axes(lambda operands: fused(operands, plan), operation.typed(operands))
+        return mesh_axes.in_enterable_axes(lambda operands: fused(operands, plan), operation.typed(operands))
 
     return call.restore(in_device_memory(run, call.operands))

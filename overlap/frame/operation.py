@@ -311,9 +311,6 @@ class Operation:
             self.check_keywords(call)
             self.check(call, config, dispatch.target())
 
-    def check_placement(self, call: Call, implementation: str) -> None:
-        """Raises NotImplementedError if an implementation, "fused" or "xla", cannot run where the operands lie."""
-
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         """Returns what the choice depends on beside the problem, and what a fused kernel would need."""
         return dispatch.Circumstances()

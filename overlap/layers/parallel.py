@@ -228,9 +228,7 @@ def placed(layer: Parallel, x: jax.Array, spec: P, what: str = "activations") ->
     for entry, wanted in zip(found, spec, strict=False):
         axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
         if not axes <= set(names_in(wanted)):
-            raise ValueError(
-                f"{layer.title}: {what} must be sharded {spec}, got {found}: jax.reshard(x, {spec}) first"
-            )
+            raise ValueError(f"{layer.title}: {what} must be sharded {spec}, got {found}: jax.reshard(x, {spec}) first")
     return jax.reshard(x, NamedSharding(mesh, spec))
 
 

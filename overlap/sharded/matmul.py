@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Implementation, log
 from overlap.frame import activation as activations
-from overlap.frame import arguments, call, sharded
+from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.explain import recorded, settled
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
@@ -36,26 +36,18 @@ class _Call:
     """A checked call, without its operands. The operands are a dictionary of arrays by name, as `Product` takes them.
 
     Attributes:
-      product: what each device computes.
-      mesh: the mesh. Some of its axes may be manual already.
-      specs: for each operand, its name and its partition inside the `shard_map`.
-      out_spec: the partition of each result.
-      dimensions: which dimensions of the operands count as one.
+      plain: the product, and how its arrays lie.
       columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
     """
 
-    product: Product
-    mesh: AnyMesh
-    specs: tuple[tuple[str, jax.P], ...]
-    out_spec: jax.P
-    dimensions: Dimensions
+    plain: PlainProduct
     columns: tuple[tuple[int, ...], ...]
 
     def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the results."""
         # The caller's own scopes stay around this scope.
-        with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
-            product = self.product
+        product = self.plain.product
+        with jax.named_scope(f"{NAME}.{product.plan.operation}"):
             if product.implementation != "fused":
                 choice = decide(
                     lambda decided: self._of_parts(dataclasses.replace(product, decided=decided)),
@@ -66,39 +58,24 @@ class _Call:
                     log(choice)
                 if choice.implementation == "xla":
                     with settled(choice):
-                        return self._plain().compute(operands, product.out_dtype, product.activation, product.combines)
+                        return self.plain.compute(operands)
                 if choice.cause is not Cause.ASKED_FOR:
                     product = dataclasses.replace(product, decided=choice)
             return self._of_parts(product)(operands)
 
     def _of_parts(self, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
         """The product inside `shard_map`, where kernels can run."""
-        specs = dict(self.specs)
+        mesh, specs, dimensions = self.plain.mesh, self.plain.specs, self.plain.dimensions
 
         def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
             self._require_all_manual()
-            merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
+            merged = {name: x.reshape(dimensions.merged(name, x.shape)) for name, x in parts.items()}
             outs = product.compute(merged)
             return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
 
-        entered = sharded.enter(of_parts, self.mesh, specs, self.out_spec, partitions.open_axes(self.mesh))
-        return lambda operands: entered({name: self._cut(x, specs[name]) for name, x in operands.items()})
-
-    def _plain(self) -> PlainProduct:
-        product = self.product
-        specs = dict(self.specs)
-        return PlainProduct(self.mesh, specs, self.out_spec, self.dimensions, product.plan, product.keep_gathered)
-
-    def _cut(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """Reshards an operand so that its type has the partition `spec` along Explicit axes.
-
-        Along Auto axes types say nothing, and `shard_map` itself reshards.
-        """
-        explicit = sharded.explicit_axes(self.mesh)
-        wanted = sharded.spec(partitions.only(sharded.axes_of_spec(spec), explicit))
-        if not explicit or (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
-            return x
-        return jax.reshard(x, jax.NamedSharding(self.mesh, wanted))
+        entered = mesh_axes.enter(of_parts, mesh, specs, self.plain.out_spec, partitions.open_axes(mesh))
+        # Along Auto axes types say nothing, and `shard_map` itself reshards.
+        return lambda operands: entered({name: partitions.typed(x, specs[name], mesh) for name, x in operands.items()})
 
     def _require_all_manual(self) -> None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -151,7 +128,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         of_each = [arrays[name]] if whole.container is None else arrays[name] or ()
         operands |= {f"{name}[{i}]": x for i, x in enumerate(of_each) if x is not None}
     by_name = {_named(name, whole): x for name, x in operands.items()}
-    sharded.require_summed(by_name)
+    partitions.require_summed(by_name)
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
@@ -177,7 +154,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
         parts = dimensions.split(name, x.shape, merged, used.shape)
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
-        specs[name] = sharded.spec(parts)
+        specs[name] = mesh_axes.spec(parts)
     columns = []
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
@@ -187,8 +164,8 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         whole.not_elementwise,
     )  # fmt: skip
     columns = columns[:1] if product.combines else columns
-    checked = _Call(product, used, tuple(specs.items()), sharded.spec(out), dimensions, tuple(columns))
-    return checked, operands, whole
+    plain = PlainProduct(product, used, tuple(specs.items()), mesh_axes.spec(out), dimensions)
+    return _Call(plain, tuple(columns)), operands, whole
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
@@ -231,10 +208,10 @@ def _planned(
     for i, parts in enumerate(rights):
         if parts != rights[0]:
             raise ValueError(
-                f"all of `rhs` must be sharded alike, got {sharded.spec(rights[0])} for `rhs[0]` and "
-                f"{sharded.spec(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
+                f"all of `rhs` must be sharded alike, got {mesh_axes.spec(rights[0])} for `rhs[0]` and "
+                f"{mesh_axes.spec(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
             )
-    return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), sharded.explicit_axes(mesh)), out
+    return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), mesh_axes.explicit_axes(mesh)), out
 
 
 def _named(name: str, whole: Call) -> str:

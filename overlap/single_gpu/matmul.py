@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -13,7 +14,7 @@ from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import activation as activations
-from overlap.frame import by_xla, explicit, primitive, sharded
+from overlap.frame import by_xla, call, mesh_axes, primitive
 from overlap.frame.explain import record
 from overlap.frame.form import Form
 from overlap.frame.normalize import normalize
@@ -65,7 +66,7 @@ class Matmul(Operation):
         if call.form.batch == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.form).check(config, target)
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
 
     def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
@@ -222,4 +223,5 @@ def matmul(
         config=config,
         implementation=implementation,
     )
-    return explicit.run(MATMUL, prepare, given)
+    operation = Matmul(combines=activations.takes_all(activation, rhs))
+    return mesh_axes.on_each_device(operation, given, functools.partial(call.run, prepare))

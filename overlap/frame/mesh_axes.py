@@ -1,39 +1,29 @@
-"""Operands whose types say how they are sharded, as on a mesh with Explicit axes, which `jax.make_mesh` makes.
+"""The axes of a mesh that types name, and those over which `jax.shard_map` can still be entered.
 
-A kernel runs on one device, on operands that lie there. If the types say along which mesh axes the operands are
-sharded, `matmul` enters `jax.shard_map` over these axes by itself, provided that no device then needs data of another
-one:
-
-    batch, m, n    may be sharded, each along axes of its own. All operands and the result are then cut alike. If an
-                   operand is whole along such a dimension, it is cut first, which moves nothing between devices
-    k              must not be sharded: each device would have a part of every sum
-
-Inside, each device's part is a `matmul` of its own, which chooses its implementation by the sizes of that part.
-
-The last part of this file is for calls inside a `shard_map` that is over some axes of the mesh only.
+A kernel runs on one device, on operands that lie there: inside a `shard_map` over all axes. This file has what calls
+need there. Calls on global arrays, outside of it, are cut into one for each device by `overlap.sharded`.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from overlap.frame.signatures import AnyMesh, Leaf
+from overlap.frame.signatures import AnyMesh, Arguments, Leaf
 from overlap.kernels.varying import axes_of
 from overlap.primitives.types import Tree
 
-_WAYS_OUT = (
-    "jax.reshard an operand first, or call it inside jax.shard_map, where the collectives of this library (and "
-    "lax.psum for a sharded k) say what is communicated"
-)
+if TYPE_CHECKING:
+    from overlap.frame.operation import Operation
+
 Axes = tuple[str, ...]
-# A dimension of a product: "m", "n", "k", or the index of a batch dimension; None for one of size 1.
-Dimension = str | int | None
 
 
 def explicit_axes(mesh: AnyMesh) -> Axes:
@@ -109,11 +99,12 @@ def enter(
         # Without `check_vma`, jax knows neither which operands are the same on several devices, so that their
         # cotangents must be summed over these, nor which results are the same on several devices, so that each device
         # must take a share of their cotangent. Both follow from the partitions.
-        cut, in_out = set().union(*map(_axes_in, in_specs.values())), _axes_in(out_spec)
+        within = {name: set(itertools.chain(*axes_of_spec(spec))) for name, spec in in_specs.items()}
+        cut, in_out = set().union(*within.values()), set(itertools.chain(*axes_of_spec(out_spec)))
         sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
         shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
         (found,) = jax.vjp(function, operands)[1](shares)
-        uncut = {name: tuple((cut | in_out) - _axes_in(spec)) for name, spec in in_specs.items()}
+        uncut = {name: tuple((cut | in_out) - axes) for name, axes in within.items()}
         return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
 
     # jax 0.11 and 0.12 cannot lower the gradient of a nested `shard_map` that saves anything but its operands for the
@@ -124,76 +115,6 @@ def enter(
         lambda operands, of_results: (mapped(cotangents, (in_specs, out_spec), in_specs)(operands, of_results),),
     )
     return nested
-
-
-def _axes_in(spec: jax.P) -> set[str]:
-    return {axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))}
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductSharding:
-    """How a product is cut among the devices of a mesh.
-
-    A dimension of the product is named "m", "n", "k", or by the index of a batch dimension.
-
-    Attributes:
-      mesh: the mesh.
-      axes: for each sharded dimension, the mesh axes that it is sharded along.
-      names: for each operand, the names of its dimensions; None for one of size 1.
-    """
-
-    mesh: AnyMesh
-    axes: dict[Dimension, Axes]
-    names: dict[str, tuple[Dimension, ...]]
-
-    def spec(self, names: tuple[Dimension, ...]) -> jax.P:
-        """The partition of an array whose dimensions have these names."""
-        return spec(self.axes.get(name, ()) for name in names)
-
-    def call(self, function: Callable[..., Tree], operands: dict[str, Leaf], out: tuple[Dimension, ...]) -> Tree:
-        """Runs `function(**operands)` on each device's parts; `out`: the names of the result's dimensions.
-
-        Raises:
-          NotImplementedError: inside `jax.vmap` over a dimension that is sharded. jax does not let a `shard_map` enter
-            the axes of that dimension.
-        """
-        specs = {name: self.spec(self.names[name]) for name in operands}
-        whole = [name for name, x in operands.items() if spec_of_type(x) != specs[name]]
-
-        def of_part(parts: dict[str, Leaf]) -> Tree:
-            if left := explicit_axes(jax.sharding.get_abstract_mesh()):
-                raise NotImplementedError(
-                    f"the fused kernel does not take `jax.vmap` over a dimension that is sharded, here over {left}: "
-                    'give that dimension as a leading one instead, or use implementation="xla"'
-                )
-            return function(**parts)
-
-        def run(operands: dict[str, Leaf]) -> Tree:
-            cut = {name: jax.reshard(operands[name], jax.NamedSharding(self.mesh, specs[name])) for name in whole}
-            return enter(of_part, self.mesh, specs, self.spec(out))(operands | cut)
-
-        # An array that lies on one device is brought to the mesh by `jax.jit` only.
-        return (jax.jit(run) if whole else run)(operands)
-
-
-def has_mesh(x: Leaf) -> bool:
-    """Whether the type of an operand is that of an array on a mesh."""
-    return bool(getattr(getattr(type_sharding(x), "mesh", None), "axis_names", ()))
-
-
-def require_summed(operands: dict[str, Leaf]) -> None:
-    """Raises ValueError if the type of an operand has unreduced or reduced axes.
-
-    Unreduced: each device holds a term of a sum over the devices. Reduced: the same holds for the cotangent.
-    """
-    for name, x in operands.items():
-        spec = getattr(type_sharding(x), "spec", None)
-        for kind in ("unreduced", "reduced"):
-            if axes := getattr(spec, kind, None):
-                raise ValueError(
-                    f"the type of `{name}` must have no {kind} axes, got {tuple(sorted(axes))} in {spec}: jax.reshard "
-                    f"it first, to a PartitionSpec without {kind}=…"
-                )
 
 
 def axes_of_spec(spec: jax.P) -> tuple[Axes, ...]:
@@ -217,61 +138,40 @@ def spec(along: Iterable[Axes]) -> jax.P:
     return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in along))
 
 
-def product_sharding(
-    mesh: AnyMesh, operands: dict[str, Leaf], names: dict[str, tuple[Dimension, ...]]
-) -> ProductSharding:
-    """Returns how a product is cut so that no device needs data of another one.
+# ---- Global arrays ---------------------------------------------------------------------------------------------------
 
-    Args:
-      mesh: the mesh of the operands' types.
-      operands: arrays, by name.
-      names: see `ProductSharding`.
 
-    Raises:
-      NotImplementedError: one operand is sharded along k. XLA gathers it.
-      ValueError: a type has unreduced or reduced axes; or the types do not say how the result is sharded: both operands
-        are sharded along k, two operands are cut differently along the same dimension, or two dimensions along the
-        same axis.
+def on_each_device(operation: Operation, given: Arguments, run: Callable[[Arguments], Any]) -> Any:
+    """Runs a call of an operation that communicates nothing: on each device's parts, if types say how these lie.
+
+    `run` runs a call on one device.
     """
-    require_summed(operands)
-    axes: dict[Dimension, Axes] = {}
-    cut_by: dict[Dimension, list[str]] = {}
-    for name, x in operands.items():
-        for dimension, part in zip(names[name], spec_of_type(x), strict=True):
-            along = part if isinstance(part, tuple) else () if part is None else (part,)
-            if not along or dimension is None:
-                continue
-            if axes.setdefault(dimension, along) != along:
-                raise ValueError(
-                    f"`{cut_by[dimension][0]}` and `{name}` must be sharded alike along {_named(dimension)}, got "
-                    f"{axes[dimension]} and {along}: {_WAYS_OUT}"
-                )
-            cut_by.setdefault(dimension, []).append(name)
-    if len(cut_by.get("k", ())) == 1:
-        # XLA gathers that operand, even if the same axis cuts another dimension.
-        raise NotImplementedError(
-            f"the fused kernel needs all of k on each device, and `{cut_by['k'][0]}` is sharded along it over "
-            f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
-        )
-    users: dict[str, Dimension] = {}
-    for dimension, along in axes.items():
-        for axis in along:
-            other = users.setdefault(axis, dimension)
-            if other != dimension:
-                raise ValueError(
-                    f"a mesh axis must cut one dimension of a product, and {axis!r} cuts {_named(other)} of "
-                    f"`{cut_by[other][0]}` and {_named(dimension)} of `{cut_by[dimension][0]}`: {_WAYS_OUT}"
-                )
-    if "k" in axes and len(cut_by["k"]) > 1:
-        raise ValueError(
-            f"`lhs` and `rhs` must not both be sharded along k, got {axes['k']}: each device would have a part of "
-            f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
-        )
-    return ProductSharding(mesh, axes, names)
+    mesh = mesh_of(*jax.tree.leaves(given.arrays))
+    if mesh is None and operation.spec.groups:  # XLA cannot shard these, nor run them on one device of such a mesh.
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if explicit_axes(context) and not context.manual_axes else None
+    if mesh is None:
+        return run(given)
+    # Products of global arrays are on a floor above, since most of them communicate. So the module is found by name.
+    return importlib.import_module("overlap.sharded.explicit").run(operation, given, mesh, run)
 
 
-def _named(dimension: Dimension) -> str:
-    return dimension if isinstance(dimension, str) else f"leading dimension {dimension}"
+def outside_shard_map(name: str, mesh: AnyMesh) -> NotImplementedError:
+    """The refusal of a grouped product of global arrays that would have to communicate. `name`: of the operation."""
+    return NotImplementedError(
+        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
+    )
+
+
+def require_one_device(name: str, operands: Sequence[Leaf], implementation: str | None) -> None:
+    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
+
+    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
+    """
+    mesh = mesh_of(*operands) or jax.sharding.get_abstract_mesh()
+    if explicit_axes(mesh) and not mesh.manual_axes and not (implementation == "fused" and mesh.size == 1):
+        raise outside_shard_map(name, mesh)
 
 
 # ---- Inside a shard_map over some axes -------------------------------------------------------------------------------
