@@ -45,7 +45,7 @@ from overlap.layers.parallel import (
     placed,
     spec_between_layers,
 )
-from overlap.sharded.partitions import open_axes
+from overlap.sharded import partitions
 
 
 class RouterReport(NamedTuple):
@@ -292,13 +292,11 @@ class ExpertMLP(Parallel):
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
         of_parts = functools.partial(self._of_parts, capacity)
         try:
-            out, dropped = mesh_axes.enter(of_parts, mesh, specs, spec, open_axes(mesh))(parts)
+            out, dropped = mesh_axes.enter(of_parts, mesh, specs, spec, partitions.open_axes(mesh))(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         if not self.sequence_parallel:
-            whole = P(spec[0], None, None)
-            is_explicit = bool(mesh_axes.explicit_axes(mesh))
-            out = jax.reshard(out, NamedSharding(mesh, whole)) if is_explicit else placed(self, out, whole)
+            out = partitions.placed(out, P(spec[0], None, None), mesh)
             out = self._reshaped(out[:, :tokens], shape, between)
         return out, dropped
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import keystr
 
 from overlap.choice import dispatch
@@ -61,7 +60,9 @@ def run(operation: Operation, given: Arguments, mesh: AnyMesh, of_part: Callable
     try:
         return _on_parts(operation, given, mesh, of_part)
     except NotImplementedError as cannot:
-        if given.implementation == "fused" or operation.spec.groups:
+        if operation.spec.groups and isinstance(cannot, activations.NotElementwise):
+            raise mesh_axes.outside_shard_map(operation.name, mesh) from None
+        if operation.spec.groups or given.implementation == "fused":
             raise
         if given.implementation is None:
             if dispatch.target().platform != "cpu":
@@ -78,20 +79,14 @@ def _on_parts(operation: Operation, given: Arguments, mesh: AnyMesh, of_part: Ca
       ValueError, NotImplementedError: as raised by `normalize` for the whole call, and by `_axes_of`.
     """
     # Types without a mesh suffice to check the whole call. A configuration is checked before the activation is called.
-    types: dict[str, Leaf] = jax.tree.map(_bare, given.arrays)
+    types: dict[str, Leaf] = jax.tree.map(arguments.without_mesh, given.arrays)
     whole = normalize(operation, dataclasses.replace(given, **types, activation=None))
     if given.config is not None:
         operation.require_config(whole, given.config)
     wide = accumulator(whole.form.dtype)
     arrays = {name: x for name, x in given.arrays.items() if x is not None}
     if given.activation is not None:
-        count = len(given.rhs) if operation.combines else 1
-        try:
-            applied, scalars = activations.traced(given.activation, wide, count)
-        except activations.NotElementwise:
-            if operation.spec.groups:
-                raise mesh_axes.outside_shard_map(operation.name, mesh) from None
-            raise
+        applied, scalars = activations.traced(given.activation, wide, len(given.rhs) if operation.combines else 1)
         # Scalars that the activation captures are passed through the `shard_map` as operands, like the others.
         given = dataclasses.replace(given, activation=applied)
         arrays["scalars"] = scalars
@@ -99,9 +94,7 @@ def _on_parts(operation: Operation, given: Arguments, mesh: AnyMesh, of_part: Ca
     operands = {f"{kind.key}{keystr(tuple(rest))}": _array(kind.key, x, wide) for (kind, *rest), x in leaves}
     names = {name: _dimensions(operation, given, name, x, whole.batch) for name, x in operands.items()}
     partitions.require_summed(operands)
-    if operation.spec.groups:
-        _require_whole_groups(operation, mesh, operands, names)
-    axes = _axes_of(operands, names)
+    axes = _axes_of(operation, mesh, operands, names)
     specs = {name: mesh_axes.spec(axes.get(along, ()) for along in names[name]) for name in operands}
     uncut = [name for name, x in operands.items() if mesh_axes.spec_of_type(x) != specs[name]]
 
@@ -123,13 +116,6 @@ def _on_parts(operation: Operation, given: Arguments, mesh: AnyMesh, of_part: Ca
 
     # An array that lies on one device is brought to the mesh by `jax.jit` only.
     return (jax.jit(on_parts) if uncut else on_parts)(operands)
-
-
-def _bare(x: Leaf) -> Leaf:
-    """The type of an array, without a mesh; what is no array is left as it is."""
-    if not isinstance(x, jax.Array) and not (isinstance(x, np.ndarray) and x.dtype.kind in "biufcV"):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
 
 def _array(kind: str, x: Leaf, wide: jnp.dtype) -> jax.Array:
@@ -160,36 +146,32 @@ def _dimensions(
     return tuple(None if size == 1 else along for size, along in zip(x.shape, own, strict=True))
 
 
-def _require_whole_groups(
+def _axes_of(
     operation: Operation, mesh: AnyMesh, operands: dict[str, Leaf], names: dict[str, tuple[Dimension, ...]]
-) -> None:
-    """Raises NotImplementedError if the rows, the groups or k of a grouped product are on several devices.
-
-    Axes of one device cut nothing. Where they name the groups or k, which the result does not have, they are left out.
-    """
-    for name, x in operands.items():
-        for along, part in zip(names[name], mesh_axes.axes_of_type(x), strict=True):
-            if along not in ("n", None) and any(mesh.shape[axis] > 1 for axis in part):
-                raise mesh_axes.outside_shard_map(operation.name, mesh)
-        names[name] = tuple(along if along in ("m", "n") else None for along in names[name])
-
-
-def _axes_of(operands: dict[str, Leaf], names: dict[str, tuple[Dimension, ...]]) -> dict[Dimension, Axes]:
+) -> dict[Dimension, Axes]:
     """Returns the mesh axes that each dimension of a product is cut along, so that no device needs another one's data.
 
     Args:
+      operation: the operation.
+      mesh: the mesh.
       operands: arrays, by name.
       names: for each operand, the names of its dimensions.
 
     Raises:
-      NotImplementedError: one operand is sharded along k. XLA gathers it.
+      NotImplementedError: one operand is sharded along k, and XLA gathers it; or a grouped product is not only sharded
+        along n.
       ValueError: the types do not say how the result is sharded: both operands are sharded along k, two operands are
         cut differently along the same dimension, or two dimensions along the same axis.
     """
     axes: dict[Dimension, Axes] = {}
     cut_by: dict[Dimension, list[str]] = {}
     for name, x in operands.items():
-        for dimension, along in zip(names[name], mesh_axes.axes_of_type(x), strict=True):
+        for dimension, part in zip(names[name], mesh_axes.axes_of_type(x), strict=True):
+            several = tuple(axis for axis in part if mesh.shape[axis] > 1)
+            if several and operation.spec.groups and dimension != "n":
+                raise mesh_axes.outside_shard_map(operation.name, mesh)
+            # Axes of one device cut nothing, but the type of the result names them.
+            along = several if dimension in ("k", "groups") else part
             if not along or dimension is None:
                 continue
             if axes.setdefault(dimension, along) != along:
