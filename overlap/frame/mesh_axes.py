@@ -54,9 +54,8 @@ def mesh_of(*operands: Leaf) -> AnyMesh | None:
 
 def type_sharding(operand: Leaf) -> jax.sharding.Sharding | None:
     """The sharding in the type of an operand; None if the operand is not an array of jax."""
-    if isinstance(operand, (jax.Array, jax.ShapeDtypeStruct)):
-        return getattr(jax.typeof(operand), "sharding", None)
-    return None
+    is_array = isinstance(operand, (jax.Array, jax.ShapeDtypeStruct))
+    return getattr(jax.typeof(operand), "sharding", None) if is_array else None
 
 
 def enter(

@@ -292,7 +292,7 @@ class ExpertMLP(Parallel):
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
         of_parts = functools.partial(self._of_parts, capacity)
         try:
-            out, dropped = mesh_axes.enter(of_parts, mesh, specs, spec, partitions.open_axes(mesh))(parts)
+            out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         if not self.sequence_parallel:

@@ -163,8 +163,9 @@ def _axes_of(
       ValueError: the types do not say how the result is sharded: both operands are sharded along k, two operands are
         cut differently along the same dimension, or two dimensions along the same axis.
     """
-    axes: dict[Dimension, Axes] = {}
-    cut_by: dict[Dimension, list[str]] = {}
+    # For each sharded dimension the axes, and the operand that names them first.
+    cut: dict[Dimension, tuple[Axes, str]] = {}
+    with_k, users = [], {}
     for name, x in operands.items():
         for dimension, part in zip(names[name], mesh_axes.axes_of_type(x), strict=True):
             several = tuple(axis for axis in part if mesh.shape[axis] > 1)
@@ -174,33 +175,33 @@ def _axes_of(
             along = several if dimension in ("k", "groups") else part
             if not along or dimension is None:
                 continue
-            if axes.setdefault(dimension, along) != along:
+            axes, first = cut.setdefault(dimension, (along, name))
+            if axes != along:
                 raise ValueError(
-                    f"`{cut_by[dimension][0]}` and `{name}` must be sharded alike along {_named(dimension)}, got "
-                    f"{axes[dimension]} and {along}: {_WAYS_OUT}"
+                    f"`{first}` and `{name}` must be sharded alike along {_named(dimension)}, got {axes} and {along}: "
+                    f"{_WAYS_OUT}"
                 )
-            cut_by.setdefault(dimension, []).append(name)
-    if len(cut_by.get("k", ())) == 1:
+            with_k += [name] if dimension == "k" else []
+    if len(with_k) == 1:
         # XLA gathers that operand, even if the same axis cuts another dimension.
         raise NotImplementedError(
-            f"the fused kernel needs all of k on each device, and `{cut_by['k'][0]}` is sharded along it over "
-            f'{axes["k"]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
+            f"the fused kernel needs all of k on each device, and `{with_k[0]}` is sharded along it over "
+            f'{cut["k"][0]}: {_WAYS_OUT}; or use implementation="xla", which gathers it'
         )
-    users: dict[str, Dimension] = {}
-    for dimension, along in axes.items():
-        for axis in along:
+    if with_k:
+        raise ValueError(
+            f"`lhs` and `rhs` must not both be sharded along k, got {cut['k'][0]}: each device would have a part of "
+            f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
+        )
+    for dimension, (axes, name) in cut.items():
+        for axis in axes:
             other = users.setdefault(axis, dimension)
             if other != dimension:
                 raise ValueError(
                     f"a mesh axis must cut one dimension of a product, and {axis!r} cuts {_named(other)} of "
-                    f"`{cut_by[other][0]}` and {_named(dimension)} of `{cut_by[dimension][0]}`: {_WAYS_OUT}"
+                    f"`{cut[other][1]}` and {_named(dimension)} of `{name}`: {_WAYS_OUT}"
                 )
-    if "k" in axes:
-        raise ValueError(
-            f"`lhs` and `rhs` must not both be sharded along k, got {axes['k']}: each device would have a part of "
-            f"every sum, and nothing says whether they are to be added. {_WAYS_OUT}"
-        )
-    return axes
+    return {dimension: axes for dimension, (axes, _) in cut.items()}
 
 
 def _named(dimension: Dimension) -> str:

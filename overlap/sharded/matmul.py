@@ -65,25 +65,20 @@ class _Call:
 
     def _of_parts(self, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
         """The product inside `shard_map`, where kernels can run."""
-        mesh, specs, dimensions = self.plain.mesh, self.plain.specs, self.plain.dimensions
+        dimensions = self.plain.dimensions
 
         def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
-            self._require_all_manual()
+            inner = jax.sharding.get_abstract_mesh()
+            if left := tuple(axis for axis in partitions.open_axes(inner) if inner.shape[axis] > 1):
+                raise NotImplementedError(
+                    f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {left}: give that "
+                    "dimension as a leading one of `lhs` instead"
+                )
             merged = {name: x.reshape(dimensions.merged(name, x.shape)) for name, x in parts.items()}
             outs = product.compute(merged)
             return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
 
-        entered = mesh_axes.enter(of_parts, mesh, specs, self.plain.out_spec, partitions.open_axes(mesh))
-        # Along Auto axes types say nothing, and `shard_map` itself reshards.
-        return lambda operands: entered({name: partitions.typed(x, specs[name], mesh) for name, x in operands.items()})
-
-    def _require_all_manual(self) -> None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if left := [axis for axis in partitions.open_axes(mesh) if mesh.shape[axis] > 1]:
-            raise NotImplementedError(
-                f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {tuple(left)}: give "
-                "that dimension as a leading one of `lhs` instead"
-            )
+        return partitions.on_parts(of_parts, self.plain.mesh, self.plain.specs, self.plain.out_spec)
 
 
 # For calls outside `jax.jit`, those that `jax.grad` traces too: evaluated one by one, operations on arrays of Explicit
@@ -92,35 +87,28 @@ class _Call:
 _run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardedArguments(Arguments):
-    """The arguments of `sharded_matmul` as the caller gave them, before any check; see there."""
+def _prepare(
+    given: Arguments, shardings: dict[str, Any], mesh: AnyMesh | None, keep_gathered: bool | None
+) -> tuple[_Call, dict[str, Any], Call]:
+    """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays.
 
-    out_sharding: Sharding | None = None
-    lhs_sharding: Sharding | None = None
-    rhs_sharding: Sharding | list[Sharding] | None = None
-    mesh: AnyMesh | None = None
-    keep_gathered: bool | None = None
-
-
-def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
-    """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays."""
+    `shardings`: those that the caller gave for "lhs", "rhs" and "out".
+    """
     call.check_choice(given)
-    keep_gathered = given.keep_gathered
     if not isinstance(keep_gathered, (bool, type(None))):
         raise ValueError(
             f"`keep_gathered` must be True, False or None, got {arguments.shown(keep_gathered)}: leave it out"
         )
     rhs, activation = given.rhs, given.activation
     arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
-    of_each_rhs = _of_each_rhs(given.rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
-    shardings = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
-    shardings = {"lhs": given.lhs_sharding, **shardings, "out": given.out_sharding}
-    used = partitions.mesh_of(given.mesh, jax.tree.leaves(arrays), [x for x in shardings.values() if x is not None])
+    of_each_rhs = _of_each_rhs(shardings["rhs"], len(rhs) if type(rhs) in (list, tuple) else 1)
+    of_rhs = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
+    shardings = {"lhs": shardings["lhs"], **of_rhs, "out": shardings["out"]}
+    used = partitions.mesh_of(mesh, jax.tree.leaves(arrays), [x for x in shardings.values() if x is not None])
     # Check this before the sizes: inside a `shard_map` over an axis, arrays have the sizes of one device's parts.
     for name, sharding in shardings.items():
         partitions.require_not_manual(f"{name.split('[')[0]}_sharding", sharding, used)
-    entries = len(partitions.given_spec("out_sharding", given.out_sharding))
+    entries = len(partitions.given_spec("out_sharding", shardings["out"]))
     dimensions = dimensions_of(arrays["lhs"], arrays["rhs"], entries, given.transpose_rhs)
     whole = checks.whole_call(arrays, activation, given.preferred_element_type, dimensions)
     operands: dict[str, Any] = {"lhs": arrays["lhs"]}
@@ -303,7 +291,7 @@ def sharded_matmul(
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models" (2022) for sequence parallelism.
     """
-    given = ShardedArguments(
+    given = Arguments(
         lhs,
         rhs,
         addend=addend,
@@ -313,14 +301,10 @@ def sharded_matmul(
         preferred_element_type=preferred_element_type,
         config=config,
         implementation=implementation,
-        mesh=mesh,
-        out_sharding=out_sharding,
-        lhs_sharding=lhs_sharding,
-        rhs_sharding=rhs_sharding,
-        keep_gathered=keep_gathered,
     )
     arguments.require_values(**given.arrays)
-    checked, operands, whole = _prepare(given)
+    shardings = {"lhs": lhs_sharding, "rhs": rhs_sharding, "out": out_sharding}
+    checked, operands, whole = _prepare(given, shardings, mesh, keep_gathered)
     if arguments.is_in_jit():
         outs = checked.run(operands)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from overlap.frame import arguments, mesh_axes
 from overlap.frame.signatures import AnyMesh
+from overlap.primitives.types import Tree
 from overlap.sharded.plan import Axes, Partition
 
 
@@ -202,6 +203,18 @@ def placed(x: jax.Array, spec: jax.P, mesh: AnyMesh) -> jax.Array:
     auto = [axis for axis in open_axes(mesh) if axis not in explicit]
     x = typed(x, spec, mesh)
     return lax.with_sharding_constraint(x, NamedSharding(mesh, along(spec, auto))) if auto else x
+
+
+def on_parts(
+    function: Callable[[Tree], Tree], mesh: AnyMesh, specs: dict[str, jax.P], out_spec: jax.P
+) -> Callable[[dict[str, jax.Array]], Tree]:
+    """Returns a function of global arrays that runs `function` on each device's parts, where all axes are manual.
+
+    `specs`: the partition of each operand, by name. `out_spec`: that of all results.
+    """
+    entered = mesh_axes.enter(function, mesh, specs, out_spec, open_axes(mesh))
+    # Along Auto axes types say nothing, and `shard_map` itself reshards.
+    return lambda operands: entered({name: typed(x, specs[name], mesh) for name, x in operands.items()})
 
 
 def require_summed(operands: Mapping[str, Any]) -> None:
