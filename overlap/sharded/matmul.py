@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,72 +26,58 @@ from overlap.sharded.checks import NAME
 from overlap.sharded.decide import decide
 from overlap.sharded.dimensions import Dimensions, dimensions_of
 from overlap.sharded.parts import Product
-from overlap.sharded.plain import PlainProduct
+from overlap.sharded.plain import GlobalProduct
 from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
 Sharding = PartitionSpec | jax.NamedSharding
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A checked call, without its operands. The operands are a dictionary of arrays by name, as `Product` takes them.
+def _run(whole: GlobalProduct, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Computes the results. `operands`: arrays by name, as `Product` takes them."""
+    # The caller's own scopes stay around this scope.
+    product = whole.product
+    with jax.named_scope(f"{NAME}.{product.plan.operation}"):
+        if product.implementation != "fused":
+            choice = decide(
+                lambda decided: _of_parts(whole, dataclasses.replace(product, decided=decided)), operands, product.plan
+            )
+            if product.implementation is None:
+                log(choice)
+            if choice.implementation == "xla":
+                with settled(choice):
+                    return whole.compute(operands)
+            if choice.cause is not Cause.ASKED_FOR:
+                product = dataclasses.replace(product, decided=choice)
+        return _of_parts(whole, product)(operands)
 
-    Attributes:
-      plain: the product, and how its arrays lie.
-      columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
-    """
 
-    plain: PlainProduct
-    columns: tuple[tuple[int, ...], ...]
+def _of_parts(whole: GlobalProduct, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
+    """The product inside `shard_map`, where kernels can run."""
 
-    def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        """Computes the results."""
-        # The caller's own scopes stay around this scope.
-        product = self.plain.product
-        with jax.named_scope(f"{NAME}.{product.plan.operation}"):
-            if product.implementation != "fused":
-                choice = decide(
-                    lambda decided: self._of_parts(dataclasses.replace(product, decided=decided)),
-                    operands,
-                    product.plan,
-                )
-                if product.implementation is None:
-                    log(choice)
-                if choice.implementation == "xla":
-                    with settled(choice):
-                        return self.plain.compute(operands)
-                if choice.cause is not Cause.ASKED_FOR:
-                    product = dataclasses.replace(product, decided=choice)
-            return self._of_parts(product)(operands)
+    def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
+        inner = jax.sharding.get_abstract_mesh()
+        if left := tuple(axis for axis in partitions.open_axes(inner) if inner.shape[axis] > 1):
+            raise NotImplementedError(
+                f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {left}: give that "
+                "dimension as a leading one of `lhs` instead"
+            )
+        merged = {name: x.reshape(whole.dimensions.merged(name, x.shape)) for name, x in parts.items()}
+        outs = product.compute(merged)
+        return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, whole.columns, strict=True))
 
-    def _of_parts(self, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
-        """The product inside `shard_map`, where kernels can run."""
-        dimensions = self.plain.dimensions
-
-        def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
-            inner = jax.sharding.get_abstract_mesh()
-            if left := tuple(axis for axis in partitions.open_axes(inner) if inner.shape[axis] > 1):
-                raise NotImplementedError(
-                    f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {left}: give that "
-                    "dimension as a leading one of `lhs` instead"
-                )
-            merged = {name: x.reshape(dimensions.merged(name, x.shape)) for name, x in parts.items()}
-            outs = product.compute(merged)
-            return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
-
-        return partitions.on_parts(of_parts, self.plain.mesh, self.plain.specs, self.plain.out_spec)
+    return partitions.on_parts(of_parts, whole.mesh, whole.specs, whole.out_spec)
 
 
 # For calls outside `jax.jit`, those that `jax.grad` traces too: evaluated one by one, operations on arrays of Explicit
 # axes get types that their derivatives do not fit. The decisions are part of the cache key: a call that is equal to an
 # earlier one is compiled again only if other decisions were made.
-_run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
+_run_eagerly = jax.jit(lambda whole, decisions, operands: _run(whole, operands), static_argnums=(0, 1))
 
 
 def _prepare(
     given: Arguments, shardings: dict[str, Any], mesh: AnyMesh | None, keep_gathered: bool | None
-) -> tuple[_Call, dict[str, Any], Call]:
-    """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays.
+) -> tuple[GlobalProduct, dict[str, Any], Call]:
+    """Checks all arguments. Returns the product, its operands by name, and the checked call with global arrays.
 
     `shardings`: those that the caller gave for "lhs", "rhs" and "out".
     """
@@ -152,8 +139,8 @@ def _prepare(
         whole.not_elementwise,
     )  # fmt: skip
     columns = columns[:1] if product.combines else columns
-    plain = PlainProduct(product, used, tuple(specs.items()), mesh_axes.spec(out), dimensions)
-    return _Call(plain, tuple(columns)), operands, whole
+    out_spec = mesh_axes.spec(out)
+    return GlobalProduct(product, used, tuple(specs.items()), out_spec, dimensions, tuple(columns)), operands, whole
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
@@ -304,13 +291,13 @@ def sharded_matmul(
     )
     arguments.require_values(**given.arrays)
     shardings = {"lhs": lhs_sharding, "rhs": rhs_sharding, "out": out_sharding}
-    checked, operands, whole = _prepare(given, shardings, mesh, keep_gathered)
+    product, operands, whole = _prepare(given, shardings, mesh, keep_gathered)
     if arguments.is_in_jit():
-        outs = checked.run(operands)
+        outs = _run(product, operands)
     else:
         with recorded() as decisions:
-            jax.eval_shape(checked.run, operands)
-        outs = _run_eagerly(checked, tuple(decisions), operands)
+            jax.eval_shape(functools.partial(_run, product), operands)
+        outs = _run_eagerly(product, tuple(decisions), operands)
     if whole.not_elementwise and whole.by_xla is not None:
         outs = tuple(x.astype(whole.form.out_dtype) for x in whole.by_xla(outs))
     result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)

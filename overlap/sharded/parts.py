@@ -80,19 +80,18 @@ class Product:
 
     def _multiplied(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """The results for operands of which the weights are gathered, but for what the operation itself gathers."""
-        shape = operands["lhs"].shape
-        lhs = _fold(operands["lhs"], self._first_of_rows)
+        first = self._first_of_rows
+        lhs = _fold(operands["lhs"], first)
+        rows = self._rows_of_result(operands["lhs"].shape)
         scalars = tuple(x for name, x in operands.items() if name.startswith("scalars"))
-        sides = [
-            _Side(
-                operands[f"rhs[{i}]"],
-                operands.get(f"bias[{i}]"),
-                self._fold_addend(operands.get(f"addend[{i}]"), shape),
-            )
-            for i in range(sum(name.startswith("rhs") for name in operands))
-        ]
+        sides = []
+        for i in range(sum(name.startswith("rhs") for name in operands)):
+            addend = operands.get(f"addend[{i}]")
+            if addend is not None and first is not None:
+                addend = _fold(jnp.broadcast_to(addend, (*rows, addend.shape[-1])), first)
+            sides.append(_Side(operands[f"rhs[{i}]"], operands.get(f"bias[{i}]"), addend))
         outs = self._combined(lhs, sides, scalars) if self.combines else self._each(lhs, sides, scalars)
-        return tuple(self._unfold(out, shape) for out in outs)
+        return tuple(outs) if first is None else tuple(out.reshape(*rows, out.shape[-1]) for out in outs)
 
     # --- The operation ---
 
@@ -213,28 +212,13 @@ class Product:
         is_of_rows = (plan.spec is GATHER_LHS or plan.spec.scatters) and plan.dimension < rows
         return plan.dimension if is_of_rows else None
 
-    def _fold_addend(self, addend: jax.Array | None, lhs_shape: tuple[int, ...]) -> jax.Array | None:
-        first = self._first_of_rows
-        if addend is None:
-            return None
-        if first is not None and addend.ndim < len(lhs_shape):
-            leading = list(lhs_shape[:-2])
-            leading[first] = self._size_of_result(leading[first])
-            addend = jnp.broadcast_to(addend, (*leading, *addend.shape))
-        return _fold(addend, first)
-
-    def _size_of_result(self, size: int) -> int:
-        """The size in the result of the dimension that is gathered or scattered. `size`: its size in `lhs`."""
-        devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
-        return size * devices if self.plan.spec is GATHER_LHS else size // devices
-
-    def _unfold(self, out: jax.Array, lhs_shape: tuple[int, ...]) -> jax.Array:
-        first = self._first_of_rows
-        if first is None:
-            return out
+    def _rows_of_result(self, lhs_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of the result's dimensions but the last, if one of them is gathered or scattered."""
         rows = list(lhs_shape[:-1])
-        rows[first] = self._size_of_result(rows[first])
-        return out.reshape(*rows, out.shape[-1])
+        if (first := self._first_of_rows) is not None:
+            devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
+            rows[first] = rows[first] * devices if self.plan.spec is GATHER_LHS else rows[first] // devices
+        return tuple(rows)
 
 
 def _bare(given: Arguments) -> Arguments:

@@ -38,7 +38,7 @@ F16 = jnp.dtype(jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainProduct:
+class GlobalProduct:
     """A product, and how its arrays lie. Where no kernel runs, XLA computes it as this class says.
 
     Attributes:
@@ -48,6 +48,7 @@ class PlainProduct:
       specs_by_name: for each operand, its name and its partition.
       out_spec: the partition of each result.
       dimensions: which dimensions of the operands count as one.
+      columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
     """
 
     product: Product
@@ -55,11 +56,16 @@ class PlainProduct:
     specs_by_name: tuple[tuple[str, jax.P], ...]
     out_spec: jax.P
     dimensions: Dimensions
+    columns: tuple[tuple[int, ...], ...]
 
     @property
     def specs(self) -> dict[str, jax.P]:
         """The partition of each operand."""
         return dict(self.specs_by_name)
+
+    def placed(self, x: jax.Array, spec: jax.P) -> jax.Array:
+        """An array, sharded as `spec` says."""
+        return partitions.placed(x, spec, self.mesh)
 
     def compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the results from global operands, named as `parts.Product` names them."""
@@ -97,10 +103,6 @@ class PlainProduct:
             policy = jax.checkpoint_policies.nothing_saveable
             finished = jax.checkpoint(finished, policy=policy, prevent_cse=False)
         return tuple(self.placed(x, self.out_spec) for x in finished(products, biases, addends, scalars))
-
-    def placed(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """An array, sharded as `spec` says."""
-        return partitions.placed(x, spec, self.mesh)
 
     # --- One product ---
 
