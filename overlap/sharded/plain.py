@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -149,8 +147,7 @@ class GlobalProduct:
         def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
             saved = self._gathered(pair, name) if self.product.keep_gathered else None
             out = multiplied(saved or pair)
-            moved: Any = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
-            return out, tangents_of(out, pair, moved, by_xla=multiplied, backward=backward, saved=saved)
+            return out, tangents_of(out, pair, tuple(tangents), by_xla=multiplied, backward=backward, saved=saved)
 
         product.defjvp(derivative, symbolic_zeros=True)
         return product(lhs, rhs)
