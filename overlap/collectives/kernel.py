@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overlap.choice.problem import Problem
-from overlap.frame import sharded
+from overlap.frame import mesh_axes
 from overlap.frame.kernel import Kernel
 from overlap.frame.operation import Call
 from overlap.frame.peers import require_peers
@@ -43,6 +43,6 @@ class CollectiveKernel(Kernel):
             except NotImplementedError as cannot:
                 raise NotImplementedError(f"{f'`{name}`: ' if call.container else ''}{cannot}") from None
         require_peers(self.group, target)
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
         for name, x in (*(("lhs", x) for x in operands.lefts), *rights):
-            sharded.require_whole({name: x})
+            mesh_axes.require_whole({name: x})

@@ -179,6 +179,14 @@ def each(take: Callable[..., Leaf], *values: Leaf) -> Leaf:
     return jax.eval_shape(take, *values) if of_types else take(*values)
 
 
+def without_mesh(value: Given) -> Leaf:
+    """The type of an array of JAX, or of numbers in one of NumPy, without its sharding; anything else as it is."""
+    is_numbers = isinstance(value, np.ndarray) and value.dtype.kind in "biufcV"  # V: dtypes of ml_dtypes, as bfloat16
+    if not is_numbers and not isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        return value
+    return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
+
+
 def require_values(**given: Given) -> None:
     """Raises ValueError if one of the arguments is the type of an array: only `overlap.explain` takes types."""
     for name, value in given.items():

@@ -19,7 +19,7 @@ import jax
 from overlap import _settings, emulation
 from overlap.choice import dispatch
 from overlap.frame import activation as activations
-from overlap.frame import arguments, products, sharded
+from overlap.frame import arguments, mesh_axes, products
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
 from overlap.frame.form import Form
@@ -109,6 +109,12 @@ def run(spec: OperationSpec, given: Arguments) -> Any:
     return run_prepared(operation, call, asked)
 
 
+def run_on_each_device(spec: OperationSpec, given: Arguments) -> Any:
+    """As `run`, for an operation that communicates nothing. Operands may be sharded along Explicit axes."""
+    operation = Operation(spec, combines=activations.takes_all(given.activation, given.rhs))
+    return mesh_axes.on_each_device(operation, given, functools.partial(run, spec))
+
+
 def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -> jax.Array:
     """Computes products of groups, and applies by XLA an activation that no kernel can compute.
 
@@ -150,8 +156,6 @@ def run_prepared(
     a call of a backward pass and the kernel cannot do that, XLA runs, even with `implementation="fused"`.
     """
     choice = decide(operation, call, asked)
-    if operation.spec.groups:
-        operation.kernel.check_placement(call, choice.implementation)
     record(dataclasses.replace(choice, plan=purpose))
     if choice.config is None and not operation.spec.groups:
         return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
@@ -161,6 +165,6 @@ def run_prepared(
     plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
 
     def run(operands: Operands) -> Results:
-        return sharded.in_enterable_axes(functools.partial(fused, plan=plan), operation.kernel.typed(operands))
+        return mesh_axes.in_enterable_axes(functools.partial(fused, plan=plan), operation.kernel.typed(operands))
 
     return call.restore(in_device_memory(run, call.operands) if operation.spec.groups else run(call.operands))

@@ -23,6 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.typing import ArrayLike
 
 from overlap.frame.formulas import FORMULAS
+from overlap.kernels.varying import axes_of, varying
 
 # Primitives that call a jaxpr, and those that return their operand.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
@@ -95,8 +96,11 @@ class Program:
     def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:
         """Applies the program to arrays of any shape, inside a kernel or outside."""
         known = [*values, *scalars]
+        axes = axes_of(*values)  # In `jax.shard_map` the types of constants must name the same axes.
         for op in self.ops:
-            operands: list[ArrayLike] = [known[x] if isinstance(x, int) else x.value for x in op.operands]
+            operands: list[ArrayLike] = [
+                known[x] if isinstance(x, int) else varying(x.value, axes) for x in op.operands
+            ]
             if op.primitive is None:
                 known.append(lax.broadcast_in_dim(operands[0], values[0].shape, ()))
             else:

@@ -123,7 +123,13 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     arguments.function("fn", fn)
     arguments.mesh(mesh)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {index: _type(leaf, mesh) for index, leaf in enumerate(leaves) if _is_array(leaf)}
+    types = [arguments.without_mesh(leaf) for leaf in leaves]
+    # With `mesh`, the own sharding of an array does not count: it stands for a device's part.
+    of_leaves = [
+        x if mesh is not None or isinstance(leaf, np.ndarray) else leaf for x, leaf in zip(types, leaves, strict=True)
+    ]
+    # Names of axes, NumPy arrays of texts and other values are passed as they are.
+    arrays = {index: x for index, x in enumerate(of_leaves) if isinstance(types[index], jax.ShapeDtypeStruct)}
 
     def run(arrays: dict[int, jax.Array]) -> tuple[()]:
         args, kwargs = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(leaves)])
@@ -141,18 +147,3 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     finally:
         _mesh.reset(token)
     return Explanations(found)
-
-
-def _is_array(leaf: object) -> bool:
-    """Whether an argument is traced. Names of axes, NumPy arrays of texts and other values are passed as they are."""
-    is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcV"  # V: the dtypes of ml_dtypes, as bfloat16
-    return is_numbers or isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
-
-
-def _type(
-    leaf: jax.Array | np.ndarray | jax.ShapeDtypeStruct, mesh: AnyMesh | None
-) -> jax.Array | jax.ShapeDtypeStruct:
-    """Returns the type of an array. With `mesh` its own sharding does not count: it stands for a device's part."""
-    if mesh is None and not isinstance(leaf, np.ndarray):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))

@@ -68,9 +68,6 @@ class Kernel:
         """Raises, as `limits.check` does, if the kernel cannot serve the call."""
         raise NotImplementedError
 
-    def check_placement(self, call: Call, implementation: str) -> None:
-        """Raises NotImplementedError if an implementation, "fused" or "xla", cannot run where the operands lie."""
-
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         """Returns what the choice depends on beside the problem, and what the kernel would need."""
         return dispatch.Circumstances()

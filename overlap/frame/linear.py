@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -169,7 +170,7 @@ def tangents_of(
     """
     leaves, structure = jax.tree.flatten(operands)
     directions = structure.flatten_up_to(tangents)
-    moved = [i for i, x in enumerate(directions) if not isinstance(x, ad.Zero)]
+    moved = [i for i, x in enumerate(directions) if not isinstance(x, (ad.Zero, SymbolicZero))]
     out_structure = jax.tree.structure(outs)
     if not moved:
         return jax.tree.map(jnp.zeros_like, outs)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 import overlap
-from overlap.frame import sharded
+from overlap.frame import mesh_axes
 from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
     check_activation,
@@ -45,7 +45,7 @@ from overlap.layers.parallel import (
     placed,
     spec_between_layers,
 )
-from overlap.sharded.partitions import open_axes
+from overlap.sharded import partitions
 
 
 class RouterReport(NamedTuple):
@@ -292,20 +292,18 @@ class ExpertMLP(Parallel):
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
         of_parts = functools.partial(self._of_parts, capacity)
         try:
-            out, dropped = sharded.enter(of_parts, mesh, specs, spec, open_axes(mesh))(parts)
+            out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         if not self.sequence_parallel:
-            whole = P(spec[0], None, None)
-            is_explicit = bool(sharded.explicit_axes(mesh))
-            out = jax.reshard(out, NamedSharding(mesh, whole)) if is_explicit else placed(self, out, whole)
+            out = partitions.placed(out, P(spec[0], None, None), mesh)
             out = self._reshaped(out[:, :tokens], shape, between)
         return out, dropped
 
     def _reshaped(self, x: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
         """The array in another shape. On an Explicit mesh, `spec` says how the result is sharded."""
         mesh = mesh_in_use(self)
-        return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if sharded.explicit_axes(mesh) else None)
+        return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if mesh_axes.explicit_axes(mesh) else None)
 
     def _of_parts(self, capacity: int | None, parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""

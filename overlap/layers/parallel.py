@@ -10,13 +10,14 @@ from typing import Any, Literal, Required, TypedDict, get_args, get_origin, get_
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from overlap.frame import arguments
 from overlap.frame.arguments import is_in_jit
 from overlap.layers.checks import check_flags, check_implementation, check_keywords, check_rows
+from overlap.sharded import partitions
 
 Axis = str | tuple[str, ...]
 
@@ -219,17 +220,14 @@ def placed(layer: Parallel, x: jax.Array, spec: P, what: str = "activations") ->
       ValueError: on an Explicit mesh, the type of `x` has another sharding.
     """
     mesh = mesh_in_use(layer)
-    if AxisType.Explicit not in mesh.axis_types:
-        sharding = spec if layer.mesh is None else NamedSharding(mesh, spec)
-        constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)
-        # Outside of `jax.jit`, jax brings an array of one device to the mesh in a jitted function only.
-        return constrained(x) if is_in_jit() else jax.jit(constrained)(x)
     found = jax.typeof(x).sharding.spec
     for entry, wanted in zip(found, spec, strict=False):
         axes = {axis for axis in names_in(entry) if dict(mesh.shape)[axis] > 1}
         if not axes <= set(names_in(wanted)):
             raise ValueError(f"{layer.title}: {what} must be sharded {spec}, got {found}: jax.reshard(x, {spec}) first")
-    return jax.reshard(x, NamedSharding(mesh, spec))
+    of_room = functools.partial(partitions.placed, spec=spec, mesh=mesh)
+    # Outside of `jax.jit`, jax brings an array of one device to the mesh in a jitted function only.
+    return of_room(x) if is_in_jit() else jax.jit(of_room)(x)
 
 
 def spec_between_layers(layer: Parallel, shape: Sequence[int]) -> P:

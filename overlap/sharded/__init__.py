@@ -1,1 +1,1 @@
-"""Products of global arrays under plain `jax.jit`. The shardings of the arrays say what is communicated."""
+"""Products of global arrays, outside of `jax.shard_map`. The shardings of the arrays say what is communicated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Implementation, log
 from overlap.frame import activation as activations
-from overlap.frame import arguments, call, sharded
+from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.explain import recorded, settled
 from overlap.frame.operands import accumulator
 from overlap.frame.operation import Call
@@ -25,125 +26,76 @@ from overlap.sharded.checks import NAME
 from overlap.sharded.decide import decide
 from overlap.sharded.dimensions import Dimensions, dimensions_of
 from overlap.sharded.parts import Product
-from overlap.sharded.plain import PlainProduct
+from overlap.sharded.plain import GlobalProduct
 from overlap.sharded.plan import Partition, ShardingPlan, plan_of
 
 Sharding = PartitionSpec | jax.NamedSharding
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A checked call, without its operands. The operands are a dictionary of arrays by name, as `Product` takes them.
-
-    Attributes:
-      product: what each device computes.
-      mesh: the mesh. Some of its axes may be manual already.
-      specs: for each operand, its name and its partition inside the `shard_map`.
-      out_spec: the partition of each result.
-      dimensions: which dimensions of the operands count as one.
-      columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
-    """
-
-    product: Product
-    mesh: AnyMesh
-    specs: tuple[tuple[str, jax.P], ...]
-    out_spec: jax.P
-    dimensions: Dimensions
-    columns: tuple[tuple[int, ...], ...]
-
-    def run(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        """Computes the results."""
-        # The caller's own scopes stay around this scope.
-        with jax.named_scope(f"{NAME}.{self.product.plan.operation}"):
-            product = self.product
-            if product.implementation != "fused":
-                choice = decide(
-                    lambda decided: self._of_parts(dataclasses.replace(product, decided=decided)),
-                    operands,
-                    product.plan,
-                )
-                if product.implementation is None:
-                    log(choice)
-                if choice.implementation == "xla":
-                    with settled(choice):
-                        return self._plain().compute(operands, product.out_dtype, product.activation, product.combines)
-                if choice.cause is not Cause.ASKED_FOR:
-                    product = dataclasses.replace(product, decided=choice)
-            return self._of_parts(product)(operands)
-
-    def _of_parts(self, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
-        """The product inside `shard_map`, where kernels can run."""
-        specs = dict(self.specs)
-
-        def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
-            self._require_all_manual()
-            merged = {name: x.reshape(self.dimensions.merged(name, x.shape)) for name, x in parts.items()}
-            outs = product.compute(merged)
-            return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, self.columns, strict=True))
-
-        entered = sharded.enter(of_parts, self.mesh, specs, self.out_spec, partitions.open_axes(self.mesh))
-        return lambda operands: entered({name: self._cut(x, specs[name]) for name, x in operands.items()})
-
-    def _plain(self) -> PlainProduct:
-        product = self.product
-        specs = dict(self.specs)
-        return PlainProduct(self.mesh, specs, self.out_spec, self.dimensions, product.plan, product.keep_gathered)
-
-    def _cut(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """Reshards an operand so that its type has the partition `spec` along Explicit axes.
-
-        Along Auto axes types say nothing, and `shard_map` itself reshards.
-        """
-        explicit = sharded.explicit_axes(self.mesh)
-        wanted = sharded.spec(partitions.only(sharded.axes_of_spec(spec), explicit))
-        if not explicit or (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
-            return x
-        return jax.reshard(x, jax.NamedSharding(self.mesh, wanted))
-
-    def _require_all_manual(self) -> None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if left := [axis for axis in partitions.open_axes(mesh) if mesh.shape[axis] > 1]:
-            raise NotImplementedError(
-                f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {tuple(left)}: give "
-                "that dimension as a leading one of `lhs` instead"
+def _run(whole: GlobalProduct, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Computes the results. `operands`: arrays by name, as `Product` takes them."""
+    # The caller's own scopes stay around this scope.
+    product = whole.product
+    with jax.named_scope(f"{NAME}.{product.plan.operation}"):
+        if product.implementation != "fused":
+            choice = decide(
+                lambda decided: _of_parts(whole, dataclasses.replace(product, decided=decided)), operands, product.plan
             )
+            if product.implementation is None:
+                log(choice)
+            if choice.implementation == "xla":
+                with settled(choice):
+                    return whole.compute(operands)
+            if choice.cause is not Cause.ASKED_FOR:
+                product = dataclasses.replace(product, decided=choice)
+        return _of_parts(whole, product)(operands)
+
+
+def _of_parts(whole: GlobalProduct, product: Product) -> Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]:
+    """The product inside `shard_map`, where kernels can run."""
+
+    def of_parts(parts: dict[str, Any]) -> tuple[jax.Array, ...]:
+        inner = jax.sharding.get_abstract_mesh()
+        if left := tuple(axis for axis in partitions.open_axes(inner) if inner.shape[axis] > 1):
+            raise NotImplementedError(
+                f"`{NAME}` does not take `jax.vmap` over a dimension that is sharded, here over {left}: give that "
+                "dimension as a leading one of `lhs` instead"
+            )
+        merged = {name: x.reshape(whole.dimensions.merged(name, x.shape)) for name, x in parts.items()}
+        outs = product.compute(merged)
+        return tuple(x.reshape(*x.shape[:-1], *n) for x, n in zip(outs, whole.columns, strict=True))
+
+    return partitions.on_parts(of_parts, whole.mesh, whole.specs, whole.out_spec)
 
 
 # For calls outside `jax.jit`, those that `jax.grad` traces too: evaluated one by one, operations on arrays of Explicit
 # axes get types that their derivatives do not fit. The decisions are part of the cache key: a call that is equal to an
 # earlier one is compiled again only if other decisions were made.
-_run_eagerly = jax.jit(lambda call, decisions, operands: call.run(operands), static_argnums=(0, 1))
+_run_eagerly = jax.jit(lambda whole, decisions, operands: _run(whole, operands), static_argnums=(0, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardedArguments(Arguments):
-    """The arguments of `sharded_matmul` as the caller gave them, before any check; see there."""
+def _prepare(
+    given: Arguments, shardings: dict[str, Any], mesh: AnyMesh | None, keep_gathered: bool | None
+) -> tuple[GlobalProduct, dict[str, Any], Call]:
+    """Checks all arguments. Returns the product, its operands by name, and the checked call with global arrays.
 
-    out_sharding: Sharding | None = None
-    lhs_sharding: Sharding | None = None
-    rhs_sharding: Sharding | list[Sharding] | None = None
-    mesh: AnyMesh | None = None
-    keep_gathered: bool | None = None
-
-
-def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
-    """Checks all arguments. Returns the checked call, its operands by name, and the product of global arrays."""
+    `shardings`: those that the caller gave for "lhs", "rhs" and "out".
+    """
     call.check_choice(given)
-    keep_gathered = given.keep_gathered
     if not isinstance(keep_gathered, (bool, type(None))):
         raise ValueError(
             f"`keep_gathered` must be True, False or None, got {arguments.shown(keep_gathered)}: leave it out"
         )
     rhs, activation = given.rhs, given.activation
     arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
-    of_each_rhs = _of_each_rhs(given.rhs_sharding, len(rhs) if type(rhs) in (list, tuple) else 1)
-    shardings = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
-    shardings = {"lhs": given.lhs_sharding, **shardings, "out": given.out_sharding}
-    used = partitions.mesh_of(given.mesh, jax.tree.leaves(arrays), [x for x in shardings.values() if x is not None])
+    of_each_rhs = _of_each_rhs(shardings["rhs"], len(rhs) if type(rhs) in (list, tuple) else 1)
+    of_rhs = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
+    shardings = {"lhs": shardings["lhs"], **of_rhs, "out": shardings["out"]}
+    used = partitions.mesh_of(mesh, jax.tree.leaves(arrays), [x for x in shardings.values() if x is not None])
     # Check this before the sizes: inside a `shard_map` over an axis, arrays have the sizes of one device's parts.
     for name, sharding in shardings.items():
         partitions.require_not_manual(f"{name.split('[')[0]}_sharding", sharding, used)
-    entries = len(partitions.given_spec("out_sharding", given.out_sharding))
+    entries = len(partitions.given_spec("out_sharding", shardings["out"]))
     dimensions = dimensions_of(arrays["lhs"], arrays["rhs"], entries, given.transpose_rhs)
     whole = checks.whole_call(arrays, activation, given.preferred_element_type, dimensions)
     operands: dict[str, Any] = {"lhs": arrays["lhs"]}
@@ -151,7 +103,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         of_each = [arrays[name]] if whole.container is None else arrays[name] or ()
         operands |= {f"{name}[{i}]": x for i, x in enumerate(of_each) if x is not None}
     by_name = {_named(name, whole): x for name, x in operands.items()}
-    sharded.require_summed(by_name)
+    partitions.require_summed(by_name)
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
@@ -177,7 +129,7 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
         parts = dimensions.split(name, x.shape, merged, used.shape)
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
-        specs[name] = sharded.spec(parts)
+        specs[name] = mesh_axes.spec(parts)
     columns = []
     for shape in _result_shapes(operands, dimensions):
         kept = list(zip(shape, out, strict=True))[-dimensions.n :]
@@ -187,8 +139,8 @@ def _prepare(given: ShardedArguments) -> tuple[_Call, dict[str, Any], Call]:
         whole.not_elementwise,
     )  # fmt: skip
     columns = columns[:1] if product.combines else columns
-    checked = _Call(product, used, tuple(specs.items()), sharded.spec(out), dimensions, tuple(columns))
-    return checked, operands, whole
+    out_spec = mesh_axes.spec(out)
+    return GlobalProduct(product, used, tuple(specs.items()), out_spec, dimensions, tuple(columns)), operands, whole
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:
@@ -231,10 +183,10 @@ def _planned(
     for i, parts in enumerate(rights):
         if parts != rights[0]:
             raise ValueError(
-                f"all of `rhs` must be sharded alike, got {sharded.spec(rights[0])} for `rhs[0]` and "
-                f"{sharded.spec(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
+                f"all of `rhs` must be sharded alike, got {mesh_axes.spec(rights[0])} for `rhs[0]` and "
+                f"{mesh_axes.spec(parts)} for `rhs[{i}]`: jax.reshard one of them, or make a call for each"
             )
-    return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), sharded.explicit_axes(mesh)), out
+    return plan_of(left, rights[0], merged_outs[0], dict(mesh.shape), mesh_axes.explicit_axes(mesh)), out
 
 
 def _named(name: str, whole: Call) -> str:
@@ -326,7 +278,7 @@ def sharded_matmul(
     Source: Shoeybi et al., "Megatron-LM" (2019); Korthikanti et al., "Reducing Activation Recomputation in Large
     Transformer Models" (2022) for sequence parallelism.
     """
-    given = ShardedArguments(
+    given = Arguments(
         lhs,
         rhs,
         addend=addend,
@@ -336,20 +288,16 @@ def sharded_matmul(
         preferred_element_type=preferred_element_type,
         config=config,
         implementation=implementation,
-        mesh=mesh,
-        out_sharding=out_sharding,
-        lhs_sharding=lhs_sharding,
-        rhs_sharding=rhs_sharding,
-        keep_gathered=keep_gathered,
     )
     arguments.require_values(**given.arrays)
-    checked, operands, whole = _prepare(given)
+    shardings = {"lhs": lhs_sharding, "rhs": rhs_sharding, "out": out_sharding}
+    product, operands, whole = _prepare(given, shardings, mesh, keep_gathered)
     if arguments.is_in_jit():
-        outs = checked.run(operands)
+        outs = _run(product, operands)
     else:
         with recorded() as decisions:
-            jax.eval_shape(checked.run, operands)
-        outs = _run_eagerly(checked, tuple(decisions), operands)
+            jax.eval_shape(functools.partial(_run, product), operands)
+        outs = _run_eagerly(product, tuple(decisions), operands)
     if whole.not_elementwise and whole.by_xla is not None:
         outs = tuple(x.astype(whole.form.out_dtype) for x in whole.by_xla(outs))
     result: Any = outs[0] if whole.container is None or whole.combines else whole.container(outs)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from overlap.frame import arguments, sharded
+from overlap.frame import arguments, mesh_axes
 from overlap.frame.signatures import AnyMesh
+from overlap.primitives.types import Tree
 from overlap.sharded.plan import Axes, Partition
 
 
@@ -31,7 +33,7 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
     for operand in operands:
         # The sharding of an array that is not a tracer also names the devices.
         own = None if isinstance(operand, Tracer) else getattr(operand, "sharding", None)
-        found += [("the mesh of an operand", getattr(x, "mesh", None)) for x in (own, sharded.type_sharding(operand))]
+        found += [("the mesh of an operand", getattr(x, "mesh", None)) for x in (own, mesh_axes.type_sharding(operand))]
     found = [(what, x) for what, x in found if x is not None and x.axis_names]
     if not found:
         raise ValueError(
@@ -49,7 +51,7 @@ def mesh_of(mesh: Any, operands: Sequence[Any], shardings: Sequence[Any]) -> Any
     if enclosing.manual_axes:
         return enclosing
     for other, x in found[1:]:
-        if sharded.explicit_axes(x) and x.axis_types != first.axis_types:
+        if mesh_axes.explicit_axes(x) and x.axis_types != first.axis_types:
             raise ValueError(
                 "all that a call names must be on one mesh, with the same types of axes, got "
                 f"{first.axis_types} ({what}) and {x.axis_types} ({other}): leave `mesh` out, or move the operands "
@@ -78,7 +80,7 @@ def require_not_manual(name: str, sharding: Any, mesh: AnyMesh) -> None:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, PartitionSpec):
         return
-    for axis in itertools.chain(*sharded.axes_of_spec(spec)):
+    for axis in itertools.chain(*mesh_axes.axes_of_spec(spec)):
         if axis in manual_axes(mesh):
             raise ValueError(
                 f"`{name}` must not name an axis that is manual here, got {axis!r} in {spec}: inside jax.shard_map "
@@ -113,7 +115,7 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
             f"`{name}` must have at most one entry for each of the {rank} dimensions, got {len(spec)} in {spec}: leave "
             "the others out"
         )
-    parts = sharded.axes_of_spec(spec)
+    parts = mesh_axes.axes_of_spec(spec)
     flat = [axis for part in parts for axis in part]
     if any(not isinstance(axis, str) for axis in flat):
         raise ValueError(
@@ -127,7 +129,7 @@ def given(name: str, sharding: Any, rank: int, mesh: AnyMesh) -> Partition:
             )
         if flat.count(axis) > 1:
             raise ValueError(f"`{name}` must name each mesh axis once, got {axis!r} twice in {spec}: leave one out")
-    explicit = sharded.explicit_axes(mesh)
+    explicit = mesh_axes.explicit_axes(mesh)
     for part in parts:
         in_order = (*[axis for axis in part if axis in explicit], *[axis for axis in part if axis not in explicit])
         if part != in_order:
@@ -152,8 +154,8 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
       ValueError: neither the type nor the caller says how the operand is sharded, or they contradict each other.
     """
     rank, sizes = len(x.shape), dict(mesh.shape)
-    typed = only(sharded.axes_of_type(x), [axis for axis in sizes if sizes[axis] > 1])
-    explicit = sharded.explicit_axes(mesh)
+    typed = only(mesh_axes.axes_of_type(x), [axis for axis in sizes if sizes[axis] > 1])
+    explicit = mesh_axes.explicit_axes(mesh)
     if sharding is None:
         auto = tuple(axis for axis in open_axes(mesh) if axis not in explicit and sizes[axis] > 1)
         if auto:
@@ -169,15 +171,65 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
     if any(part != mine[: len(part)] for part, mine in zip(typed, named, strict=True)):
         raise ValueError(
             f"`{sharding_name}` must be as the type of `{name}` says along Explicit axes, or cut it further, got "
-            f"{sharded.spec(partition)} and the type says {sharded.spec(typed)}: leave it out, or jax.reshard "
+            f"{mesh_axes.spec(partition)} and the type says {mesh_axes.spec(typed)}: leave it out, or jax.reshard "
             f"`{name}` first"
         )
     return partition
 
 
+def along(spec: jax.P, axes: Container[str]) -> jax.P:
+    """The partition with only those of its mesh axes that are in `axes`."""
+    return mesh_axes.spec(only(mesh_axes.axes_of_spec(spec), axes))
+
+
 def only(partition: Partition, axes: Container[str]) -> Partition:
     """The partition with only those of its mesh axes that are in `axes`."""
     return tuple(tuple(axis for axis in part if axis in axes) for part in partition)
+
+
+def typed(x: jax.Array, spec: jax.P, mesh: AnyMesh) -> jax.Array:
+    """An array whose type has the partition `spec` along Explicit axes; resharded if that of `x` has another."""
+    explicit = mesh_axes.explicit_axes(mesh)
+    wanted = along(spec, explicit)
+    on_mesh = getattr(getattr(mesh_axes.type_sharding(x), "mesh", None), "axis_names", ())
+    if not explicit or (on_mesh and mesh_axes.spec_of_type(x) == wanted):
+        return x
+    return jax.reshard(x, NamedSharding(mesh, wanted))
+
+
+def placed(x: jax.Array, spec: jax.P, mesh: AnyMesh) -> jax.Array:
+    """An array, sharded as `spec` says: along Explicit axes by its type, along Auto axes by a constraint."""
+    explicit = mesh_axes.explicit_axes(mesh)
+    auto = [axis for axis in open_axes(mesh) if axis not in explicit]
+    x = typed(x, spec, mesh)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, along(spec, auto))) if auto else x
+
+
+def on_parts(
+    function: Callable[[Tree], Tree], mesh: AnyMesh, specs: dict[str, jax.P], out_spec: jax.P
+) -> Callable[[dict[str, jax.Array]], Tree]:
+    """Returns a function of global arrays that runs `function` on each device's parts, where all axes are manual.
+
+    `specs`: the partition of each operand, by name. `out_spec`: that of all results.
+    """
+    entered = mesh_axes.enter(function, mesh, specs, out_spec, open_axes(mesh))
+    # Along Auto axes types say nothing, and `shard_map` itself reshards.
+    return lambda operands: entered({name: typed(x, specs[name], mesh) for name, x in operands.items()})
+
+
+def require_summed(operands: Mapping[str, Any]) -> None:
+    """Raises ValueError if the type of an operand has unreduced or reduced axes.
+
+    Unreduced: each device holds a term of a sum over the devices. Reduced: the same holds for the cotangent.
+    """
+    for name, x in operands.items():
+        spec = getattr(mesh_axes.type_sharding(x), "spec", None)
+        for kind in ("unreduced", "reduced"):
+            if axes := getattr(spec, kind, None):
+                raise ValueError(
+                    f"the type of `{name}` must have no {kind} axes, got {tuple(sorted(axes))} in {spec}: jax.reshard "
+                    f"it first, to a PartitionSpec without {kind}=…"
+                )
 
 
 def require_divisible(name: str, shape: Sequence[int], partition: Partition, mesh: AnyMesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,33 +19,20 @@ from overlap.frame import by_xla, call
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
 from overlap.frame.explain import settled
 from overlap.frame.operands import Operands, accumulator
-from overlap.frame.signatures import Arguments, PerRhs
+from overlap.frame.signatures import Arguments
 from overlap.kernels.config import Config
-from overlap.kernels.operations import EPILOGUE, GATHER_LHS, MATMUL
+from overlap.kernels.operations import GATHER_LHS, MATMUL
 from overlap.kernels.varying import axes_of, same_along, varying
 from overlap.sharded.plan import ShardingPlan
 from overlap.sharded.regather import with_gathered
 
 
-@dataclasses.dataclass(frozen=True)
-class _Epilogue:
-    """The epilogue of one product; or of several, with lists in place of arrays. Fields as in `Arguments`."""
+class _Side(NamedTuple):
+    """A right operand, and what is added to its product."""
 
-    bias: PerRhs | None = None
-    addend: PerRhs | None = None
-    activation: Activation | None = None
-    scalars: tuple[jax.Array, ...] = ()
-
-    @property
-    def names(self) -> set[str]:
-        """The keywords that are given."""
-        return {name for name in EPILOGUE if getattr(self, name, None) is not None}
-
-    def of(self, given: Arguments) -> Arguments:
-        """The arguments of a product, with this epilogue."""
-        return dataclasses.replace(
-            given, bias=self.bias, addend=self.addend, activation=self.activation, scalars=self.scalars
-        )
+    rhs: jax.Array
+    bias: jax.Array | None = None
+    addend: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,66 +79,70 @@ class Product:
 
     def _multiplied(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """The results for operands of which the weights are gathered, but for what the operation itself gathers."""
-        plan = self.plan
-        rhs_list = [x for name, x in operands.items() if name.startswith("rhs")]
+        first = self._first_of_rows
+        lhs = _fold(operands["lhs"], first)
+        rows = self._rows_of_result(operands["lhs"].shape)
         scalars = tuple(x for name, x in operands.items() if name.startswith("scalars"))
-        lhs = operands["lhs"]
-        shape = lhs.shape
-        lhs = _fold(lhs, self._first_of_rows)
-        epilogues = [
-            _Epilogue(
-                operands.get(f"bias[{i}]"),
-                self._fold_addend(operands.get(f"addend[{i}]"), shape),
-                self.activation,
-                scalars,
-            )
-            for i in range(len(rhs_list))
-        ]
-        if self.combines:
-            outs = self._combined(lhs, rhs_list, epilogues)
-        elif plan.spec is GATHER_LHS:
-            outs = self._together(lhs, rhs_list, epilogues)
-        else:
-            outs = [self._one(lhs, rhs, epilogue) for rhs, epilogue in zip(rhs_list, epilogues, strict=True)]
-        return tuple(self._unfold(out, shape) for out in outs)
+        sides = []
+        for i in range(sum(name.startswith("rhs") for name in operands)):
+            addend = operands.get(f"addend[{i}]")
+            if addend is not None and first is not None:
+                addend = _fold(jnp.broadcast_to(addend, (*rows, addend.shape[-1])), first)
+            sides.append(_Side(operands[f"rhs[{i}]"], operands.get(f"bias[{i}]"), addend))
+        outs = self._combined(lhs, sides, scalars) if self.combines else self._each(lhs, sides, scalars)
+        return tuple(outs) if first is None else tuple(out.reshape(*rows, out.shape[-1]) for out in outs)
 
     # --- The operation ---
 
-    def _together(
-        self,
-        lhs: jax.Array,
-        rhs_list: list[jax.Array],
-        epilogues: list[_Epilogue],
-    ) -> list[jax.Array]:
-        """Computes the products with all right operands, with one gather of `lhs`."""
-        given, epilogue = self._of_all(lhs, rhs_list, epilogues)
-        choice = self._decide(given, epilogue)
-        finish = choice.implementation == "fused" and self._is_behind(epilogue)
-        result = self._run(given if finish else epilogue.of(given), choice)
-        outs = result[0] if self.keep_gathered else result
-        outs = [outs] if len(rhs_list) == 1 else list(outs)
-        return self._finished(outs, epilogues) if finish else outs
+    @property
+    def combines(self) -> bool:
+        """Whether the activation makes one result of those of all right operands."""
+        return self.activation is not None and self.activation.program.arrays > 1
 
-    def _of_all(
-        self, lhs: jax.Array, rhs_list: list[jax.Array], epilogues: list[_Epilogue]
-    ) -> tuple[Arguments, _Epilogue]:
-        """The arguments of one call with all right operands: those of the product, and those of the epilogue."""
-        biases, addends = [x.bias for x in epilogues], [x.addend for x in epilogues]
-        if len(rhs_list) == 1:
-            return self._arguments(lhs, rhs_list[0]), epilogues[0]
-        return self._arguments(lhs, rhs_list), dataclasses.replace(
-            epilogues[0],
-            bias=None if all(x is None for x in biases) else biases,
-            addend=None if all(x is None for x in addends) else addends,
-        )
+    def _combined(self, lhs: jax.Array, sides: list[_Side], scalars: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Computes the result of an activation of all right operands: in the kernel of the product if there is one.
 
-    def _arguments(self, lhs: jax.Array, rhs: jax.Array | list[jax.Array]) -> Arguments:
-        """The arguments of the operation, without an epilogue."""
+        Else XLA applies it to products in the results' dtype: in f32 they would cost more than they gain.
+        """
+        if self.plan.spec in (GATHER_LHS, MATMUL):
+            given = self._arguments(lhs, sides, scalars)
+            try:
+                choice = None if self._is_behind(given) else self._decide(given)
+            except NotImplementedError:
+                choice = None
+            if choice is not None and choice.implementation == "fused":
+                result = self._run(given, choice)
+                return [result[0] if given.return_gathered else result]
+        outs = dataclasses.replace(self, activation=None)._each(lhs, [_Side(side.rhs) for side in sides], ())
+        return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], sides, scalars)
+
+    def _each(self, lhs: jax.Array, sides: list[_Side], scalars: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Computes a result for each right operand: by one call where `lhs` is gathered, else by a call for each."""
+        calls = [sides] if self.plan.spec is GATHER_LHS else [[side] for side in sides]
+        return [out for sides in calls for out in self._called(lhs, sides, scalars)]
+
+    def _called(self, lhs: jax.Array, sides: list[_Side], scalars: tuple[jax.Array, ...]) -> list[jax.Array]:
+        given = self._arguments(lhs, sides, scalars)
+        choice = self._decide(given)
+        finish = choice.implementation == "fused" and self._is_behind(given)
+        result = self._run(_bare(given) if finish else given, choice)
+        outs = result[0] if given.return_gathered else result
+        outs = [outs] if len(sides) == 1 else list(outs)
+        return self._finished(outs, sides, scalars) if finish else outs
+
+    def _arguments(self, lhs: jax.Array, sides: list[_Side], scalars: tuple[jax.Array, ...]) -> Arguments:
+        """The arguments of a call of the operation."""
         axes, spec = self.plan.axes, self.plan.spec
+        rhs_list, biases, addends = ([*of_each] for of_each in zip(*sides, strict=True))
+        one = len(sides) == 1
         return Arguments(
             lhs,
-            rhs,
+            rhs_list[0] if one else rhs_list,
             axes[0] if len(axes) == 1 else axes,
+            bias=biases[0] if one else biases if any(x is not None for x in biases) else None,
+            addend=addends[0] if one else addends if any(x is not None for x in addends) else None,
+            activation=self.activation,
+            scalars=scalars,
             transpose_rhs=self.transpose_rhs,
             preferred_element_type=self.out_dtype,
             config=self.config,
@@ -159,51 +150,12 @@ class Product:
             return_gathered=spec is GATHER_LHS and bool(self.keep_gathered),
         )
 
-    @property
-    def combines(self) -> bool:
-        """Whether the activation makes one result of those of all right operands."""
-        return self.activation is not None and self.activation.program.arrays > 1
-
-    def _combined(
-        self,
-        lhs: jax.Array,
-        rhs_list: list[jax.Array],
-        epilogues: list[_Epilogue],
-    ) -> list[jax.Array]:
-        """Computes the result of an activation of all right operands: in the kernel of the product if there is one.
-
-        Else XLA applies it to products in the results' dtype: in f32 they would cost more than they gain.
-        """
-        gathers = self.plan.spec is GATHER_LHS
-        if gathers or self.plan.spec is MATMUL:
-            given, epilogue = self._of_all(lhs, rhs_list, epilogues)
-            try:
-                choice = None if self._is_behind(epilogue) else self._decide(given, epilogue)
-            except NotImplementedError:
-                choice = None
-            if choice is not None and choice.implementation == "fused":
-                result = self._run(epilogue.of(given), choice)
-                return [result[0] if gathers and self.keep_gathered else result]
-        bare = dataclasses.replace(self, activation=None)
-        if gathers:
-            outs = bare._together(lhs, rhs_list, [_Epilogue()] * len(rhs_list))
-        else:
-            outs = [bare._one(lhs, rhs, _Epilogue()) for rhs in rhs_list]
-        return self._finished([checkpoint_name(x, BEFORE_ACTIVATION) for x in outs], epilogues)
-
-    def _one(self, lhs: jax.Array, rhs: jax.Array, epilogue: _Epilogue) -> jax.Array:
-        given = self._arguments(lhs, rhs)
-        choice = self._decide(given, epilogue)
-        if choice.implementation == "fused" and self._is_behind(epilogue):
-            return self._finished([self._run(given, choice)], [epilogue])[0]
-        return self._run(epilogue.of(given), choice)
-
-    def _is_behind(self, epilogue: _Epilogue) -> bool:
+    def _is_behind(self, given: Arguments) -> bool:
         """Whether the kernel lacks a part of the epilogue. XLA then applies all of it to the kernel's result."""
-        return not epilogue.names <= {*self.plan.spec.epilogue}
+        return not {name for name, x in given.epilogue.items() if x is not None} <= {*self.plan.spec.epilogue}
 
-    def _decide(self, given: Arguments, epilogue: _Epilogue) -> Explanation:
-        given = given if self._is_behind(epilogue) else epilogue.of(given)
+    def _decide(self, given: Arguments) -> Explanation:
+        given = _bare(given) if self._is_behind(given) else given
         if self.decided is not None:
             # The kernel runs, also where XLA would be faster in this one of the three products.
             choice = call.explain(self.plan.spec, dataclasses.replace(given, implementation="fused"))
@@ -221,12 +173,12 @@ class Product:
         with settled(choice):
             return call.run(self.plan.spec, given)
 
-    def _finished(self, outs: list[jax.Array], epilogues: list[_Epilogue]) -> list[jax.Array]:
-        """Applies epilogues to the results of the fused kernel. XLA fuses each of them into one loop."""
-        biases, addends = tuple(x.bias for x in epilogues), tuple(x.addend for x in epilogues)
+    def _finished(self, outs: list[jax.Array], sides: list[_Side], scalars: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """Applies the epilogue to the results of the fused kernel. XLA fuses that of each into one loop."""
+        biases, addends = tuple(side.bias for side in sides), tuple(side.addend for side in sides)
         operands = Operands(outs[0], tuple(outs), biases=biases, addends=addends)
         wide = tuple(out.astype(accumulator(out.dtype)) for out in outs)
-        activation = self.activation and functools.partial(self.activation, scalars=epilogues[0].scalars)
+        activation = self.activation and functools.partial(self.activation, scalars=scalars)
         return list(by_xla.finish(wide, operands, self.out_dtype, activation and on_all(activation, self.combines)))
 
     # --- The weights ---
@@ -257,28 +209,18 @@ class Product:
         is_of_rows = (plan.spec is GATHER_LHS or plan.spec.scatters) and plan.dimension < rows
         return plan.dimension if is_of_rows else None
 
-    def _fold_addend(self, addend: jax.Array | None, lhs_shape: tuple[int, ...]) -> jax.Array | None:
-        first = self._first_of_rows
-        if addend is None:
-            return None
-        if first is not None and addend.ndim < len(lhs_shape):
-            leading = list(lhs_shape[:-2])
-            leading[first] = self._size_of_result(leading[first])
-            addend = jnp.broadcast_to(addend, (*leading, *addend.shape))
-        return _fold(addend, first)
-
-    def _size_of_result(self, size: int) -> int:
-        """The size in the result of the dimension that is gathered or scattered. `size`: its size in `lhs`."""
-        devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
-        return size * devices if self.plan.spec is GATHER_LHS else size // devices
-
-    def _unfold(self, out: jax.Array, lhs_shape: tuple[int, ...]) -> jax.Array:
-        first = self._first_of_rows
-        if first is None:
-            return out
+    def _rows_of_result(self, lhs_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The sizes of the result's dimensions but the last, if one of them is gathered or scattered."""
         rows = list(lhs_shape[:-1])
-        rows[first] = self._size_of_result(rows[first])
-        return out.reshape(*rows, out.shape[-1])
+        if (first := self._first_of_rows) is not None:
+            devices = math.prod(lax.axis_size(axis) for axis in self.plan.axes)
+            rows[first] = rows[first] * devices if self.plan.spec is GATHER_LHS else rows[first] // devices
+        return tuple(rows)
+
+
+def _bare(given: Arguments) -> Arguments:
+    """The arguments of a call, without an epilogue."""
+    return dataclasses.replace(given, bias=None, addend=None, activation=None, scalars=None)
 
 
 def _fold(x: jax.Array, first: int | None) -> jax.Array:

@@ -18,13 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from overlap.frame import by_xla, sharded
-from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all
+from overlap.frame import by_xla, mesh_axes
+from overlap.frame.activation import BEFORE_ACTIVATION, on_all
 from overlap.frame.linear import Wanted, tangents_of
 from overlap.frame.operands import F32, Leaf, Operands, accumulator
 from overlap.frame.products import to_rank
@@ -32,41 +30,50 @@ from overlap.frame.signatures import AnyMesh
 from overlap.kernels.operations import SCATTER_N
 from overlap.sharded import partitions
 from overlap.sharded.dimensions import Dimensions
-from overlap.sharded.plan import ShardingPlan
+from overlap.sharded.parts import Product
 
 F16 = jnp.dtype(jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainProduct:
-    """What is known of a product when it is traced.
+class GlobalProduct:
+    """A product, and how its arrays lie. Where no kernel runs, XLA computes it as this class says.
 
     Attributes:
+      product: the product as each device computes it where kernels run. `keep_gathered=None` means here: as XLA does
+        in plain JAX, which in one program mostly keeps what it gathers.
       mesh: the mesh. Some of its axes may be manual already.
-      specs: for each operand, by name, its partition.
+      specs_by_name: for each operand, its name and its partition.
       out_spec: the partition of each result.
       dimensions: which dimensions of the operands count as one.
-      plan: what is communicated.
-      keep_gathered: whether what is gathered is kept for the backward pass; None: as XLA does in plain JAX, which in
-        one program mostly keeps it.
+      columns: for each result, a device's sizes of the dimensions that it has from `rhs`.
     """
 
+    product: Product
     mesh: AnyMesh
-    specs: dict[str, jax.P]
+    specs_by_name: tuple[tuple[str, jax.P], ...]
     out_spec: jax.P
     dimensions: Dimensions
-    plan: ShardingPlan
-    keep_gathered: bool | None
+    columns: tuple[tuple[int, ...], ...]
 
-    def compute(
-        self, operands: dict[str, jax.Array], out_dtype: DTypeLike, activation: Activation | None, combines: bool
-    ) -> tuple[jax.Array, ...]:
+    @property
+    def specs(self) -> dict[str, jax.P]:
+        """The partition of each operand."""
+        return dict(self.specs_by_name)
+
+    def placed(self, x: jax.Array, spec: jax.P) -> jax.Array:
+        """An array, sharded as `spec` says."""
+        return partitions.placed(x, spec, self.mesh)
+
+    def compute(self, operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Computes the results from global operands, named as `parts.Product` names them."""
+        out_dtype = self.product.out_dtype
+        activation = self.product.activation
         placed = {name: self.placed(x, self.specs[name]) for name, x in operands.items()}
         if isinstance(self.mesh, Mesh) and not jax.sharding.get_abstract_mesh().axis_names:
             # No context says on which devices the program runs, and types do not. An empty `shard_map` does.
             spec = self.specs["lhs"]
-            placed["lhs"] = sharded.enter(lambda x: x, self.mesh, spec, spec, self.mesh.axis_names)(placed["lhs"])
+            placed["lhs"] = mesh_axes.enter(lambda x: x, self.mesh, spec, spec, self.mesh.axis_names)(placed["lhs"])
         count = sum(name.startswith("rhs") for name in placed)
         biases, addends = (tuple(placed.get(f"{name}[{i}]") for i in range(count)) for name in ("bias", "addend"))
         scalars = tuple(x for name, x in placed.items() if name.startswith("scalars"))
@@ -86,7 +93,7 @@ class PlainProduct:
         ) -> tuple[jax.Array, ...]:
             wide = tuple(x.astype(accumulator(x.dtype)) for x in products)
             rest = Operands(wide[0], wide, biases=tuple(biases), addends=tuple(addends))
-            applied = activation and on_all(functools.partial(activation, scalars=scalars), combines)
+            applied = activation and on_all(functools.partial(activation, scalars=scalars), self.product.combines)
             return by_xla.finish(wide, rest, out_dtype, applied)
 
         if activation is not None:
@@ -94,25 +101,6 @@ class PlainProduct:
             policy = jax.checkpoint_policies.nothing_saveable
             finished = jax.checkpoint(finished, policy=policy, prevent_cse=False)
         return tuple(self.placed(x, self.out_spec) for x in finished(products, biases, addends, scalars))
-
-    def placed(self, x: jax.Array, spec: jax.P) -> jax.Array:
-        """An array, sharded as `spec` says: along Explicit axes by its type, along Auto axes by a constraint."""
-        wanted = self._explicit(spec)
-        if sharded.explicit_axes(self.mesh) and not (sharded.has_mesh(x) and sharded.spec_of_type(x) == wanted):
-            x = jax.reshard(x, jax.NamedSharding(self.mesh, wanted))
-        auto = self._auto(spec)
-        return x if auto is None else lax.with_sharding_constraint(x, auto)
-
-    def _explicit(self, spec: jax.P) -> jax.P:
-        return sharded.spec(partitions.only(sharded.axes_of_spec(spec), sharded.explicit_axes(self.mesh)))
-
-    def _auto(self, spec: jax.P) -> jax.NamedSharding | None:
-        """The sharding along the Auto axes; None if there are none."""
-        explicit = sharded.explicit_axes(self.mesh)
-        axes = [axis for axis in partitions.open_axes(self.mesh) if axis not in explicit]
-        if not axes:
-            return None
-        return jax.NamedSharding(self.mesh, sharded.spec(partitions.only(sharded.axes_of_spec(spec), axes)))
 
     # --- One product ---
 
@@ -128,7 +116,7 @@ class PlainProduct:
         n_of_out = range(rows, rows + self.dimensions.n)
 
         def multiplied(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            if self.plan.gathers and self.plan.spec is SCATTER_N:
+            if self.product.plan.gathers and self.product.plan.spec is SCATTER_N:
                 # jax's partitioners (0.11.2, 0.12.0.1) multiply the wrong columns if they gather them inside the dot.
                 pair = self._gathered(pair, name)
             return self._dot(*pair, (k_of_lhs, k_of_rhs), out_dtype, self.out_spec)
@@ -142,7 +130,7 @@ class PlainProduct:
             # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
             # result it would then keep.
             lhs, rhs = saved or pair
-            if self.gathers_rhs and self.keep_gathered is False:
+            if self.gathers_rhs and self.product.keep_gathered is False:
                 rhs = lax.optimization_barrier(rhs)
             d_lhs = d_rhs = None
             if wanted[0] is not None:
@@ -157,10 +145,9 @@ class PlainProduct:
             return multiplied((lhs, rhs))
 
         def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
-            saved = self._gathered(pair, name) if self.keep_gathered else None
+            saved = self._gathered(pair, name) if self.product.keep_gathered else None
             out = multiplied(saved or pair)
-            moved: Any = tuple(ad.Zero(x.aval) if isinstance(x, SymbolicZero) else x for x in tangents)
-            return out, tangents_of(out, pair, moved, by_xla=multiplied, backward=backward, saved=saved)
+            return out, tangents_of(out, pair, tuple(tangents), by_xla=multiplied, backward=backward, saved=saved)
 
         product.defjvp(derivative, symbolic_zeros=True)
         return product(lhs, rhs)
@@ -168,15 +155,17 @@ class PlainProduct:
     @property
     def gathers_rhs(self) -> bool:
         """Whether the right operand is gathered."""
-        return bool(self.plan.gathers) or self.plan.spec.gathers_rhs
+        plan = self.product.plan
+        return bool(plan.gathers) or plan.spec.gathers_rhs
 
     def _gathered(self, pair: tuple[jax.Array, jax.Array], name: str) -> tuple[jax.Array, jax.Array]:
         """The operands of the product that one device computes: gathered along the axes that `plan` names."""
+        plan = self.product.plan
         lhs, rhs = pair
-        if self.plan.spec.gathers == "m":
-            lhs = self.placed(lhs, _without(self.specs["lhs"], self.plan.axes))
-        of_weights = [axis for _, axes in self.plan.gathers for axis in axes]
-        of_weights += self.plan.axes if self.plan.spec.gathers_rhs else ()
+        if plan.spec.gathers == "m":
+            lhs = self.placed(lhs, _without(self.specs["lhs"], plan.axes))
+        of_weights = [axis for _, axes in plan.gathers for axis in axes]
+        of_weights += plan.axes if plan.spec.gathers_rhs else ()
         return lhs, self.placed(rhs, _without(self.specs[name], of_weights)) if of_weights else rhs
 
     def _dot(
@@ -191,8 +180,8 @@ class PlainProduct:
         # In float16 a sum over devices could overflow or lose small terms. In 8 bits it would lose more.
         needs_f32 = F16 in (lhs.dtype, rhs.dtype, jnp.dtype(dtype)) or jnp.dtype(dtype).itemsize < 2
         travels = F32 if needs_f32 else dtype
-        has_types = bool(sharded.explicit_axes(self.mesh))
-        typed = jax.NamedSharding(self.mesh, self._explicit(spec)) if has_types else None
+        explicit = mesh_axes.explicit_axes(self.mesh)
+        typed = jax.NamedSharding(self.mesh, partitions.along(spec, explicit)) if explicit else None
         rhs = by_xla.guarded(rhs, self.mesh)
         out = lax.dot_general(lhs, rhs, (contracted, ((), ())), preferred_element_type=travels, out_sharding=typed)
         return self.placed(out, spec).astype(dtype)
@@ -200,4 +189,4 @@ class PlainProduct:
 
 def _without(spec: jax.P, axes: Sequence[str]) -> jax.P:
     """A partition, whole along `axes`."""
-    return sharded.spec(tuple(axis for axis in part if axis not in axes) for part in sharded.axes_of_spec(spec))
+    return mesh_axes.spec(tuple(axis for axis in part if axis not in axes) for part in mesh_axes.axes_of_spec(spec))

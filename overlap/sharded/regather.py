@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from overlap.frame.linear import Wanted, tangents_of
@@ -53,8 +52,7 @@ def with_gathered(
             (d_shards,) = push({name: d_operands[name] for name in gathered})
             return {name: d if wanted[name] else None for name, d in (d_operands | d_shards).items()}
 
-        moved: Any = {name: ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for name, t in tangents[0].items()}
-        return outs, tangents_of(outs, operands, moved, by_xla=run, backward=backward, saved=kept)
+        return outs, tangents_of(outs, operands, tangents[0], by_xla=run, backward=backward, saved=kept)
 
     function = jax.custom_jvp(run)
     function.defjvp(derivative, symbolic_zeros=True)

@@ -25,7 +25,7 @@ from overlap.choice.choose import choose_config
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation
 from overlap.choice.problem import Problem
-from overlap.frame import by_xla, primitive, sharded
+from overlap.frame import by_xla, mesh_axes, primitive
 from overlap.frame.explain import record
 from overlap.frame.form import Form
 from overlap.frame.kernel import Kernel
@@ -174,10 +174,7 @@ class RowsOfGroups(GroupsKernel):
 
     def check(self, call: Call, config: Config, target: Target) -> None:
         self.check_form(call.form, call.operands.rhs_list[0].dtype, config, target)
-        sharded.require_no_partitioner_axes()
-
-    def check_placement(self, call: Call, implementation: str) -> None:
-        require_one_device(NAME, [x for _, x in call.operands.named], implementation)
+        mesh_axes.require_no_partitioner_axes()
 
     def typed(self, operands: Operands) -> Operands:
         sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
@@ -285,17 +282,3 @@ def _bilinear_jvp(plan: LaunchPlan, primals: tuple[jax.Array, ...], tangents: tu
 
 
 _bilinear.defjvp(_bilinear_jvp, symbolic_zeros=True)
-
-
-def require_one_device(name: str, operands: Sequence[Leaf], implementation: str | None) -> None:
-    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
-
-    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
-    """
-    mesh = sharded.mesh_of(*operands) or jax.sharding.get_abstract_mesh()
-    if not sharded.explicit_axes(mesh) or mesh.manual_axes or (implementation == "fused" and mesh.size == 1):
-        return
-    raise NotImplementedError(
-        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
-        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
-    )

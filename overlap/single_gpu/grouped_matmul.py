@@ -58,15 +58,17 @@ def grouped_matmul(
 
     Raises:
       ValueError: ranks, dtypes, sizes, the activation or the config are wrong.
-      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why. Or the
-        operands are on a mesh with Explicit axes, outside of `jax.shard_map`.
+      NotImplementedError: `implementation="fused"` and the kernel cannot serve this call; the message says why. Or,
+        outside of `jax.shard_map`, rows, groups or k are sharded along Explicit mesh axes.
 
     Works under `jax.jit` and `lax.scan`, inside `jax.shard_map` (each device multiplies its own rows), and under
-    `jax.vmap`, which computes one product after the other. It has derivatives of any order. The backward pass runs two
-    kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. If `rhs` is a list,
-    one kernel adds the products for `lhs` in float32, and each entry has a contraction. Cotangents are rounded to the
-    operands' dtype (bfloat16 for float8) before they are multiplied. With an activation, a bias or scales the
-    products are kept in float32 for the backward pass; in the dtype of the result if the activation takes several.
+    `jax.vmap`, which computes one product after the other. Outside of `jax.shard_map`, `rhs`, `bias` and `rhs_scale`
+    may be sharded along n over Explicit mesh axes, as is the result then. It has derivatives of any order. The backward
+    pass runs two kernels: the same product for `lhs`, and for `rhs` one that contracts the rows of each group. If `rhs`
+    is a list, one kernel adds the products for `lhs` in float32, and each entry has a contraction. Cotangents are
+    rounded to the operands' dtype (bfloat16 for float8) before they are multiplied. With an
+    activation the values before it are kept in float32 for the backward pass; in the dtype of the result if the
+    activation takes several.
 
     Example:
       >>> tokens, experts = jnp.ones((6, 64), jnp.bfloat16), jnp.ones((3, 64, 128), jnp.bfloat16)
@@ -89,4 +91,4 @@ def grouped_matmul(
         config=config,
         implementation=implementation,
     )
-    return call.run(GROUPED, given)
+    return call.run_on_each_device(GROUPED, given)

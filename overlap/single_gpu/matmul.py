@@ -12,7 +12,7 @@ from overlap.choice import choose
 from overlap.choice.crossover import Cause
 from overlap.choice.dispatch import Explanation, Implementation
 from overlap.choice.problem import Problem
-from overlap.frame import by_xla, explicit, primitive, sharded
+from overlap.frame import by_xla, call, mesh_axes, primitive
 from overlap.frame.explain import record
 from overlap.frame.form import Form
 from overlap.frame.kernel import Kernel
@@ -51,7 +51,7 @@ class MatmulKernel(Kernel):
         if call.form.batch == 0:
             raise NotImplementedError('the fused kernel needs a batch of at least 1, got 0: use implementation="xla"')
         self.problem(call.form).check(config, target)
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
 
     def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
@@ -200,4 +200,4 @@ def matmul(
         config=config,
         implementation=implementation,
     )
-    return explicit.run(MATMUL, given)
+    return call.run_on_each_device(MATMUL, given)

@@ -104,6 +104,17 @@ def test_everything_that_a_product_may_have_with_gradients():
     assert_near((out, eager), (exact, exact))  # XLA's result would be wrong too if the split were.
 
 
+def test_several_right_operands_and_axes_of_one_device():
+    """The operands of an activation of two arrays are cut alike. An axis of one device cuts nothing, not even k."""
+    lhs, *rhs = drawn(EXPLICIT, ((M, K), P("x")), *[((K, 2 * N), P(None, "y"))] * 2)
+    single = drawn(make_mesh(x=1), ((M, K), P(None, "x")), ((K, N), P("x")))
+    with emulate(cores=2, detect_races=False):
+        out = overlap.matmul(lhs, rhs, activation=lambda a, b: a - 2 * b, implementation="fused")
+        assert_same(fused(*single), product(*single))
+    assert jax.typeof(out).sharding.spec == P("x", "y")
+    assert_same(out, product(lhs, rhs[0]) - 2 * product(lhs, rhs[1]))
+
+
 REFUSED = [  # specs of lhs and rhs, the exception, its message
     (P(None, "x"), P("x"), ValueError, "`lhs`.*`rhs`.*both.*k.*reshard.*shard_map"),
     (P("x"), P(None, "x"), ValueError, "'x'.*m of `lhs`.*n of `rhs`.*reshard.*shard_map"),

@@ -372,32 +372,126 @@ def test_refusals(error, changed, words):
         overlap.grouped_matmul(given.pop("lhs"), given.pop("rhs"), given.pop("group_sizes"), **given)
 
 
+# ---- Global arrays on a mesh with Explicit axes ----------------------------------------------------------------------
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
+
+
+def explicit_mesh(devices):
+    return jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+@pytest.mark.parametrize(("devices", "around"), [(1, jax.jit), (2, jax.jit), (2, lambda f: f)], ids=["1", "2", "eager"])
+def test_explicit_axes(devices, around, implementation):
+    """Columns may be sharded: the result's then are, too. Numbers and gradients are those of NumPy in float32."""
+    mesh, width, end, chance = explicit_mesh(devices), 128, sum(SIZES), np.random.default_rng(0)
+    draw = lambda *shape: chance.integers(-1, 2, shape).astype(np.float32)  # noqa: E731
+    lhs, rhs, bias, g = draw(M, K), draw(GROUPS, K, width), draw(GROUPS, width), draw(M, width)
+    columns = 2.0 ** draw(GROUPS, width)
+    each = lambda vector: np.repeat(vector, SIZES, axis=0)  # noqa: E731  (the vector of each row's group)
+    group = np.repeat(np.arange(GROUPS), SIZES)
+    plain, d_product = np.einsum("mk,mkn->mn", lhs[:end], rhs[group]), g[:end] * each(columns)
+    behind = ((0, M - end), (0, 0))
+    exact = np.pad(plain * each(columns) + each(bias), behind)
+    of_groups = lambda rows: np.stack([rows[group == e].sum(0) for e in range(GROUPS)])  # noqa: E731
+    gradients = {
+        "lhs": np.pad(np.einsum("mn,mkn->mk", d_product, rhs[group]), behind),
+        "rhs": of_groups(lhs[:end, :, None] * d_product[:, None]),
+        "bias": of_groups(g[:end]), "columns": of_groups(g[:end] * plain),
+    }  # fmt: skip
+
+    def loss(given, g):
+        out = overlap.grouped_matmul(
+            given["lhs"], given["rhs"], jnp.asarray(SIZES), bias=given["bias"], rhs_scale=given["columns"],
+            preferred_element_type=F32, implementation=implementation,
+        )  # fmt: skip
+        return (out * g).sum(), out
+
+    lies = {"lhs": (), "rhs": (None, None, "x"), "bias": (None, "x"), "columns": ()}
+    cases = ({}, "x"), ({"rhs": ()}, "x"), ({"rhs": (), "bias": ()}, None)
+    for changed, of_out in cases if around is jax.jit else cases[:1]:
+        specs = lies | changed
+        given = {"lhs": lhs.astype(BF16), "rhs": rhs.astype(BF16), "bias": bias, "columns": columns}
+        given = {name: put(mesh, x, *specs[name]) for name, x in given.items()}
+        with jax.set_mesh(mesh):
+            (_, out), found = around(jax.value_and_grad(loss, has_aux=True))(given, put(mesh, g, None, of_out))
+        np.testing.assert_array_equal(out, exact)
+        assert jax.typeof(out).sharding.spec == P(None, of_out)
+        for name, x in found.items():
+            np.testing.assert_array_equal(x.astype(F32), gradients[name], err_msg=name)
+            assert jax.typeof(x).sharding == jax.typeof(given[name]).sharding
+
+
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_several_right_operands_along_explicit_axes(implementation):
+    """Also where another axis is manual; and `explain` shows a device's part."""
+    mesh, ones = jax.make_mesh((2, 2), ("x", "y")), jnp.ones((GROUPS, K, 128), BF16)
+    lhs, rhs = put(mesh, jnp.ones((M, K), BF16), None), put(mesh, ones, None, None, "y")
+    sizes, biases = put(mesh, jnp.asarray(SIZES)), [put(mesh, jnp.ones((GROUPS, 128)), None, "y"), None]
+    gated = functools.partial(
+        overlap.grouped_matmul, bias=biases, activation=lambda gate, up: gate - 2 * up, implementation=implementation
+    )
+    expected = np.where(np.arange(M) < sum(SIZES), 1 - K, 0)[:, None] + np.zeros((M, 128))
+    np.testing.assert_array_equal(gated(lhs, [rhs, rhs], sizes).astype(F32), expected)
+    assert [x.shapes for x in overlap.explain(gated, lhs, [rhs, rhs], sizes)] == ["4 groups, 120x64+64x80 bfloat16"]
+
+    layer = functools.partial(overlap.grouped_matmul, implementation=implementation)
+    # Each device along "x" has rows of its own, here the same.
+    both = jax.shard_map(layer, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"), axis_names={"x"})
+    with jax.set_mesh(mesh):
+        out, pull = jax.vjp(jax.jit(both), put(mesh, jnp.ones((2 * M, K), BF16), "x"), rhs, sizes)
+        d_lhs, *_ = pull(jnp.ones_like(out))
+    assert jax.typeof(out).sharding.spec == P("x", "y")
+    counted = np.tile(np.arange(M) < sum(SIZES), 2)[:, None]
+    np.testing.assert_array_equal(out.astype(F32), counted * np.full((1, 128), K))
+    np.testing.assert_array_equal(d_lhs.astype(F32), counted * np.full((1, K), 128))
+
+
 @pytest.mark.one_jax
-@pytest.mark.parametrize("devices", [1, 2])
-def test_explicit_axes(devices):
-    """XLA cannot shard the product. Inside `shard_map`, and by a kernel on one device, it runs."""
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+def test_what_would_communicate_along_explicit_axes():
+    """XLA cannot shard the product. Inside `shard_map` it runs."""
+    mesh = explicit_mesh(2)
     lhs, rhs, sizes = jnp.ones((16, 64), BF16), jnp.ones((2, 64, 64), BF16), jnp.array([3, 5])
-    on_mesh = jax.device_put(lhs, jax.NamedSharding(mesh, jax.P("x")))
-    wrong = [("xla", on_mesh), (None, on_mesh), *([("fused", on_mesh)] if devices > 1 else [])]
-    for implementation, x in wrong:
-        with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
-            jax.eval_shape(lambda x=x, how=implementation: overlap.grouped_matmul(x, rhs, sizes, implementation=how))
-    with pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': \d\} outside of it: wrap"):
-        overlap.grouped_matmul(lhs, rhs, jax.device_put(sizes, jax.NamedSharding(mesh, jax.P("x"))))
-    whole = jax.NamedSharding(mesh, jax.P())
-    routing = jax.device_put(overlap.route(jnp.zeros((16, 1), jnp.int32), 2, None), whole)
+    refused = pytest.raises(NotImplementedError, match=r"inside jax\.shard_map, .* on \{'x': 2\} outside of it: wrap")
+    whole = put(mesh, lhs)
+    for implementation in ("fused", "xla", None):
+        call = functools.partial(overlap.grouped_matmul, implementation=implementation)
+        for operands in (
+            (put(mesh, lhs, "x"), rhs, sizes), (put(mesh, lhs, None, "x"), rhs, sizes),
+            (lhs, put(mesh, rhs, "x"), sizes), (lhs, put(mesh, rhs, None, "x"), sizes),
+            (lhs, rhs, put(mesh, sizes, "x")),
+        ):  # fmt: skip
+            with refused:
+                jax.eval_shape(call, *operands)
+        with refused:
+            call(whole, rhs, sizes, activation=jax.nn.softmax)  # It is not known to be that of each part.
+        with refused:
+            jax.jit(jax.vmap(call, (0, None, None)))(put(mesh, lhs[None].repeat(2, 0), "x"), rhs, sizes)
+    routing = jax.device_put(overlap.route(jnp.zeros((16, 1), jnp.int32), 2, None), jax.NamedSharding(mesh, P()))
     with pytest.raises(NotImplementedError, match=r"^`all_gather_lhs_grouped_matmul` on a mesh with Explicit axes"):
         overlap.all_gather_lhs_grouped_matmul(lhs, rhs, routing, None)
     with jax.set_mesh(mesh):
-        with pytest.raises(NotImplementedError, match="must be called inside jax"):
-            overlap.grouped_matmul(lhs, rhs, sizes, implementation="xla")
         inside = jax.shard_map(
             lambda x: overlap.grouped_matmul(x, rhs, sizes), in_specs=jax.P("x"), out_specs=jax.P("x")
         )
-        assert np.asarray(inside(on_mesh))[:3].tolist() == [[64] * 64] * 3
-    if devices == 1:
-        assert overlap.grouped_matmul(on_mesh, rhs, sizes, implementation="fused")[0, 0] == 64
+        assert np.asarray(inside(put(mesh, lhs, "x")))[:3].tolist() == [[64] * 64] * 3
+
+
+@pytest.mark.one_jax
+@pytest.mark.parametrize("implementation", ["fused", "xla"])
+def test_explicit_axes_of_one_device_cut_nothing(implementation):
+    """Whatever they name. Without operands on a mesh, that of `jax.set_mesh` counts."""
+    mesh = explicit_mesh(1)
+    lhs, rhs, sizes = jnp.ones((16, 64), BF16), jnp.ones((2, 64, 64), BF16), jnp.array([3, 5])
+    call = functools.partial(overlap.grouped_matmul, implementation=implementation)
+    for x, w in ((("x",), ()), ((None, "x"), (None, "x")), ((), ("x",))):
+        out = call(put(mesh, lhs, *x), put(mesh, rhs, *w), sizes)
+        assert out[0, 0] == 64 and jax.typeof(out).sharding.spec == P("x" if x == ("x",) else None, None)
+    with jax.set_mesh(mesh):
+        assert call(lhs, rhs, sizes)[0, 0] == 64
 
 
 @pytest.mark.one_jax

@@ -25,7 +25,7 @@ from overlap.choice.dispatch import Implementation
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing, axis_of
 from overlap.collectives.rows.rows import Movement, added, copied
-from overlap.frame import arguments, call, sharded
+from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
@@ -34,7 +34,6 @@ from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.operations import GATHER_TOKENS, GROUPED, SCATTER_TOKENS
-from overlap.single_gpu.grouped_kernels import require_one_device
 
 
 def all_gather_lhs_grouped_matmul(
@@ -231,7 +230,7 @@ def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) ->
     arrays = {name: value for name, value in given.arrays.items() if name != "group_sizes"}
     named = [(name, x) for name, value in (arrays | more).items() for x in jax.tree.leaves(value)]
     with_routes = [*named, *(("routing", x) for x in jax.tree.leaves(routing))]
-    require_one_device(op, [x for _, x in with_routes], given.implementation)
+    mesh_axes.require_one_device(op, [x for _, x in with_routes], given.implementation)
     if not arguments.is_in_jit():
         require_same_devices(with_routes)
     return call.why_not_fused(named)
@@ -266,7 +265,7 @@ def _movement(
 def _why_not_moved(plan: RowsPlan) -> str:
     """Says why the kernels cannot move the rows of a plan; empty if they can."""
     try:
-        sharded.require_no_partitioner_axes()
+        mesh_axes.require_no_partitioner_axes()
         if plan.group is not None:
             require_peers(plan.group, plan.target)
     except NotImplementedError as cannot:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from overlap.frame import arguments, sharded
+from overlap.frame import arguments, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
@@ -191,8 +191,8 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
             f"`experts` must be integers [tokens, k], the experts that each token chose, got {found}: pass the "
             "indices of lax.top_k, of rank 2, as an array (jnp.asarray)"
         )
-    mesh = sharded.mesh_of(experts)
-    spec = jax.P() if mesh is None else sharded.spec_of_type(experts)
+    mesh = mesh_axes.mesh_of(experts)
+    spec = jax.P() if mesh is None else mesh_axes.spec_of_type(experts)
     if mesh is not None and any(spec) and not mesh.manual_axes:
         raise ValueError(
             f"`experts` must be one device's, got an array that is sharded {spec} along Explicit axes: call `route` "

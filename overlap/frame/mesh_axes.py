@@ -1,0 +1,216 @@
+"""The axes of a mesh that types name, and those over which `jax.shard_map` can still be entered.
+
+A kernel runs on one device, on operands that lie there: inside a `shard_map` over all axes. This file has what calls
+need there. Calls on global arrays, outside of it, are cut into one for each device by `overlap.sharded`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+
+from overlap.frame.signatures import AnyMesh, Arguments, Leaf
+from overlap.kernels.varying import axes_of
+from overlap.primitives.types import Tree
+
+if TYPE_CHECKING:
+    from overlap.frame.operation import Operation
+
+Axes = tuple[str, ...]
+
+
+def explicit_axes(mesh: AnyMesh) -> Axes:
+    """The axes of a mesh along which the types of arrays say how they are sharded."""
+    types = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
+    return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+
+def enterable_axes(mesh: AnyMesh) -> Axes:
+    """The axes over which `shard_map` can still be entered: the Explicit ones, and Auto ones if each has one device.
+
+    Auto axes of several devices belong to XLA's partitioner.
+    """
+    sizes = dict(mesh.shape)
+    auto = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto]
+    alone = all(sizes[name] == 1 for name in auto)
+    return (*explicit_axes(mesh), *(auto if alone else ()))
+
+
+def mesh_of(*operands: Leaf) -> AnyMesh | None:
+    """Returns the mesh of the operands' types if that mesh has Explicit axes; else None."""
+    for operand in operands:
+        mesh = getattr(type_sharding(operand), "mesh", None)
+        if mesh is not None and explicit_axes(mesh):
+            return mesh
+    return None
+
+
+def type_sharding(operand: Leaf) -> jax.sharding.Sharding | None:
+    """The sharding in the type of an operand; None if the operand is not an array of jax."""
+    is_array = isinstance(operand, (jax.Array, jax.ShapeDtypeStruct))
+    return getattr(jax.typeof(operand), "sharding", None) if is_array else None
+
+
+def enter(
+    function: Callable[[Tree], Tree],
+    mesh: AnyMesh,
+    in_specs: jax.P | dict[str, jax.P],
+    out_spec: jax.P,
+    axes: Iterable[str] | None = None,
+) -> Callable[[Tree], Tree]:
+    """Returns `function`, run inside `jax.shard_map` over axes of `mesh`. The returned function is differentiable.
+
+    Args:
+      function: maps a tree of a device's parts of the operands to the device's part of the result.
+      mesh: the mesh. Some of its axes may be manual already.
+      in_specs: the partition of all operands; or, if the operands are a dictionary, a dictionary of partitions.
+      out_spec: the partition of all results.
+      axes: the axes to enter; by default `enterable_axes(mesh)`.
+    """
+    outer = getattr(mesh, "manual_axes", ())
+    # A nested `shard_map` must have the `check_vma` of the enclosing one. With `check_vma=True`, the type of a device's
+    # index says that it varies.
+    checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
+    rest, every = set(enterable_axes(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
+
+    def mapped(function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
+        # If all axes are entered, name none of them: jax then leaves out the axes that `jax.vmap` maps over.
+        names = set() if rest == every else rest
+        return jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=checks
+        )
+
+    run = mapped(function, (in_specs,), out_spec)
+    if not outer:
+        return run
+
+    def cotangents(operands: Tree, of_results: Tree) -> Tree:
+        if checks or not isinstance(in_specs, dict):
+            (found,) = jax.vjp(function, operands)[1](of_results)
+            return found
+        # Without `check_vma`, jax knows neither which operands are the same on several devices, so that their
+        # cotangents must be summed over these, nor which results are the same on several devices, so that each device
+        # must take a share of their cotangent. Both follow from the partitions.
+        within = {name: set(itertools.chain(*axes_of_spec(spec))) for name, spec in in_specs.items()}
+        cut, in_out = set().union(*within.values()), set(itertools.chain(*axes_of_spec(out_spec)))
+        sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
+        shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
+        (found,) = jax.vjp(function, operands)[1](shares)
+        uncut = {name: tuple((cut | in_out) - axes) for name, axes in within.items()}
+        return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
+
+    # jax 0.11 and 0.12 cannot lower the gradient of a nested `shard_map` that saves anything but its operands for the
+    # backward pass. So save the operands, and run the forward pass again.
+    nested = jax.custom_vjp(run)
+    nested.defvjp(
+        lambda operands: (run(operands), operands),
+        lambda operands, of_results: (mapped(cotangents, (in_specs, out_spec), in_specs)(operands, of_results),),
+    )
+    return nested
+
+
+def axes_of_spec(spec: jax.P) -> tuple[Axes, ...]:
+    """For each entry of a `PartitionSpec`, the axes that it names."""
+    return tuple(part if isinstance(part, tuple) else () if part is None else (part,) for part in spec)
+
+
+def axes_of_type(x: Leaf) -> tuple[Axes, ...]:
+    """For each dimension of an operand, the axes along which its type says that it is sharded."""
+    parts = axes_of_spec(getattr(type_sharding(x), "spec", None) or jax.P())
+    return (*parts, *[()] * (len(x.shape) - len(parts)))
+
+
+def spec_of_type(x: Leaf) -> jax.P:
+    """The partition that an operand's type says, with an entry for each dimension."""
+    return spec(axes_of_type(x))
+
+
+def spec(along: Iterable[Axes]) -> jax.P:
+    """The `PartitionSpec` of an array whose dimensions are sharded along these axes."""
+    return jax.P(*(axes[0] if len(axes) == 1 else axes or None for axes in along))
+
+
+# ---- Global arrays ---------------------------------------------------------------------------------------------------
+
+
+def on_each_device(operation: Operation, given: Arguments, run: Callable[[Arguments], Any]) -> Any:
+    """Runs a call of an operation that communicates nothing: on each device's parts, if types say how these lie.
+
+    `run` runs a call on one device.
+    """
+    mesh = mesh_of(*jax.tree.leaves(given.arrays))
+    if mesh is None and operation.spec.groups:  # XLA cannot shard these, nor run them on one device of such a mesh.
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if explicit_axes(context) and not context.manual_axes else None
+    if mesh is None:
+        return run(given)
+    # Products of global arrays are on a floor above, since most of them communicate. So the module is found by name.
+    return importlib.import_module("overlap.sharded.explicit").run(operation, given, mesh, run)
+
+
+def outside_shard_map(name: str, mesh: AnyMesh) -> NotImplementedError:
+    """The refusal of a grouped product of global arrays that would have to communicate. `name`: of the operation."""
+    return NotImplementedError(
+        f"`{name}` on a mesh with Explicit axes must be called inside jax.shard_map, where each device multiplies its "
+        f"own rows, got operands on {dict(mesh.shape)} outside of it: wrap the call, or use overlap.layers.ExpertMLP"
+    )
+
+
+def require_one_device(name: str, operands: Sequence[Leaf], implementation: str | None) -> None:
+    """Raises NotImplementedError for operands on a mesh with Explicit axes: XLA does not shard such a product.
+
+    A kernel can run if the mesh has one device. `name` is that of the operation, for the message.
+    """
+    mesh = mesh_of(*operands) or jax.sharding.get_abstract_mesh()
+    if explicit_axes(mesh) and not mesh.manual_axes and not (implementation == "fused" and mesh.size == 1):
+        raise outside_shard_map(name, mesh)
+
+
+# ---- Inside a shard_map over some axes -------------------------------------------------------------------------------
+
+
+def require_no_partitioner_axes() -> None:
+    """Raises NotImplementedError inside a `shard_map` that leaves axes of several devices to XLA's partitioner.
+
+    The partitioner decides after the kernel is built what the devices along these axes hold, and cannot split a kernel.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes:
+        return
+    types = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    rest = tuple(name for name, size, kind in types if kind == AxisType.Auto and size > 1)
+    if rest:
+        raise NotImplementedError(
+            f"the fused kernel needs all mesh axes to be manual, and {rest} are left to XLA's partitioner, which "
+            "cannot split a kernel: leave `axis_names` out of jax.shard_map, or call it inside a second jax.shard_map "
+            'over the other axes, or use implementation="xla"'
+        )
+
+
+def require_whole(operands: dict[str, Leaf]) -> None:
+    """Raises NotImplementedError if an operand's type says that it is sharded over axes that are not manual."""
+    for name, x in operands.items():
+        if spec := [part for part in spec_of_type(x) if part is not None]:
+            raise NotImplementedError(
+                f"the fused kernel needs operands that are whole along the mesh axes that are not manual, and `{name}` "
+                f"is sharded over {spec}: leave `axis_names` out of jax.shard_map, call it inside a second "
+                'jax.shard_map over the other axes, or use implementation="xla"'
+            )
+
+
+def in_enterable_axes(function: Callable[[Tree], Tree], operands: Tree) -> Tree:
+    """Runs `function(operands)` inside a `shard_map` over the axes that can still be entered.
+
+    Operands and results are whole along these axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or not enterable_axes(mesh):
+        return function(operands)
+    return enter(function, mesh, jax.P(), jax.P())(operands)
