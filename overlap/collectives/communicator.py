@@ -116,13 +116,16 @@ class Communicator:
         others = 0 if self.others is None else self.others[0].count
         transfers = self.scale_transfers + self.peers.count + others
         handshake = Handshake(self.flags[0], self.group, cta(self.config), self.name, transfers, self.only)
-        number, carried, first = handshake.begin(), 0, handshake.looks
+        number = handshake.begin()
+        carried = 0
+        first = handshake.looks
         if self.own_first:
             self._copy_own()
         handshake.await_peers()
         marks.now(Work.COPY)
         if self.pull_scales is not None:
-            pull_scales, looks = self.pull_scales, handshake.looks
+            pull_scales = self.pull_scales
+            looks = handshake.looks
             first += self.scale_transfers
             number, carried = each_drawn(handshake.counter, number, first, lambda number: pull_scales(number - looks))
         if self.others_first:
@@ -138,7 +141,8 @@ class Communicator:
     def _copy_others(self) -> Index:
         if self.others is None:
             return 0
-        (chunks, buffers_smem), counter = self.others, self.flags[1].at[0]
+        chunks, buffers_smem = self.others
+        counter = self.flags[1].at[0]
         return self._copy(chunks, draw(counter, chunks.count), 0, counter, buffers_smem)
 
     def _copy_own(self) -> None:

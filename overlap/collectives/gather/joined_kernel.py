@@ -66,8 +66,11 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     config = plan.config
     *batch, rows_shard, k = operands.lhs.shape
     of_rows = folded(operands, keep=False)
-    lhs, rhs_list, scaled = of_rows.lhs, of_rows.rhs_list, of_rows.row_scale is not None
-    widths, types = plan.form.widths, plan.types(of_rows, group.size * lhs.shape[0], "pull")
+    lhs = of_rows.lhs
+    rhs_list = of_rows.rhs_list
+    scaled = of_rows.row_scale is not None
+    widths = plan.form.widths
+    types = plan.types(of_rows, group.size * lhs.shape[0], "pull")
     tiled = widths if types.sides == 1 else (types.sides * widths[0],)
     schedule = JoinedSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config, scaled=scaled)
     work = StreamK.on(plan.target, config, schedule.product.tiles, ceil_div(k, tile_k(lhs.dtype)))
@@ -124,7 +127,9 @@ class _Body:
         return Tile(step, own_row(self.kernel.config, row), column, side=side)
 
     def hooks(self) -> Hooks:
-        rhs_gmem, vectors, sides = self.refs.inputs.rhs_list, self.refs.inputs.vectors, self.kernel.types.sides
+        rhs_gmem = self.refs.inputs.rhs_list
+        vectors = self.refs.inputs.vectors
+        sides = self.kernel.types.sides
         outs_gmem, scratch_gmem = self.refs.outputs.outs, self.refs.outputs.scratch
         return Hooks(
             load_lhs=lambda tile, load: load(scratch_gmem),
@@ -142,8 +147,11 @@ class _Body:
         communicator.wait_for_block(self.refs.flags[0].at[flag], self.schedule.flag_target(flag))
 
     def _communicate(self) -> None:
-        refs, schedule, group = self.refs, self.schedule, self.group
-        lhs_gmem, vectors = refs.inputs.lhs, refs.inputs.vectors
+        refs = self.refs
+        schedule = self.schedule
+        group = self.group
+        lhs_gmem = refs.inputs.lhs
+        vectors = refs.inputs.vectors
         scratch_gmem, scales_gmem = refs.outputs.scratch, refs.outputs.scales
         flags, *rest = refs.flags
         me = group.me()
@@ -184,8 +192,11 @@ class _Body:
         ).run()
 
     def _epilogue_at(self, tile: Tile) -> Epilogue:
-        vectors, scales_gmem, schedule = self.refs.inputs.vectors, self.refs.outputs.scales, self.schedule
-        mainloop, swapped = self.kernel.mainloop, self.kernel.config.swap_operands
+        vectors = self.refs.inputs.vectors
+        scales_gmem = self.refs.outputs.scales
+        schedule = self.schedule
+        mainloop = self.kernel.mainloop
+        swapped = self.kernel.config.swap_operands
 
         def row_scales(rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
             # The scales have landed if the rows have. Results below the last row are not stored, so any scales will do
@@ -217,7 +228,8 @@ def _pull_scales(
     Plain loads and stores do this, since the copy engine needs aligned addresses.
     """
     step, row = schedule.scale_transfer(index)
-    of_peer, first = group.remote_ref(own_gmem, group.peer(step)), schedule.row(group.me(), step, row)
+    of_peer = group.remote_ref(own_gmem, group.peer(step))
+    first = schedule.row(group.me(), step, row)
     values = [of_peer[row + i] for i in range(schedule.scale_rows)]
     if schedule.read_rows > schedule.rows:
         # While the loads are under way, set the scales past the last row to zero. The epilogue of the last tile reads

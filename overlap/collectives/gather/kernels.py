@@ -59,7 +59,8 @@ class GatherKernel(CollectiveKernel):
 
     def products(self, call: Call) -> list[tuple[str, Problem, operations.Transport]]:
         self._check_operands(call)
-        problem, transport = self.problem(call.form), self.operation.transport
+        problem = self.problem(call.form)
+        transport = self.operation.transport
         widths = zip(call.names, call.form.widths, strict=True)
         of_one = [(name, dataclasses.replace(problem, n=n * problem.sides)) for name, n in widths]
         return [(name, each, transport if self.group.size > 1 else "") for name, each in of_one]

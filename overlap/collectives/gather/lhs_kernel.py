@@ -52,10 +52,13 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, transport: Tr
       [(batch,) D · m_shard, n] for each right operand, or one if the activation combines them; the gathered left
       operand, or None.
     """
-    lhs, config = operands.lhs, plan.config
+    lhs = operands.lhs
+    config = plan.config
     *batch, m_shard, k = lhs.shape
-    widths, types = plan.form.widths, plan.types(operands, m_shard, transport.name)
-    has_scales, blocks = operands.row_scale is not None or operands.is_block_scaled, _packed(operands, plan)
+    widths = plan.form.widths
+    types = plan.types(operands, m_shard, transport.name)
+    has_scales = operands.row_scale is not None or operands.is_block_scaled
+    blocks = _packed(operands, plan)
     tiled = widths if types.sides == 1 else [types.sides * widths[0]]
     schedule = dataclasses.replace(
         AllGatherSchedule.of(group.size, lhs.shape, tiled, lhs.dtype.itemsize, config),
@@ -118,7 +121,8 @@ def _packed(operands: Operands, plan: LaunchPlan) -> tuple[()] | tuple[jax.Array
 
 def _peer_scales_type(scales: jax.Array, schedule: AllGatherSchedule) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of the memory for the peers' scales. `scales` are the scales of this device."""
-    peers, (first, *rest) = schedule.devices - 1, scales.shape
+    peers = schedule.devices - 1
+    first, *rest = scales.shape
     shape = (peers * first, *rest) if schedule.scale_k_steps else (peers, *scales.shape)
     return jax.ShapeDtypeStruct(shape, scales.dtype)
 
@@ -163,11 +167,13 @@ class _Body:
     def tile_at(self, index: Index) -> Tile:
         schedule = self.shards.schedule
         step, row, column = schedule.tile(index)
-        (batch, row), (side, column) = schedule.batch_of(row), schedule.side_of(column)
+        batch, row = schedule.batch_of(row)
+        side, column = schedule.side_of(column)
         return Tile(step, own_row(self.kernel.config, row), column, side=side, batch=batch)
 
     def hooks(self) -> Hooks:
-        inputs, sides = self.refs.inputs, self.kernel.types.sides
+        inputs = self.refs.inputs
+        sides = self.kernel.types.sides
         rhs_gmem = inputs.rhs_list
         has_epilogue = self.program is not None or jax.tree.leaves(inputs.vectors)
         hooks = Hooks(
@@ -186,7 +192,8 @@ class _Body:
         pl.when(tile.step > 0)(lambda: load(shards.within(shards.scratch_gmem, tile.batch, index)))
 
     def _block_scales_at(self, tile: Tile) -> BlockScales:
-        blocks, schedule = self.refs.inputs.blocks, self.shards.schedule
+        blocks = self.refs.inputs.blocks
+        schedule = self.shards.schedule
         assert blocks and self.shards.scales is not None
         own, of_peers = self.shards.scales
         # The second tile of a pair may lie wholly below the last row. No scales arrive for such a tile. So it loads
@@ -205,8 +212,11 @@ class _Body:
         # Scales of rows are padded to whole tiles for each batch element, scales of columns for each right operand.
         # Scales that the transport brings lie in the order of the steps, scales that XLA gathers in the order of the
         # devices.
-        vectors, schedule, config = self.refs.inputs.vectors, self.shards.schedule, self.kernel.config
-        mainloop, scales = self.kernel.mainloop, self.shards.scales
+        vectors = self.refs.inputs.vectors
+        schedule = self.shards.schedule
+        config = self.kernel.config
+        mainloop = self.kernel.mainloop
+        scales = self.shards.scales
         shard = 0 if scales else schedule.shard(self.me, tile.step)
         first_row = (shard * schedule.batch_size + tile.batch) * schedule.padded_rows(config)
         first_column = schedule.first_column(tile.side) * config.tile_n

@@ -75,7 +75,8 @@ class AllGatherSchedule:
           config: tile sizes and chunk sizes.
         """
         *batches, m_shard, k = lhs_shard
-        batch_size, sides = math.prod(batches), tuple(ceil_div(n, config.tile_n) for n in widths)
+        batch_size = math.prod(batches)
+        sides = tuple(ceil_div(n, config.tile_n) for n in widths)
         m_tiles = batch_size * ceil_div(m_shard, config.cluster_tile_m)
         order = TileOrder(m_tiles, sum(sides), config.order_minor, config.order_width)
         chunking = Chunking.cut(m_shard, k, itemsize, config.tile_m, config.chunk_bytes)

@@ -28,7 +28,8 @@ from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, Se
 def _pull_scales(shards: Shards, flags: SemaphoreRef, scales_smem: SmemRef, loaded: BarrierRef, index: Index) -> None:
     """Carries out transfer `index` of scales of rows: copies the scales of one row block of a peer to scratch."""
     assert shards.scales is not None
-    (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
+    own_gmem, scratch_gmem = shards.scales
+    schedule = shards.schedule
     step, batch, block = schedule.scale_transfer(index)
     row = block * schedule.block_rows
     place = pl.ds(0, 1), pl.ds(batch * schedule.padded_rows(shards.config) + row, schedule.block_rows)
@@ -48,9 +49,11 @@ def _pull_block_scales(
     It copies the scales of a few k steps at a time.
     """
     assert shards.scales is not None
-    (own_gmem, scratch_gmem), schedule = shards.scales, shards.schedule
+    own_gmem, scratch_gmem = shards.scales
+    schedule = shards.schedule
     step, batch, block = schedule.scale_transfer(index)
-    tile, count = batch * schedule.row_blocks + block, scales_smem.shape[0]
+    tile = batch * schedule.row_blocks + block
+    count = scales_smem.shape[0]
     of_peer = shards.group.remote_ref(own_gmem, shards.group.peer(step))
 
     @pl.loop(0, schedule.scale_k_steps // count)
@@ -94,7 +97,8 @@ class _Places:
 
     def own(self) -> Chunks:
         """Returns the own shard's chunks, which are copied last and raise no flags: no tile reads these copies."""
-        shards, schedule = self.shards, self.shards.schedule
+        shards = self.shards
+        schedule = self.shards.schedule
         at = lambda index: self._within(0, *schedule.origin(index))  # noqa: E731
         here = lambda shard, *place: shards.within(shards.lhs_gmem, shard[1], *place)  # noqa: E731
         return Chunks(schedule.chunks, schedule.chunking, at, here, self._destination)
@@ -104,15 +108,18 @@ class _Places:
         return (step, batch), row, column
 
     def _at_peer(self, shard: tuple[Index, Index], *place: pl.Slice) -> GmemRef:
-        (step, batch), shards = shard, self.shards
+        step, batch = shard
+        shards = self.shards
         return shards.within(shards.group.remote_ref(shards.lhs_gmem, shards.group.peer(step)), batch, *place)
 
     def _destination(self, shard: tuple[Index, Index], *place: pl.Slice) -> GmemRef:
-        (step, batch), shards = shard, self.shards
+        step, batch = shard
+        shards = self.shards
         return shards.within(shards.scratch_gmem, batch, shards.schedule.scratch_index(self.me, step), *place)
 
     def _landed(self, shard: tuple[Index, Index], row: Index, column: Index) -> None:
-        (step, batch), schedule = shard, self.shards.schedule
+        step, batch = shard
+        schedule = self.shards.schedule
         semaphore_signal(self.flags.at[schedule.flag(step, batch * schedule.chunking.shard_rows + row)])
 
 
@@ -134,8 +141,10 @@ class PullTransport:
     def hook_in(
         self, hooks: Hooks, shards: Shards, flags: tuple[SemaphoreRef, ...], smem: tuple[SmemRef, ...]
     ) -> Hooks:
-        (row_flags, *rest), (buffers_smem, loaded) = flags, smem
-        schedule, pull_scales = shards.schedule, None
+        row_flags, *rest = flags
+        buffers_smem, loaded = smem
+        schedule = shards.schedule
+        pull_scales = None
         if shards.scales is not None:
             buffers_smem, scales_smem = buffers_smem
             of_kind = _pull_block_scales if schedule.scale_k_steps else _pull_scales

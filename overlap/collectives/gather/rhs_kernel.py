@@ -49,8 +49,12 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, along: Dimens
     Returns:
       [m, n].
     """
-    (lhs, (rhs,)), config, size = (operands.lhs, operands.rhs_list), plan.config, group.size
-    (m, _), (rows, columns) = plan.layouts.m_k(lhs.shape), rhs.shape
+    lhs = operands.lhs
+    (rhs,) = operands.rhs_list
+    config = plan.config
+    size = group.size
+    m, _ = plan.layouts.m_k(lhs.shape)
+    rows, columns = rhs.shape
     schedule = GatherRhsSchedule.of(size, along, m, (rows, columns), rhs.dtype.itemsize, config)
     work = StreamK.on(plan.target, config, schedule.tiles, schedule.k_steps)
     kernel = ProductKernel(
@@ -130,7 +134,8 @@ class _Body:
 
         Before that, waits until the rows of the right operand for the same k step have landed.
         """
-        lhs_gmem, schedule = self.refs.inputs.lhs, self.schedule
+        lhs_gmem = self.refs.inputs.lhs
+        schedule = self.schedule
         self._wait_for_block(self.refs.flags[0], tile, k_step)
         if schedule.along == "n":
             return lhs_gmem, k_step * tile_k(self.kernel.types.dtype)
@@ -179,8 +184,11 @@ class _Body:
                     wait(last_column)
 
     def _communicate(self) -> None:
-        refs, schedule, group = self.refs, self.schedule, self.group
-        rhs_gmem, scratch_gmem = refs.inputs.rhs, refs.outputs.scratch
+        refs = self.refs
+        schedule = self.schedule
+        group = self.group
+        rhs_gmem = refs.inputs.rhs
+        scratch_gmem = refs.outputs.scratch
         flags, *rest = refs.flags
         peers = Chunks(
             schedule.pulled_chunks,

@@ -63,7 +63,9 @@ from overlap.primitives.types import Index, ScratchType, SemaphoreRef, SmemRef
 
 def _pass_on(shards: Shards, tile: Tile, k_step: Index, lhs_smem: SmemRef) -> None:
     """Sends the operand tile of one k step. TMA stores nothing beyond the last row or the last k of the scratch."""
-    group, schedule, config = shards.group, shards.schedule, shards.config
+    group = shards.group
+    schedule = shards.schedule
+    config = shards.config
     me, previous = group.me(), group.peer(group.size - 1)
     depth = tile_k(lhs_smem.dtype)
     place = pl.ds(tile.m * config.tile_m, config.tile_m), pl.ds(k_step * depth, depth)

@@ -108,7 +108,8 @@ def launch(
     config = plan.config
     m, n = plan.form.m, plan.form.n
     schedule, types, block = _schedule(operands, plan, group.size, along)
-    strips, batch = None, block[0]
+    strips = None
+    batch = block[0]
     if plan.operation.spec.replicates:
         strips = schedule.strips(block, config.strip_rows(jnp.dtype(plan.out_dtype).itemsize), config)
     passenger_array: Any = operands.passenger
@@ -147,7 +148,8 @@ def launch(
         if strips is not None:
             landing.append(landing_place(result, becomes_result=True))
         aliased_results = () if strips is None else ((count + 1, 0),)
-        inputs, out_types = dataclasses.replace(inputs, landing=landing), dataclasses.replace(out_types, landing=[])
+        inputs = dataclasses.replace(inputs, landing=landing)
+        out_types = dataclasses.replace(out_types, landing=[])
         # The passenger is the last operand before the memory that peers write to.
         peers_read = tuple(range(count - len(travelling), count + len(landing)))
         kernel = dataclasses.replace(kernel, peers_read=peers_read, aliased_results=aliased_results)
@@ -204,7 +206,8 @@ class _Body(SumBody):
         return Tile(step, m, n, batch=batch)
 
     def hooks(self) -> Hooks:
-        addends, schedule = self.refs.inputs.addends, self.schedule
+        addends = self.refs.inputs.addends
+        schedule = self.schedule
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         return Hooks(
             load_lhs=lambda tile, load: load(self._lhs_of(tile)),
@@ -231,7 +234,8 @@ class _Body(SumBody):
     @property
     def _landing(self) -> tuple[GmemRef, GmemRef]:
         """The memory to which peers send their parts, and the memory to which they send results to be replicated."""
-        landing, outputs = self.refs.inputs.landing, self.refs.outputs
+        landing = self.refs.inputs.landing
+        outputs = self.refs.outputs
         return (landing[0], landing[-1]) if landing else (outputs.landing[0], outputs.out)
 
     def _own_block(self, ref: GmemRef, batch: Index) -> GmemRef:
@@ -247,7 +251,8 @@ class _Body(SumBody):
 
     def _lhs_of(self, tile: Tile) -> GmemRef | ByKStep:
         lefts = self.refs.inputs.lefts
-        block, batch = self._block(tile, "m"), tile.batch if lefts[0].shape[0] > 1 else 0
+        block = self._block(tile, "m")
+        batch = tile.batch if lefts[0].shape[0] > 1 else 0
         where = (batch, slice(None), block) if self.plan.layouts.transpose_lhs else (batch, block)
         return of_pairs([lhs.at[where] for lhs in lefts], self.steps)
 
@@ -285,7 +290,8 @@ class _Body(SumBody):
 
     def _await_terms(self, tile: Tile) -> None:
         """Waits until all terms of a tile have arrived."""
-        handshake, schedule = self._handshake, self.schedule
+        handshake = self._handshake
+        schedule = self.schedule
 
         @pl.loop(0, schedule.terms)
         def _term(term: Index) -> None:
@@ -293,8 +299,11 @@ class _Body(SumBody):
             handshake.wait_for(stalls.TERMS, self._flag(_ARRIVED, step, tile), 1, schedule.sender(self.me, step))
 
     def _communicate(self) -> None:
-        schedule, group, (stored, sent, arrived, *handshake) = self.schedule, self.group, self.refs.flags
-        parts_gmem, (terms_gmem, _) = self.refs.outputs.parts, self._landing
+        schedule = self.schedule
+        group = self.group
+        stored, sent, arrived, *handshake = self.refs.flags
+        parts_gmem = self.refs.outputs.parts
+        terms_gmem, _ = self._landing
 
         def receiver(step: Index) -> Index:
             return schedule.receiver(self.me, step)
@@ -321,7 +330,8 @@ class _Body(SumBody):
             ready=lambda step, row, _: communicator.wait_for_block(stored.at[step, schedule.tile_of_row(row)], 1),
             landed=landed,
         )
-        (buffers_smem, loaded), others = self.refs.smem, None
+        buffers_smem, loaded = self.refs.smem
+        others = None
         if self.strips is not None:
             buffers_smem, others_smem = buffers_smem
             others = self._results(self.strips), others_smem
@@ -346,13 +356,17 @@ class _Body(SumBody):
 
     def _results(self, strips: Strips) -> Chunks:
         """Returns the strips of own tiles as chunks. Each strip is sent to all peers."""
-        stored, out_gmem, (_, results_gmem) = self.refs.flags[0], self.refs.outputs.out, self._landing
-        group, last = self.group, self.schedule.last_step
+        stored = self.refs.flags[0]
+        out_gmem = self.refs.outputs.out
+        _, results_gmem = self._landing
+        group = self.group
+        last = self.schedule.last_step
 
         def send(of: tuple[Index, Index], rows: pl.Slice, columns: pl.Slice, strip_smem: SmemRef) -> None:
             # Send row by row. The peer's position is known only inside the kernel, so each copy must be one contiguous
             # range of memory (see `tma_store`), and a row of a tile is contiguous.
-            count, end = strips.rows_at(rows.start), columns.start + strips.cols
+            count = strips.rows_at(rows.start)
+            end = columns.start + strips.cols
 
             @pl.loop(1, group.size)
             def _to_peer(distance: Index) -> None:

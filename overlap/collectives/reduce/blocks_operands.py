@@ -36,7 +36,8 @@ def in_blocks(
       vectors: scales of rows [batch, blocks, m], and scales of columns [blocks, n]. The bias is [n], or [blocks, n] if
         columns are scattered and every device needs the whole result. Rows and columns are padded to whole tiles.
     """
-    config, layouts = plan.config, plan.layouts
+    config = plan.config
+    layouts = plan.layouts
     (m, _), (_, n) = layouts.m_k(operands.lhs.shape), layouts.k_n(operands.rhs_list[0].shape)
     m_blocks, n_blocks = (schedule.devices, 1) if schedule.along == "m" else (1, schedule.devices)
     lefts, rights = [], []

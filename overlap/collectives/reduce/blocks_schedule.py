@@ -139,7 +139,8 @@ class ReduceScatterSchedule:
           itemsize: bytes of an element of the parts that are sent.
           config: tile sizes and chunk sizes.
         """
-        (batch_size, m, n), (count, rows, columns) = block, boxes
+        batch_size, m, n = block
+        count, rows, columns = boxes
         m_tiles, n_tiles = batch_size * ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         order = TileOrder(m_tiles, n_tiles, config.order_minor, config.order_width)
         chunking = Chunking.cut(order.tiles * count * rows, columns, itemsize, rows, config.chunk_bytes)

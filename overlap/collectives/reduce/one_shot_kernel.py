@@ -92,7 +92,8 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup) -> jax.Array:
     inputs = Inputs(lefts, list(operands.rights), plan.vectors(operands, rows), addends)
     out_types = Outputs(result, parts, [landing])
     if lands_in_an_operand():
-        inputs, out_types = dataclasses.replace(inputs, landing=[landing_place(landing)]), Outputs(result, parts, [])
+        inputs = dataclasses.replace(inputs, landing=[landing_place(landing)])
+        out_types = Outputs(result, parts, [])
         kernel = dataclasses.replace(kernel, peers_read=(len(jax.tree.leaves(inputs)) - 1,))
     name = str(plan)
     body_of = lambda refs: _Body(kernel, schedule, steps, group, plan, name, refs, group.me())  # noqa: E731
@@ -129,7 +130,8 @@ class _Body(SumBody):
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
-        lefts, addends = inputs.lefts, inputs.addends
+        lefts = inputs.lefts
+        addends = inputs.addends
         out_gmem, parts_gmem = self.refs.outputs.out, self.refs.outputs.parts
         return Hooks(
             load_lhs=lambda tile, load: load(of_pairs([_of_batch(x, tile) for x in lefts], self.steps)),
@@ -198,14 +200,18 @@ class _Body(SumBody):
 
     def _announce(self, tile: Tile) -> None:
         """Raises the flag of this device's part of a tile on all devices: the part has landed there."""
-        flag, group, handshake = self.refs.flags[0].at[self.me, self._index_of(tile)], self.group, self._handshake
+        flag = self.refs.flags[0].at[self.me, self._index_of(tile)]
+        group = self.group
+        handshake = self._handshake
         pl.loop(1, group.size)(lambda distance: semaphore_signal_peer(flag, group, group.peer(distance)))
         semaphore_signal(flag)
         handshake.leave(1)
 
     def _await_terms(self, tile: Tile) -> None:
         """Waits until the parts of all devices have landed here."""
-        flags, index, handshake = self.refs.flags[0], self._index_of(tile), self._handshake
+        flags = self.refs.flags[0]
+        index = self._index_of(tile)
+        handshake = self._handshake
 
         @pl.loop(1, self.group.size)
         def _peer(distance: Index) -> None:

@@ -29,9 +29,10 @@ from overlap.primitives.integers import ceil_div, in_32_bits, largest_divisor, q
 from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import BarrierRef, GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
 
-# A row is computed with in parts of so many features, by all threads of a warpgroup. A row begins at a multiple of so
-# many bytes of shared memory, for the copy engine.
-_PARTS, _ROW_BYTES = (2048, 1024, 512, 256, 128), 128
+# A row is computed with in parts of so many features, by all threads of a warpgroup.
+_PARTS = (2048, 1024, 512, 256, 128)
+# A row begins at a multiple of so many bytes of shared memory, for the copy engine.
+_ROW_BYTES = 128
 # The most tokens of a chunk, and the most bytes. Few bytes let several CTAs run on a core. On an H100, sizes of half
 # and twice these change nothing.
 _CHUNK_TOKENS, _CHUNK_BYTES = 8, 32 << 10
@@ -87,7 +88,8 @@ class RowsPlan:
     @property
     def parts(self) -> list[pl.Slice]:
         """The parts of a row. The last one may begin with features that the one before has, too."""
-        parts, first = [], 0
+        parts = []
+        first = 0
         while (left := self.features - first) >= _PARTS[-1]:
             size = next(size for size in _PARTS if size <= left)
             parts.append(pl.ds(first, size))
@@ -112,7 +114,8 @@ class RowsPlan:
         """Says why the kernels cannot move such rows; None if they can."""
         if self.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             return f"the kernels move rows of bfloat16, float16 or float32, not of {self.dtype}: cast them"
-        unit, least = _ROW_BYTES // self.dtype.itemsize, _PARTS[-1]
+        unit = _ROW_BYTES // self.dtype.itemsize
+        least = _PARTS[-1]
         if self.features % unit or self.features < least:
             there_are = f"from {least} on, and there are {self.features}: pad them"
             return f"the kernels move rows of a multiple of {unit} features of {self.dtype}, {there_are}"
@@ -177,7 +180,8 @@ class Refs:
 
     def at(self, number: Index) -> Chunk:
         """Returns a chunk, given its number from 0 on."""
-        of_device, group = self.plan.chunks, self.plan.group
+        of_device = self.plan.chunks
+        group = self.plan.group
         if group is None:
             return Chunk(0, 0, number * self.plan.chunk)
         if self.own_later:
@@ -226,10 +230,13 @@ class Refs:
         self, load: Callable[[Chunk, Index], Index], before: Callable[[Chunk], None], finish: Callable[[Chunk], None]
     ) -> None:
         if self.plan.group is None:
-            counter, first = self.flags.at[0], 0
+            counter = self.flags.at[0]
+            first = 0
             number = draw(counter, self._count)
         else:
-            number, counter, first = self.handshake.begin(), self.handshake.counter, self.handshake.looks
+            number = self.handshake.begin()
+            counter = self.handshake.counter
+            first = self.handshake.looks
         end = first + self._count
 
         def post(number: Index) -> None:

@@ -182,7 +182,8 @@ def grouped_matmul_reduce_scatter(
     factors = arguments.array("gates", gates)
     why_not = _why_not_fused(op, routing, given, gates=factors)
     axis_name = _require_tokens("gates", factors, routing, op, axis_name)
-    rows, k = routing.tokens.shape[0], routing.positions.shape[1]
+    rows = routing.tokens.shape[0]
+    k = routing.positions.shape[1]
     if products.shape[0] != rows:
         raise ValueError(
             f"`lhs` must have a row for each of the {rows} rows of `routing`, got {products.shape[0]}: pass the "

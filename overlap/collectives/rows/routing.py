@@ -96,7 +96,8 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     first = 0 if axis_name is None else lax.axis_index(axis_name) * owned
     experts = gathered(experts, axis_name)
     tokens, k = experts.shape
-    routes, rows = tokens * k, tokens * min(k, owned)
+    routes = tokens * k
+    rows = tokens * min(k, owned)
     if capacity is not None:  # The number of tokens may be a symbol of `jax.export`, which cannot be compared.
         rows = owned * capacity if jax.export.is_symbolic_dim(rows) else min(rows, owned * capacity)
     own = experts - first
@@ -133,7 +134,8 @@ def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
 
 def _counted_in_blocks(is_of: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the sums of the rows before each row, [tokens, groups], and of all rows."""
-    (tokens, groups), size = is_of.shape, max(1, min(_BLOCK, is_of.shape[0]))
+    tokens, groups = is_of.shape
+    size = max(1, min(_BLOCK, is_of.shape[0]))
     blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
     within = jnp.einsum("ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.float32), blocks.astype(jnp.float32))
     within = within.astype(jnp.int32)

@@ -68,7 +68,8 @@ def copied(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays]
 
 
 def _copied_body(refs: Refs) -> None:
-    plan, (loaded,) = refs.plan, refs.smem
+    plan = refs.plan
+    (loaded,) = refs.smem
 
     def load(chunk: Chunk, loads: Index) -> Index:
         tma_load(_tokens_of(refs, chunk), refs.chunk_smem, loaded)
@@ -117,7 +118,9 @@ def added(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Arrays] 
 
 
 def _added_body(refs: Refs) -> None:
-    plan, group, ring = refs.plan, refs.plan.group, _Ring(refs)
+    plan = refs.plan
+    group = refs.plan.group
+    ring = _Ring(refs)
     landing_gmem: GmemRef = {**refs.inputs, **refs.outputs}.get("landing")
 
     def flag_of(device: Index, chunk: Chunk) -> SemaphoreRef:
@@ -204,7 +207,9 @@ def products(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Array
 
 
 def _products_body(refs: Refs) -> None:
-    plan, ring, (*_, loaded) = refs.plan, _Ring(refs), refs.smem
+    plan = refs.plan
+    ring = _Ring(refs)
+    *_, loaded = refs.smem
 
     def load(chunk: Chunk, loads: Index) -> Index:
         tma_load(_tokens_of(refs, chunk), refs.chunk_smem, loaded)
@@ -243,7 +248,8 @@ def _await_peers(refs: Refs, chunk: Chunk) -> None:
 
 
 def _tokens_of(refs: Refs, chunk: Chunk) -> GmemRef:
-    tokens, group = refs.inputs["tokens"], refs.plan.group
+    tokens = refs.inputs["tokens"]
+    group = refs.plan.group
     tokens = tokens if group is None else group.remote_ref(tokens, chunk.device)
     return tokens.at[pl.ds(chunk.first, refs.plan.chunk)]
 
@@ -262,7 +268,8 @@ class _Ring:
 
     def load(self, chunk: Chunk, loads: Index) -> Index:
         """Loads the rows of a chunk's tokens, in the transfer warp. `loads`: how many there were before."""
-        plan, rows_gmem = self.refs.plan, self.refs.inputs["rows"]
+        plan = self.refs.plan
+        rows_gmem = self.refs.inputs["rows"]
 
         def of_token(index: Index, loads: Index) -> Index:
             for place in self.refs.places(chunk, index):

@@ -68,7 +68,8 @@ class Movement:
         """Returns the plan of the kernels."""
         assert self.target is not None
         group = None if self.axis_name is None else PeerGroup.of(self.axis_name, caller="route")
-        (everything, slots), (rows,) = routing.positions.shape, routing.tokens.shape
+        everything, slots = routing.positions.shape
+        (rows,) = routing.tokens.shape
         group = None if group is None or group.size == 1 else group
         tokens = everything if group is None else everything // group.size
         return RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), self.target, group)
@@ -197,7 +198,8 @@ def _launched(by: _Argument, plan: RowsPlan, must_fuse: bool, given: dict[str, j
 
 def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> row_kernels.Arrays:
     """The same as a kernel of one device, by XLA, for a program that XLA's partitioner splits."""
-    positions, gates = given["positions"], given.get("gates")
+    positions = given["positions"]
+    gates = given.get("gates")
     if by == ROWS:
         wide = given["tokens"].astype(jnp.float32)[:, None] * (1 if gates is None else gates[..., None])
         each = jnp.broadcast_to(wide, (*positions.shape, plan.features)).astype(plan.dtype)
