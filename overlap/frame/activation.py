@@ -183,7 +183,8 @@ def _of_entry(single: ClosedJaxpr) -> Callable[..., jax.Array]:
 
     The function keeps none of the jaxpr's constants, which may be tracers.
     """
-    jaxpr, dtypes = single.jaxpr, [const.dtype for const in single.consts]
+    jaxpr = single.jaxpr
+    dtypes = [const.dtype for const in single.consts]
 
     def of_entry(*operands: jax.Array) -> jax.Array:
         scalars = [x.astype(dtype) for x, dtype in zip(operands, dtypes, strict=False)]

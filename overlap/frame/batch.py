@@ -129,7 +129,8 @@ def _epilogue_by_xla(
 
     `bare` is the plan of the products without their epilogue. The other arguments are those of `batched`.
     """
-    axis, nothing = None, dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
+    axis = None
+    nothing = dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
     if plan.operation.spec.sums:
@@ -141,7 +142,8 @@ def _epilogue_by_xla(
         )
         nothing |= dict.fromkeys(scales)
     if any(jax.tree.leaves(is_batched_matrices)):
-        (products, _), axis = batched(matrices, is_batched_matrices, axis_size, bare, fused), 0
+        products, _ = batched(matrices, is_batched_matrices, axis_size, bare, fused)
+        axis = 0
     else:
         products, _ = fused(matrices, bare.of(matrices))
     rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))

@@ -45,7 +45,8 @@ def finish(
     products: tuple[jax.Array, ...], operands: Operands, out_dtype: DTypeLike, activation: BoundActivation
 ) -> tuple[jax.Array, ...]:
     """Applies the epilogue to whole products, and returns results of dtype `out_dtype`."""
-    values, product = [], of_products.of(operands)
+    values = []
+    product = of_products.of(operands)
     for z, (_, column_scale, bias, addend) in zip(products, operands.per_rhs, strict=True):
         z = z if operands.row_scale is None else z * product.of_rows(operands.row_scale, z)
         z = z if column_scale is None else z * product.of_columns(column_scale, z)

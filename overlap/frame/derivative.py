@@ -55,11 +55,13 @@ def derivative(
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.)
-        bare, sums = plan.operation.kernel.before_activation(plan), dataclasses.replace(operands, scalars=())
+        bare = plan.operation.kernel.before_activation(plan)
+        sums = dataclasses.replace(operands, scalars=())
         several = plan.operation.combines and not bare.operation.takes_lists
         each = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums]
         runs = [fused(x, bare.of(x)) for x in each]
-        products, kept = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs), runs[0][1]
+        products = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs)
+        kept = runs[0][1]
         results = plan.activated(operands, products), kept
     tangent = tangents_of(
         results,
@@ -108,9 +110,12 @@ def _cotangents(
       cotangents: of the results; may be symbolic zeros.
       wanted: the dtype in the place of each operand; None for operands whose cotangent is not asked for.
     """
-    operation, (d_outs, d_kept), (products, gathered) = plan.operation, cotangents, saved
+    operation = plan.operation
+    d_outs, d_kept = cotangents
+    products, gathered = saved
     is_kept = gathered is not None and operands.passenger is None
-    d_outs, d_kept = tuple(map(ad.instantiate_zeros, d_outs)), None if isinstance(d_kept, ad.Zero) else d_kept
+    d_outs = tuple(map(ad.instantiate_zeros, d_outs))
+    d_kept = None if isinstance(d_kept, ad.Zero) else d_kept
     # (jax and XLA remove gathers that turn out to be unused.)
     whole = operation.before.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
     if is_kept:
@@ -118,7 +123,8 @@ def _cotangents(
     d_scalars = operands.scalars
     if products is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
-    d_parts, d_lefts = d_outs, None
+    d_parts = d_outs
+    d_lefts = None
     if operation.spec.sums:
         d_part, d_lefts = _through_sum(plan, d_outs[0], whole, wanted)
         d_parts = (d_part,)
@@ -126,7 +132,8 @@ def _cotangents(
         _through_epilogue(plan, whole, wanted, index, *d) for index, d in enumerate(zip(d_outs, d_parts, strict=True))
     ]
     gs = [part.g for part in parts]
-    direct, wanted_rights = None, (*wanted.rhs_list, *wanted.more_rights)
+    direct = None
+    wanted_rights = (*wanted.rhs_list, *wanted.more_rights)
     if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.spec.sums and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
         passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
@@ -200,7 +207,8 @@ def _through_epilogue(
     """
     rhs, column_scale, _, addend = whole.per_rhs[index]
     _, wants_column, wants_bias, wants_addend = wanted.per_rhs[index]
-    product, wide = products.of(whole), accumulator(plan.form.dtype)
+    product = products.of(whole)
+    wide = accumulator(plan.form.dtype)
     d_sum, d_z = d_out.astype(wide), d_part.astype(wide)
     row = 1.0 if whole.row_scale is None else product.of_rows(whole.row_scale, d_z)
     column = 1.0 if column_scale is None else product.of_columns(column_scale, d_z)
@@ -262,7 +270,8 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
         and (one := plan.operation.kernel.lhs_cotangent([g], pair, None, dtype, plan)) is not None
     ):
         return one[0]
-    lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
+    lhs, rhs = pair.lhs, pair.rhs_list[0]
+    layouts = plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
     if layouts.transpose_lhs:
         d = _times(plan, _pair(pair, rhs, g), OperandLayouts(layouts.transpose_rhs, True), dtype)
@@ -274,7 +283,8 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
 def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
     if (one := plan.operation.kernel.rhs_cotangent(pair, g, dtype, plan)) is not None:
         return one
-    lhs, rhs, layouts = pair.lhs, pair.rhs_list[0], plan.layouts
+    lhs, rhs = pair.lhs, pair.rhs_list[0]
+    layouts = plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
         # The right operand is shared by all batch elements: their rows are contracted as one long dimension.
         lhs, g = lhs.reshape(-1, lhs.shape[-1]), g.reshape(-1, g.shape[-1])

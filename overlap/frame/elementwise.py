@@ -118,7 +118,8 @@ def program_of(closed: Jaxpr, shape: tuple[int, ...]) -> Program:
         raise NotElementwise(f"it has an effect, {next(iter(closed.effects))}")
     if (shapes := [_type(var).shape for var in closed.outvars]) != [shape]:
         raise NotElementwise(f"from shape {shape} it makes {shapes}")
-    arrays, scalars = len(closed.in_avals), tuple(_scalar_dtype(np.shape(x), x.dtype) for x in closed.consts)
+    arrays = len(closed.in_avals)
+    scalars = tuple(_scalar_dtype(np.shape(x), x.dtype) for x in closed.consts)
     walk = _Walk(shape, arrays + len(scalars))
     consts = [_Value(arrays + index, False, dtype) for index, dtype in enumerate(scalars)]
     (out,) = walk.run(closed, [_Value(index, True, "float32") for index in range(arrays)], consts)
@@ -147,7 +148,8 @@ class _Walk:
     """
 
     def __init__(self, shape: tuple[int, ...], given: int) -> None:
-        self.shape, self.given = shape, given
+        self.shape = shape
+        self.given = given
         self.ops: list[ElementwiseOp] = []
 
     def run(self, jaxpr: Jaxpr, arguments: Sequence[_Value], consts: Sequence[_Value] | None = None) -> list[_Value]:
@@ -174,7 +176,8 @@ class _Walk:
         return _Value(self.given + len(self.ops) - 1, varies, dtype)
 
     def _results(self, equation: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        name, params = equation.primitive.name, dict(equation.params)
+        name = equation.primitive.name
+        params = dict(equation.params)
         if name in _CALLS:
             return self.run(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], operands)
         varies = any(x.is_varying for x in operands)

@@ -78,7 +78,8 @@ def enter(
     # A nested `shard_map` must have the `check_vma` of the enclosing one. With `check_vma=True`, the type of a device's
     # index says that it varies.
     checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
-    rest, every = set(enterable_axes(mesh) if axes is None else axes), set(mesh.axis_names) - set(outer)
+    rest = set(enterable_axes(mesh) if axes is None else axes)
+    every = set(mesh.axis_names) - set(outer)
 
     def mapped(function: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
         # If all axes are entered, name none of them: jax then leaves out the axes that `jax.vmap` maps over.
@@ -99,7 +100,8 @@ def enter(
         # cotangents must be summed over these, nor which results are the same on several devices, so that each device
         # must take a share of their cotangent. Both follow from the partitions.
         within = {name: set(itertools.chain(*axes_of_spec(spec))) for name, spec in in_specs.items()}
-        cut, in_out = set().union(*within.values()), set(itertools.chain(*axes_of_spec(out_spec)))
+        cut = set().union(*within.values())
+        in_out = set(itertools.chain(*axes_of_spec(out_spec)))
         sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
         shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
         (found,) = jax.vjp(function, operands)[1](shares)

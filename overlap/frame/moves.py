@@ -161,7 +161,8 @@ class Gather(Move):
     def _move_shards(self, operands: Operands, layouts: OperandLayouts, move: Callable[[Leaf, int], Leaf]) -> Operands:
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
-            rows, own = -1 if layouts.transpose_lhs else -2, operands.row_scale
+            rows = -1 if layouts.transpose_lhs else -2
+            own = operands.row_scale
             return dataclasses.replace(operands, lhs=move(operands.lhs, rows), row_scale=move(own, -1))
         is_last = (self.along == "n") != layouts.transpose_rhs
         rhs_list = tuple(move(rhs, -1 if is_last else -2) for rhs in operands.rhs_list)

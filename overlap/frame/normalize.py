@@ -50,7 +50,8 @@ def normalize(operation: Operation, given: Arguments) -> Call:
             f"{first} and {second}: broadcast one of them"
         )
     batch = next(iter(batches), ())
-    (m, _), widths = layouts.m_k(lhs.shape), [layouts.k_n(x.shape)[1] for x in rhs_list]
+    m, _ = layouts.m_k(lhs.shape)
+    widths = [layouts.k_n(x.shape)[1] for x in rhs_list]
     if operation.combines and len(set(widths)) > 1:
         raise ValueError(
             f"`activation` takes {len(widths)} arrays, so the matrices of `rhs` must have the same number of columns, "
@@ -100,11 +101,13 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
             by_xla = activation
         except activations.NotElementwise as why:
             call = dataclasses.replace(call, not_elementwise=str(why))
-            applied, scalars, by_xla = None, (), activations.by_itself(activation, call.batch)
+            applied, scalars = None, ()
+            by_xla = activations.by_itself(activation, call.batch)
             for shape in {operation.result_shape(call.form.m, n) for n in call.form.widths}:
                 types = [jax.ShapeDtypeStruct((*call.batch, *shape), accumulator(call.operands.lhs.dtype))] * arrays
                 jax.eval_shape(by_xla, *types)  # Raises here what the call would raise, for `explain`.
-    operands, of_all = dataclasses.replace(call.operands, scalars=scalars), activations.on_all(by_xla, call.combines)
+    operands = dataclasses.replace(call.operands, scalars=scalars)
+    of_all = activations.on_all(by_xla, call.combines)
     return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
 
 

@@ -173,7 +173,8 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
     """
     if not can_fold(operands, layouts):
         return operands
-    lhs, rows = operands.lhs, operands.row_scale
+    lhs = operands.lhs
+    rows = operands.row_scale
     addend, *_ = operands.addends or (None,)
     if rows is not None:
         rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
@@ -205,12 +206,15 @@ def folded(operands: Operands, *, keep: bool) -> Operands:
       keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
         scales.
     """
-    lhs, rows, blocks = operands.lhs, operands.row_scale, operands.lhs_block_scale
+    lhs = operands.lhs
+    rows = operands.row_scale
+    blocks = operands.lhs_block_scale
     if blocks is not None:
         blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
     if rows is not None and rows.ndim < lhs.ndim - 1:
         rows = jnp.broadcast_to(rows, lhs.shape[:-1])
     if not keep:
-        lhs, rows = lhs.reshape(-1, lhs.shape[-1]), None if rows is None else rows.reshape(-1)
+        lhs = lhs.reshape(-1, lhs.shape[-1])
+        rows = None if rows is None else rows.reshape(-1)
         blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
     return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)

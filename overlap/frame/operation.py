@@ -162,7 +162,8 @@ class LaunchPlan:
         `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
         dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        has_addend, scaled = operands.addends is not None, self.form.is_block_scaled
+        has_addend = operands.addends is not None
+        scaled = self.form.is_block_scaled
         sides = len(operands.rhs_list) if self.operation.combines else 1
         return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
 
@@ -313,7 +314,8 @@ class Operation:
         Products that are summed over devices are rounded to the results' dtype before they are sent, but not to
         float16, in which sums could overflow.
         """
-        layouts, out_dtype = form.layouts, form.out_dtype
+        layouts = form.layouts
+        out_dtype = form.out_dtype
         gathered = block_scales.gathered(operands, lambda given: self.before.gathered(given, layouts))
         if not self.spec.sums:
             outs = by_xla.products(gathered, layouts, out_dtype, activation)

@@ -62,7 +62,8 @@ def normalize(
     factors: list[list[Leaf]] = []
     if lhs_scale is not None:
         lhs_scale = arguments.factor("lhs_scale", lhs_scale, dtype)
-        shape, per_row = tuple(lhs_scale.shape), (*scaled.batch, scaled.rows, 1)
+        shape = tuple(lhs_scale.shape)
+        per_row = (*scaled.batch, scaled.rows, 1)
         if shape in (per_row, (scaled.rows, 1)) and (scaled.gathered or shape != (1, 1)):
             row = arguments.each(lambda x: x[..., 0], lhs_scale)
         elif shape in _SCALARS:
@@ -84,7 +85,8 @@ def normalize(
 
 def _column_scales(rhs_scale: Leaf, scaled: Scaled, dtype: DTypeLike) -> list[Leaf]:
     """Returns `rhs_scale` as one [n], or [groups, n], per right operand."""
-    widths, several = scaled.widths, scaled.several
+    widths = scaled.widths
+    several = scaled.several
     if not isinstance(rhs_scale, (list, tuple)):
         scale = arguments.factor("rhs_scale", rhs_scale, dtype)
         if several and tuple(scale.shape) not in _SCALARS:
