@@ -58,7 +58,8 @@ class QKVProjection(Layer):
             )
         if head_dim is None and in_features % num_heads:
             raise ValueError(f"{name}: in_features={in_features} is no multiple of {num_heads=}: give head_dim=")
-        self.name, self.head_dim = name, in_features // num_heads if head_dim is None else head_dim
+        self.name = name
+        self.head_dim = in_features // num_heads if head_dim is None else head_dim
         check_sizes(name, head_dim=self.head_dim)
         _check_heads(name, options, "num_heads", num_heads)
         _check_heads(name, options, "num_kv_heads", kv_heads, ", or repeat the heads of key and value")
@@ -119,7 +120,8 @@ class OutputProjection(RowParallelLinear):
         check_sizes(title, num_heads=num_heads, head_dim=head_dim, out_features=out_features)
         _check_heads(title, options, "num_heads", num_heads)
         super().__init__(num_heads * head_dim, out_features, use_bias=use_bias, name=name, **options)
-        self.num_heads, self.head_dim = num_heads, head_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
 
     def __call__(self, inputs: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Computes the features.

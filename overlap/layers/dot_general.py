@@ -85,7 +85,8 @@ class ShardedDotGeneral:
         """
         (lhs_contracting, rhs_contracting), batch = dimension_numbers
         pairs = sorted(zip(lhs_contracting, rhs_contracting, strict=True))
-        count, rest = len(pairs), lhs.ndim - len(pairs)
+        count = len(pairs)
+        rest = lhs.ndim - len(pairs)
         first, last = ([(rest + i, start + i) for i in range(count)] for start in (0, rhs.ndim - count))
         if any(map(len, batch)) or pairs not in (first, last) or not 0 < count < min(lhs.ndim, rhs.ndim):
             raise NotImplementedError(

@@ -79,7 +79,8 @@ class ExpertKernel(nnx.Module):
 
     def __init__(self, parallel: Parallel, shape: tuple[int, int, int], use_bias: bool, options: LinearOptions):
         init, bias_init = options.get("kernel_init", KERNEL_INIT), options.get("bias_init", BIAS_INIT)
-        rngs, dtype = options["rngs"], options.get("param_dtype", jnp.float32)
+        rngs = options["rngs"]
+        dtype = options.get("param_dtype", jnp.float32)
         experts, *of_one = shape
         # Each expert is drawn by itself, as the kernel of an nnx.Linear.
         drawn = jax.vmap(lambda key: init(key, tuple(of_one), dtype))(jax.random.split(rngs.params(), experts))
@@ -171,9 +172,13 @@ class ExpertMLP(Parallel):
                 raise TypeError(f"{self.title}: capacity_factor must be a number, {way_out}")
             if not 0 < capacity_factor < math.inf:
                 raise ValueError(f"{self.title}: capacity_factor must be positive and finite, {way_out}")
-        self.in_features, self.hidden_features = in_features, hidden_features
-        self.num_experts, self.experts_per_token = num_experts, experts_per_token
-        self.normalize_gates, self.capacity_factor, self.activation = normalize_gates, capacity_factor, activation
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.normalize_gates = normalize_gates
+        self.capacity_factor = capacity_factor
+        self.activation = activation
         self.router = nnx.Linear(
             in_features, num_experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype or jnp.float32,
             rngs=options["rngs"], kernel_metadata=metadata(self, P(None, None)),
@@ -318,9 +323,8 @@ class ExpertMLP(Parallel):
             return same_along(gathered, set(axes) - axes_of(x))
 
         routing = overlap.route(chosen, self.num_experts, self.axis, capacity=capacity)
-        with_bias, common = "gate.bias" in parts, {
-            "preferred_element_type": self.preferred_element_type, "implementation": self.implementation,
-        }  # fmt: skip
+        with_bias = "gate.bias" in parts
+        common = {"preferred_element_type": self.preferred_element_type, "implementation": self.implementation}
         with jax.named_scope("gate_up"):
             hidden = overlap.all_gather_lhs_grouped_matmul(
                 x, [whole("gate"), whole("up")], routing, self.axis,

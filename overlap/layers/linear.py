@@ -187,7 +187,8 @@ def _products(
 
     An `activation` of all makes one result of them, named "hidden".
     """
-    first, count = layers[0], len(layers)
+    first = layers[0]
+    count = len(layers)
     kernels = [layer.kernel[...] for layer in layers]
     biases = [None if layer.bias is None else layer.bias[...] for layer in layers]
     promoted: Any = first.promote_dtype((inputs, *kernels, *biases), dtype=first.dtype)

@@ -56,7 +56,8 @@ class GatedMLP(Layer):
         name: str = "GatedMLP",
         **options: Unpack[LinearOptions],
     ):
-        self.name, self.activation = name, activation
+        self.name = name
+        self.activation = activation
         part_of = options.get("part_of")
         self.title = f"{part_of}.{name}" if part_of else name  # In error messages, as of `Parallel`.
         out_features = in_features if out_features is None else out_features

@@ -142,7 +142,8 @@ class Parallel(Layer):
         mesh: Mesh | AbstractMesh | None = None,
         part_of: str | None = None,
     ):
-        self.name, self.part_of = type(self).__name__ if name is None else name, part_of
+        self.name = type(self).__name__ if name is None else name
+        self.part_of = part_of
         self.axis = axis
         self.fsdp_axis = fsdp_axis
         self.batch_axis = batch_axis
