@@ -74,7 +74,8 @@ class GroupsKernel(Kernel):
     def check_form(self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target) -> None:
         """Raises, as `limits.check` does, if the kernel cannot compute a product of this form."""
         limits.check_groups(config)
-        by_rows, sides = self.operation.spec.groups == "m", len(form.widths) if self.operation.combines else 1
+        by_rows = self.operation.spec.groups == "m"
+        sides = len(form.widths) if self.operation.combines else 1
         if sides > 2:
             raise NotImplementedError(
                 f"the kernel takes at most two right operands, got {sides}: make several calls, or use "
@@ -107,7 +108,8 @@ class GroupsKernel(Kernel):
         def check(config: Config, target: Target) -> None:
             self.check_form(form, rhs_dtype, config, target)
 
-        problem, target = self.problem(form), like.target
+        problem = self.problem(form)
+        target = like.target
         # Only products of rows can be tuned, by their public function.
         found = choose_config(problem, target) if self.operation.spec.groups == "m" else (_LEAST, "heuristic")
         if self.operation.spec.groups == "k" and (config := space.heuristic(problem, target)) is not None:

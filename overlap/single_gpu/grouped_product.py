@@ -83,11 +83,16 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
     Returns:
       [m, n].
     """
-    config, form, sizes = plan.config, plan.form, operands.group_sizes
+    config = plan.config
+    form = plan.form
+    sizes = operands.group_sizes
     lefts, rhs_list = operands.lefts, (*operands.rhs_list, *operands.more_rights)
     types = dataclasses.replace(plan.types(operands, form.m), grouped="m")
-    m, n, dtype, out_dtype = form.m, form.widths[0], form.dtype, form.out_dtype
-    columns, steps = ceil_div(types.sides * n, config.tile_n), [ceil_div(k, tile_k(dtype)) for k in form.depths]
+    m, n = form.m, form.widths[0]
+    dtype = form.dtype
+    out_dtype = form.out_dtype
+    columns = ceil_div(types.sides * n, config.tile_n)
+    steps = [ceil_div(k, tile_k(dtype)) for k in form.depths]
     table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
     most = StreamK.on(plan.target, config, table.shape[0], sum(steps))
     zeros = ZERO_ROWS, atom(out_dtype)
@@ -142,7 +147,8 @@ class _RowsBody:
         return SideBySide(of_group) if self.kernel.types.sides > 1 else of_pairs(of_group, self.steps)
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
-        config, n = self.kernel.config, self.refs.outputs.shape[1]
+        config = self.kernel.config
+        n = self.refs.outputs.shape[1]
         first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
         return epilogue.epilogue(
             self.refs.inputs.vectors,
@@ -154,9 +160,14 @@ class _RowsBody:
 
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
-        out_gmem, (zeros_smem, loaded) = self.refs.outputs, self.refs.smem
-        (m, n), (box_rows, box_columns), first = out_gmem.shape, zeros_smem.shape, self.refs.inputs.counts[1]
-        across, cta, ctas = ceil_div(n, box_columns), lax.axis_index(GRID_AXIS), self.kernel.work.num_ctas
+        out_gmem = self.refs.outputs
+        zeros_smem, loaded = self.refs.smem
+        m, n = out_gmem.shape
+        box_rows, box_columns = zeros_smem.shape
+        first = self.refs.inputs.counts[1]
+        across = ceil_div(n, box_columns)
+        cta = lax.axis_index(GRID_AXIS)
+        ctas = self.kernel.work.num_ctas
         boxes = quotient(m - first + box_rows - 1, box_rows) * across
 
         @pl.when(cta < boxes)
@@ -186,9 +197,14 @@ class _Contraction:
 @in_32_bits
 def contraction(operands: Operands, plan: LaunchPlan) -> jax.Array:
     """Contracts the rows of each group: [m, k] and [m, n] to [groups, k, n]. A group without rows has zeros."""
-    config, lhs, (rhs,), sizes = plan.config, operands.lhs, operands.rhs_list, operands.group_sizes
+    config = plan.config
+    lhs = operands.lhs
+    (rhs,) = operands.rhs_list
+    sizes = operands.group_sizes
     (m, k), (_, n) = lhs.shape, rhs.shape
-    order, depth, out_dtype = TileOrder.of(k, n, config), tile_k(lhs.dtype), plan.out_dtype
+    order = TileOrder.of(k, n, config)
+    depth = tile_k(lhs.dtype)
+    out_dtype = plan.out_dtype
     types = dataclasses.replace(plan.types(operands, k), grouped="k")
     most = StreamK.on(plan.target, config, sizes.shape[0] * order.tiles, 1)
     kernel = ProductKernel(f"{NAME}_of_rows", plan.target, config, types, most)

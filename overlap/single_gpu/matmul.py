@@ -66,7 +66,8 @@ class MatmulKernel(Kernel):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        why, shapes = "the kernel of the forward pass serves this product", f"{problem.shape} {problem.dtype}"
+        why = "the kernel of the forward pass serves this product"
+        shapes = f"{problem.shape} {problem.dtype}"
         chosen = Explanation(self.operation.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
         record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
         (out,), _ = primitive.fused(pair, LaunchPlan(alone, form, plan.target, config))

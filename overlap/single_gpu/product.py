@@ -38,7 +38,8 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
     split = config.split_k
     form = plan.form
     batch, m, n, k = form.batch, form.m, form.widths[0], form.k
-    batches, types = batch or 1, plan.types(operands, m)
+    batches = batch or 1
+    types = plan.types(operands, m)
     order = TileOrder.of(m, types.sides * n, config)
     k_steps = ceil_div(ceil_div(k, tile_k(types.dtype)), split)
     work = StreamK.on(plan.target, config, batches * split * order.tiles, k_steps, may_spread=True)
@@ -58,7 +59,9 @@ def launch(operands: Operands, plan: LaunchPlan) -> jax.Array:
 
 def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Operands:
     """The operands that the mainloop loads. The addend gets the result's dtype: both use the same epilogue buffers."""
-    addends, config, layouts = operands.addends, plan.config, plan.layouts
+    addends = operands.addends
+    config = plan.config
+    layouts = plan.layouts
     matrices = dataclasses.replace(
         operands.matrices, addends=None if addends is None else tuple(x.astype(out_dtype) for x in addends)
     )
@@ -71,7 +74,8 @@ def _matrices(operands: Operands, out_dtype: jnp.dtype, plan: LaunchPlan) -> Ope
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
-    rows, scale = plan.config.cluster_tile_m, operands.row_scale
+    rows = plan.config.cluster_tile_m
+    scale = operands.row_scale
     if scale is not None:
         scale = jnp.pad(scale, ((0, 0),) * (scale.ndim - 1) + ((0, -scale.shape[-1] % rows),))
     return plan.vectors(operands, scale)
@@ -113,7 +117,8 @@ class _Body:
         return Tile(result, own_row(config, row), column, k_first=piece * self.k_steps)
 
     def hooks(self) -> Hooks:
-        matrices, out_gmem = self.refs.inputs.matrices, self.refs.outputs
+        matrices = self.refs.inputs.matrices
+        out_gmem = self.refs.outputs
         addends = matrices.addends
         return Hooks(
             load_lhs=lambda tile, load: load(self._of_batch(matrices.lhs, tile)),
