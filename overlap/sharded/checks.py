@@ -128,7 +128,8 @@ def require_on_mesh(operands: dict[str, Any], mesh: AnyMesh) -> None:
     for name, x in operands.items():
         if not isinstance(x, jax.Array) or not x.committed:
             continue
-        own, of_mesh = x.sharding.device_set, set(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
+        own = x.sharding.device_set
+        of_mesh = set(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else None
         if len(own) != mesh.size or (of_mesh is not None and own != of_mesh):
             where = f"device {next(iter(own))}" if len(own) == 1 else f"{len(own)} devices"
             raise ValueError(

@@ -38,7 +38,8 @@ class Dimensions:
 
         `name`: "lhs", "rhs", "bias", "addend", "out" or "scalars", with or without an index as in "rhs[0]".
         """
-        kind, rank = name.split("[")[0], len(entries)
+        kind = name.split("[")[0]
+        rank = len(entries)
         if kind == "rhs":
             counts = (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
         else:
@@ -110,7 +111,8 @@ def dimensions_of(lhs: Any, rhs: Any, entries: int, transpose_rhs: Any) -> Dimen
     """
     transpose_rhs = arguments.flag("transpose_rhs", transpose_rhs)
     ranks = [len(x.shape) for x in (rhs if type(rhs) in (list, tuple) else [rhs])]
-    left, rank = len(lhs.shape), max(ranks, default=2)
+    left = len(lhs.shape)
+    rank = max(ranks, default=2)
     if rank <= 2 or left < 2:
         return Dimensions(1, max(rank - 1, 1), transpose_rhs)  # If one has too few, `normalize` says so.
     for i, other in enumerate(ranks):

@@ -128,7 +128,8 @@ def _dimensions(
     operation: Operation, given: Arguments, name: str, x: Leaf, batch: tuple[int, ...]
 ) -> tuple[Dimension, ...]:
     """The names of an operand's dimensions."""
-    kind, groups = name.split("[")[0], "groups" if operation.spec.groups else None
+    kind = name.split("[")[0]
+    groups = "groups" if operation.spec.groups else None
     leading = (groups,) if groups else tuple(range(len(batch)))
     matrices = {
         "lhs": ("k", "m") if given.transpose_lhs else ("m", "k"),
@@ -165,7 +166,8 @@ def _axes_of(
     """
     # For each sharded dimension the axes, and the operand that names them first.
     cut: dict[Dimension, tuple[Axes, str]] = {}
-    with_k, users = [], {}
+    with_k = []
+    users = {}
     for name, x in operands.items():
         for dimension, part in zip(names[name], mesh_axes.axes_of_type(x), strict=True):
             several = tuple(axis for axis in part if mesh.shape[axis] > 1)

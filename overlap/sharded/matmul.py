@@ -86,7 +86,8 @@ def _prepare(
         raise ValueError(
             f"`keep_gathered` must be True, False or None, got {arguments.shown(keep_gathered)}: leave it out"
         )
-    rhs, activation = given.rhs, given.activation
+    rhs = given.rhs
+    activation = given.activation
     arrays = checks.arrays(given.lhs, rhs, given.bias, given.addend)
     of_each_rhs = _of_each_rhs(shardings["rhs"], len(rhs) if type(rhs) in (list, tuple) else 1)
     of_rhs = {f"rhs[{i}]": x for i, x in enumerate(of_each_rhs)}
@@ -107,7 +108,9 @@ def _prepare(
     checks.require_on_mesh(by_name, used)
     arguments.one_memory(by_name.items())
     plan, out = _planned(operands, shardings, whole, dimensions, used)
-    applied, scalars, out_dtype, implementation = None, (), whole.form.out_dtype, given.implementation
+    applied, scalars = None, ()
+    out_dtype = whole.form.out_dtype
+    implementation = given.implementation
     if activation is not None:
         wide = accumulator(operands["lhs"].dtype)
         try:
@@ -118,7 +121,8 @@ def _prepare(
             # XLA computes the products in f32, and the activation is applied to the global results.
             of_all = activations.on_all(activations.by_itself(activation), whole.combines)
             whole = dataclasses.replace(whole, not_elementwise=str(why), by_xla=of_all)
-            out_dtype, implementation = wide, "xla"
+            out_dtype = wide
+            implementation = "xla"
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
     order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
     partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
@@ -174,7 +178,8 @@ def _planned(
     for key, sharding in shardings.items():
         if key == "out":
             continue
-        name, x = _named(key, whole), operands[key]
+        name = _named(key, whole)
+        x = operands[key]
         parts = partitions.of_operand(name, x, sharding, mesh, f"{key.split('[')[0]}_sharding")
         merged = dimensions.merge(key, x.shape, parts, mesh, f"`{name}`")
         found.append(merged[::-1] if key != "lhs" and dimensions.transpose_rhs else merged)

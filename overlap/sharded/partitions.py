@@ -153,7 +153,8 @@ def of_operand(name: str, x: Any, sharding: Any, mesh: AnyMesh, sharding_name: s
     Raises:
       ValueError: neither the type nor the caller says how the operand is sharded, or they contradict each other.
     """
-    rank, sizes = len(x.shape), dict(mesh.shape)
+    rank = len(x.shape)
+    sizes = dict(mesh.shape)
     typed = only(mesh_axes.axes_of_type(x), [axis for axis in sizes if sizes[axis] > 1])
     explicit = mesh_axes.explicit_axes(mesh)
     if sharding is None:

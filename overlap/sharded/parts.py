@@ -132,7 +132,8 @@ class Product:
 
     def _arguments(self, lhs: jax.Array, sides: list[_Side], scalars: tuple[jax.Array, ...]) -> Arguments:
         """The arguments of a call of the operation."""
-        axes, spec = self.plan.axes, self.plan.spec
+        axes = self.plan.axes
+        spec = self.plan.spec
         rhs_list, biases, addends = ([*of_each] for of_each in zip(*sides, strict=True))
         one = len(sides) == 1
         return Arguments(
@@ -205,7 +206,8 @@ class Product:
 
         This dimension and all dimensions behind it are folded into the rows.
         """
-        plan, rows = self.plan, len(self.plan.lhs) - 2
+        plan = self.plan
+        rows = len(self.plan.lhs) - 2
         is_of_rows = (plan.spec is GATHER_LHS or plan.spec.scatters) and plan.dimension < rows
         return plan.dimension if is_of_rows else None
 
