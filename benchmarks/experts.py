@@ -80,7 +80,7 @@ MODELS = {
     "deepseek-v3": Experts(7168, 2048, 128, 4.0),
     "llama4-scout": Experts(5120, 8192, 8, 0.5),
     "gpt-oss-120b": Experts(2880, 2880, 64, 2.0),
-    "tiny": Experts(64, 128, 4, 2.0),
+    "tiny": Experts(128, 128, 4, 2.0),
 }
 type Call = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 # A function from a number of turns to a jitted loop, and one that makes the state that the loop carries.

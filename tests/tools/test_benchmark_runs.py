@@ -161,8 +161,8 @@ def test_experts_may_be_measured_without_xla_and_are_drawn(tmp_path, monkeypatch
         with figures._style(), monkeypatch.context() as patch:
             patch.setattr(figures, "_svg", lambda axes: [line.get_xydata().tolist() for line in axes.lines])
             points = [points for points in figures._experts(given) if points]
-        # 64 tokens choose 4 experts each. Three products of 64 x 128.
-        of_forward = 32 * 4 * 3 * 2 * 64 * 128 / 50 / 1e6
+        # 64 tokens choose 4 experts each. Three products of 128 x 128.
+        of_forward = 32 * 4 * 3 * 2 * 128 * 128 / 50 / 1e6
         expected = sorted([[[32, of_forward]], [[32, 3 * of_forward]]] * len(methods))
         assert sorted(points) == [[pytest.approx(point) for point in line] for line in expected]
 
