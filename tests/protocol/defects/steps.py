@@ -159,7 +159,7 @@ def send_parts_late(victim: int) -> list[Change]:
 
 
 def send_strips_late(victim: int) -> list[Change]:
-    line = "(chunks, buffers_smem), counter = self.others, self.flags[1].at[0]\n"
+    line = "chunks, buffers_smem = self.others\n"
     return [
         (
             "collectives.communicator.Communicator._copy_others",
