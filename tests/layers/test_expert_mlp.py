@@ -251,6 +251,9 @@ def test_outside_jit(build: Any) -> None:
         found = made(before)
         assert_near(found, nnx.jit(lambda layer, x: layer(x))(made, draw(0, (2, 4, 8))), 1e-6)
         assert same(jax.tree.leaves(found)[0], BETWEEN)
+        # Here the layer sees a tracer, though nothing is jitted.
+        gradient = jax.grad(lambda x: (jax.tree.leaves(made(x))[0] ** 2).sum())(before)
+        assert same(gradient, BETWEEN)
 
 
 def test_each_expert_begins_as_a_linear_layer() -> None:
