@@ -143,6 +143,10 @@ class Cluster:
         return mine
 
     def _pair(self, twins: Sequence[Allocation]) -> None:
+        """Makes allocations, one of each CTA by rank, twins; sets which twins count a cluster barrier's arrivals.
+
+        These are the twins in all CTAs along each group of the barrier's axes; in the first CTA, if the leader tracks.
+        """
         for cta, twin in zip(self.ctas, twins):
             twin.twins = twins
             if not isinstance(twin, Cells):
@@ -151,9 +155,9 @@ class Cluster:
                 barrier = twin.at(place)
                 if not isinstance(barrier, MBarrier) or not barrier.collective:
                     continue
-                last = 1 if barrier.leader_tracked else None
+                counting = 1 if barrier.leader_tracked else None  # None: all
                 # A set: a CTA that several groups of axes reach counts the arrival once.
-                reached = {each.rank for axes in barrier.collective for each in self.along(cta, axes)[:last]}
+                reached = {each.rank for axes in barrier.collective for each in self.along(cta, axes)[:counting]}
                 cells = [each for each in twins if isinstance(each, Cells)]
                 barrier.reached = [cells[rank].at(place) for rank in sorted(reached)]
 

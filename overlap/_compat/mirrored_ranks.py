@@ -46,10 +46,14 @@ def _change() -> None:
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
 
     def opposite(context: Internal, number: Internal) -> Internal:
+        """A position from a rank, and a rank from a position: number → peers - 1 - number, which is its own inverse."""
         return arith.subi(constant(context.num_peers - 1, ir.IntegerType.get_signless(32)), number)
 
     def own_position(device_id: Internal) -> Internal:
+        """Wraps jax's `device_id`, which returns the rank of the device, into a function that returns its position."""
+
         def position(self: Internal, on_host: bool = False) -> Internal:
+            """The device's number: its position inside `mirrored(True)`, else its rank, as in jax's own."""
             rank = device_id(self, on_host)
             if not _is_mirrored.get():
                 return rank
@@ -62,7 +66,10 @@ def _change() -> None:
         return position
 
     def of_position(address_on_peer: Internal) -> Internal:
+        """Wraps jax's look-up of a peer's buffer, which takes the peer's rank, into one that takes its position."""
+
         def address_at(self: Internal, parameter_id: int, peer_id: Internal, on_host: bool) -> Internal:
+            """The address of a peer's buffer; `peer_id`: a position inside `mirrored(True)`, else a rank."""
             rank = opposite(self, peer_id) if _is_mirrored.get() else peer_id
             return address_on_peer(self, parameter_id, rank, on_host)
 

@@ -188,10 +188,13 @@ def decide(
         config, source = first_that_fits(*choose_config(problem, device), problem, device, check)
 
     def fused(reason: str, cause: Cause) -> Explanation:
-        transport = circumstances.transport, circumstances.transport_reason
         at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
         scratch = circumstances.scratch_bytes(config, device)
-        return Explanation(op, "fused", config, reason, cause, device, source, *transport, at_once, scratch)
+        return Explanation(
+            op=op, implementation="fused", config=config, reason=reason, cause=cause, target=device, source=source,
+            transport=circumstances.transport, transport_reason=circumstances.transport_reason, ctas_at_once=at_once,
+            scratch_bytes=scratch,
+        )  # fmt: skip
 
     if implementation == "fused":
         check(config, device)

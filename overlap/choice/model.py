@@ -65,6 +65,9 @@ def predicted_us(
 ) -> float:
     """Returns the model's time for one call, in microseconds.
 
+        products = at once (cycles of the busiest SM / clock rate, bytes of memory / their rate), slowed by power
+        call     = products + launch + what they do not hide: exchanged sums, communication, split-k's second kernel
+
     Args:
       config: the configuration.
       problem: the operation and its sizes.
@@ -75,34 +78,36 @@ def predicted_us(
     """
     rates = rates or rates_of(target, communicates=problem.communicates)
     work = work_of(config, problem, target)
-    active = config.cluster * (work.num_ctas if work.full_waves else work.workers)
-    elements = config.tile_m * config.tile_n
-    weights = problem.n * problem.k * problem.itemsize
-    m, n, products = problem.grid(config)
-    again = products - 1 if problem.communicates and problem.gathered == "m" and weights > rates.l2_bytes else 0
-    hbm_bytes = problem.bytes_per_device + again * weights
+    busy_sms = config.cluster * (work.num_ctas if work.full_waves else work.workers)
+    rows, columns, products = problem.grid(config)
+    hbm_bytes = problem.bytes_per_device
+    rhs_bytes = problem.n * problem.k * problem.itemsize
+    if problem.communicates and problem.gathered == "m" and rhs_bytes > rates.l2_bytes:
+        # Shards are multiplied one after the other, and the L2 does not keep the right operand from one to the next.
+        hbm_bytes += (products - 1) * rhs_bytes
     if with_order and not problem.communicates:
-        hbm_bytes += _read_again(TileOrder.of(m, n, config), config, problem, work, rates)
+        hbm_bytes += _read_again(TileOrder.of(rows, columns, config), config, problem, work, rates)
     hbm_rate = rates.hbm_bytes_per_us
     if hbm_bytes > rates.l2_bytes:
-        # The data do not fit into the L2. So the rate at which the active SMs can read memory is a limit, too.
-        hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * active)
+        # The data do not fit into the L2. So the rate at which the busy SMs can read memory is a limit, too.
+        hbm_rate = min(hbm_rate, rates.hbm_bytes_per_us_alone * busy_sms)
     loads = OperandTiles(0.0, 0.0, 1.0)
     # The rates for operations over several devices let the loads of a GPC take no time.
     if with_order and not problem.communicates:
-        loads = operand_tiles(TileOrder.of(m, n, config), work, config.cluster)
-    # SMs that load share what the L2 can deliver.
-    l2_rate = rates.l2_bytes_per_cycle * target.num_cores / active
+        loads = operand_tiles(TileOrder.of(rows, columns, config), work, config.cluster)
+    # SMs that load share what the L2 can deliver: bytes per cycle of one of them.
+    l2_rate = rates.l2_bytes_per_cycle * target.num_cores / busy_sms
     per_depth = _PerDepth.of(config, problem, rates, loads, l2_rate)
     cycles = _core_cycles(config, problem, rates, work, per_depth)
     us = _at_once(rates.overlap_exponent, cycles / rates.cycles_per_us, hbm_bytes / hbm_rate)
-    depth = work.tiles * config.cluster // config.ctas_per_tile * work.k_steps * tile_k(problem.dtype)
+    # The elements of k of all tiles together.
+    depth = work.tiles * config.tiles_per_cluster * work.k_steps * tile_k(problem.dtype)
     us = _at_power_limit(us, depth, per_depth, rates) + rates.launch_us
     if work.cuts:
         # CTAs that share a tile exchange and add their sums at the end, when no other work hides the time of this.
-        added = (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
-        summed = elements * F32_BYTES * (1 / rates.store_bytes_per_cycle + added)
-        us += (summed + rates.flag_cycles) / rates.cycles_per_us
+        sum_bytes = config.tile_m * config.tile_n * F32_BYTES
+        cycles_per_byte = 1 / rates.store_bytes_per_cycle + (work.pieces_per_tile - 1) / rates.add_bytes_per_cycle
+        us += (sum_bytes * cycles_per_byte + rates.flag_cycles) / rates.cycles_per_us
     if problem.communicates and problem.gathered == "m":
         us = _with_gather(us, work, config, problem, rates, hbm_rate)
     if problem.transport(config) == "one_shot":

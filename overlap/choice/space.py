@@ -121,8 +121,9 @@ def expected_us(config: Config, problem: Problem, target: Target, rates: Rates |
 def _least_us(shape: Config, problem: Problem, target: Target) -> float:
     """Returns a lower bound of `expected_us` for all configurations with a shape (the fields in `SHAPE`).
 
-    In the model a call takes no longer with more stages. So this is the time with the most, without the tile order's
-    part.
+    `heuristic` need not look at a shape whose bound exceeds the time of a configuration that it has found. It is a
+    bound, since what else enters the model is taken at its best. More stages never take longer: so there are the most,
+    even if they do not fit. A tile order only adds time: it is left out.
     """
     if not work_of(shape, problem, target).tiles:
         return math.inf  # A device's block is empty, so no configuration runs.

@@ -120,21 +120,28 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
     experts = size * case.experts
     tokens = size * case.tokens
     shapes = (tokens, case.hidden), *((experts, case.hidden, case.width),) * 2, (experts, case.width, case.hidden)
-    # Each array starts at another number of a pool.
+    # Each array begins 977 numbers after the one before, so that no two have equal numbers at equal places.
     x, w_gate, w_up, w_down = (
         jnp.resize(jnp.roll(pools[i > 0], 977 * i), shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)
     )
     cotangent = jnp.resize(pools[1], x.shape).astype(jnp.float32)
-    # A number from 0 to 80 for each token, which says what two experts it chooses.
-    drawn = ((jnp.resize(pools[0], (tokens, 4)).astype(jnp.int32) + 1) * jnp.array([27, 9, 3, 1])).sum(1)
-    ids = jnp.stack([drawn, drawn + 1 + drawn // experts % (experts - 1)], 1) % experts
-    gates = jnp.exp2((jnp.arange(2 * tokens).reshape(tokens, 2) // 3 % 2).astype(jnp.float32))
+    # For each token a number from 0 to 80, whose digits in base 3 are four numbers of a pool, plus 1. It says which
+    # expert the token chooses first, and how much further on the second one is: at least 1, so that they differ.
+    digits = jnp.resize(pools[0], (tokens, 4)).astype(jnp.int32) + 1
+    drawn = (digits * jnp.array([27, 9, 3, 1])).sum(1)
+    further = 1 + drawn // experts % (experts - 1)
+    ids = jnp.stack([drawn, drawn + further], 1) % experts
+    # Gates are 1 or 2, so that they round nothing. They change after every third, so that a token's two may differ.
+    gates = 1 + (jnp.arange(2 * tokens).reshape(tokens, 2) // 3 % 2).astype(jnp.float32)
 
     def own(array: jax.Array) -> jax.Array:
+        """This device's part of an array, available when the device's delay is over (`late`): ids at once."""
         part = lax.dynamic_slice_in_dim(array, me * (len(array) // size), len(array) // size)
         return part if array is ids else (part.astype(jnp.float32) + late).astype(array.dtype)
 
     def layer(w_down: jax.Array) -> jax.Array:
+        """What is tested: this device's part of the result. Only the gradient of `w_down` is compared (`Experts`)."""
+        # No kernel has run on a Blackwell GPU yet: there XLA computes the layer.
         how: dict[str, Any] = {"implementation": "xla" if current_target().is_blackwell else "fused"}
         routing = overlap.route(own(ids), experts, axis)
         h = overlap.all_gather_lhs_grouped_matmul(
@@ -145,14 +152,15 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
         )
 
     def dense(w_down: jax.Array) -> jax.Array:
-        # The experts lie side by side. Those that a token has not chosen are zero.
+        """What is expected, of all devices. Every token passes all experts, side by side as one wide MLP."""
+        # The features of experts that a token has not chosen are zero.
         gate, up = (jnp.einsum("th,ehi->tei", x, w, preferred_element_type=jnp.float32) for w in (w_gate, w_up))
         shares = jnp.where(ids[..., None] == jnp.arange(experts), gates[..., None], 0).sum(1)
         return exact((gated(gate, up) * shares[..., None]).reshape(tokens, -1), w_down.reshape(-1, case.hidden))
 
     out, pull = jax.vjp(layer, own(w_down))
     expected, pull_dense = jax.vjp(dense, w_down)
-    # The backward pass begins when the result is there.
+    # A zero, since no result is NaN. With it the backward pass begins when the result is there.
     after = jnp.where(jnp.isnan(out[:1, :1]), 1.0, 0.0)
     (found,) = pull(own(cotangent) + after)
     (right,) = pull_dense(cotangent)
@@ -266,6 +274,8 @@ def program(case: Case | Experts, mesh: Mesh, axis: Axis, steps: int) -> Callabl
     others = tuple(name for name in mesh.axis_names if name != axis and name not in axis)
 
     def run(late_us: jax.Array, period: jax.Array, *pools: jax.Array) -> jax.Array:
+        """The program of one device: its own delay, [1], and the arguments that all devices share."""
+
         def launch(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             wrong, beside = state
             late = spin(jnp.where(i % period == period - 1, late_us[0], 0.0))
@@ -277,6 +287,7 @@ def program(case: Case | Experts, mesh: Mesh, axis: Axis, steps: int) -> Callabl
             return wrong, beside
 
         wrong, beside = lax.fori_loop(0, steps, launch, (jnp.int32(0), jnp.float32(0)))
+        # The sum beside the launches is whole, so never NaN. But if nothing read it, XLA would leave it out.
         return lax.psum(wrong + jnp.isnan(beside).astype(jnp.int32), mesh.axis_names)
 
     every = tuple(mesh.axis_names)

@@ -140,7 +140,10 @@ def note_joined(environ: MutableMapping[str, str]) -> None:
 
 def _are_of_a_parent(environ: Mapping[str, str]) -> bool:
     """Whether another process has joined the job with the same launcher's variables: a parent of this process."""
-    pid, hydra, variables = [*environ.get(_JOINED, "").split(" ", 2), "", ""][:3]
+    fields = environ.get(_JOINED, "").split(" ", 2)
+    if len(fields) < 3:  # No process has joined: `note_joined` writes three fields.
+        return False
+    pid, hydra, variables = fields
     # MPICH has no name for a job, only its socket. A process that `spawn` has started has not inherited the socket.
     return variables == _variables(environ) and pid != str(os.getpid()) and _hydra(environ) in (hydra, "None")
 

@@ -123,16 +123,17 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     arguments.function("fn", fn)
     arguments.mesh(mesh)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    types = [arguments.without_mesh(leaf) for leaf in leaves]
-    # With `mesh`, the own sharding of an array does not count: it stands for a device's part.
-    of_leaves = [
-        x if mesh is not None or isinstance(leaf, np.ndarray) else leaf for x, leaf in zip(types, leaves, strict=True)
-    ]
-    # Names of axes, NumPy arrays of texts and other values are passed as they are.
-    arrays = {index: x for index, x in enumerate(of_leaves) if isinstance(types[index], jax.ShapeDtypeStruct)}
+    # What is traced: the arrays among the leaves, by their place. Names of axes, NumPy arrays of texts and other values
+    # are passed as they are.
+    traced: dict[int, Any] = {}
+    for place, leaf in enumerate(leaves):
+        kind = arguments.without_mesh(leaf)
+        if isinstance(kind, jax.ShapeDtypeStruct):
+            # With `mesh`, the own sharding of an array does not count: it stands for a device's part.
+            traced[place] = kind if mesh is not None or isinstance(leaf, np.ndarray) else leaf
 
     def run(arrays: dict[int, jax.Array]) -> tuple[()]:
-        args, kwargs = jax.tree.unflatten(structure, [arrays.get(index, leaf) for index, leaf in enumerate(leaves)])
+        args, kwargs = jax.tree.unflatten(structure, [arrays.get(place, leaf) for place, leaf in enumerate(leaves)])
         fn(*args, **kwargs)
         return ()
 
@@ -143,7 +144,7 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
     # of `explaining` has jitted functions traced again.
     try:
         with session(None) if is_collecting() else contextlib.nullcontext(), explaining(object()), recorded() as found:
-            jax.eval_shape(run, arrays)
+            jax.eval_shape(run, traced)
     finally:
         _mesh.reset(token)
     return Explanations(found)

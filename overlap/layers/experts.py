@@ -34,6 +34,7 @@ from overlap.layers.checks import (
 from overlap.layers.linear import BIAS_INIT, KERNEL_INIT
 from overlap.layers.mlp import GatedMLP, gated, silu
 from overlap.layers.parallel import (
+    Axis,
     LinearOptions,
     Options,
     Parallel,
@@ -257,39 +258,14 @@ class ExpertMLP(Parallel):
         """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""
         mesh = mesh_in_use(self)
         shape = x.shape
-        spec = between = spec_between_layers(self, shape)
-        # The devices along `axis` share the tokens of one such group.
-        groups = devices_along(self, self.batch_axis) if x.ndim > 2 else 1
-        tokens = math.prod(shape[:-1]) // groups
-        capacity = None
-        if self.capacity_factor is not None:  # The padding below does not count.
-            if jax.export.is_symbolic_dim(tokens):
-                raise ValueError(
-                    f"{self.title}: capacity_factor needs numbers of rows, got symbols in shape {shape}: export a "
-                    "program for each size, or leave capacity_factor out"
-                )
-            capacity = math.ceil(self.capacity_factor * tokens * self.experts_per_token / self.num_experts)
+        spec = spec_between_layers(self, shape)
+        capacity = self._capacity(shape)
         if not self.sequence_parallel:
             # Each device along `axis` has all tokens of its group: let it bring a part of them to the experts.
-            spec = P(self.batch_axis if x.ndim > 2 else None, self.axis, None)
-            more = [(0, 0), (0, -tokens % devices_along(self, self.axis)), (0, 0)]
-
-            def padded(value: jax.Array, empty: int) -> jax.Array:
-                of_groups = self._reshaped(value, (groups, tokens, value.shape[-1]), P(spec[0], None, None))
-                return jnp.pad(of_groups, more, constant_values=empty)
-
-            x, gates, chosen = padded(x, 0), padded(gates, 0), padded(chosen, -1)
-        kernels = {"gate": self.gate, "up": self.up, "down": self.down}
-        weights = {name: module.kernel[...] for name, module in kernels.items()}
-        for name, one in weights.items():
-            features = self.in_features, self.hidden_features
-            wanted = self.num_experts, *(features[::-1] if name == "down" else features)
-            if one.shape != wanted:
-                raise ValueError(
-                    f"{self.title}: {name}.kernel must be [experts, in, out] = {list(wanted)}, got {list(one.shape)}: "
-                    "load weights that are stored [experts, out, in] as weights.swapaxes(1, 2)"
-                )
-        weights |= {f"{name}.bias": module.bias[...] for name, module in kernels.items() if module.bias is not None}
+            axis_of_groups, *_ = self._groups(shape)
+            spec = P(axis_of_groups, self.axis, None)
+            x, gates, chosen = self._padded(x, 0), self._padded(gates, 0), self._padded(chosen, -1)
+        weights = self._weights()
         promoted = dtypes.promote_dtype((x, *weights.values()), dtype=self.dtype)
         parts = dict(zip(("x", *weights), promoted, strict=True)) | {"gates": gates, "chosen": chosen}
         specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
@@ -300,10 +276,55 @@ class ExpertMLP(Parallel):
             out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
-        if not self.sequence_parallel:
-            out = partitions.placed(out, P(spec[0], None, None), mesh)
-            out = self._reshaped(out[:, :tokens], shape, between)
-        return out, dropped
+        return out if self.sequence_parallel else self._without_padding(out, shape), dropped
+
+    def _groups(self, shape: tuple[int, ...]) -> tuple[Axis | None, int, int]:
+        """The mesh axis that cuts tokens into groups, the number of groups, and that of the tokens of each.
+
+        The devices along `axis` share the tokens of one group.
+        """
+        batch_axis = self.batch_axis if len(shape) > 2 else None
+        groups = devices_along(self, batch_axis)
+        return batch_axis, groups, math.prod(shape[:-1]) // groups
+
+    def _capacity(self, shape: tuple[int, ...]) -> int | None:
+        """The most rows of one expert, for tokens of this shape; None: no limit. Padding does not count."""
+        if self.capacity_factor is None:
+            return None
+        *_, tokens = self._groups(shape)
+        if jax.export.is_symbolic_dim(tokens):
+            raise ValueError(
+                f"{self.title}: capacity_factor needs numbers of rows, got symbols in shape {shape}: export a "
+                "program for each size, or leave capacity_factor out"
+            )
+        return math.ceil(self.capacity_factor * tokens * self.experts_per_token / self.num_experts)
+
+    def _padded(self, value: jax.Array, empty: int) -> jax.Array:
+        """Values of tokens as [groups, tokens, features], with `empty` added so that `axis` divides the tokens."""
+        axis_of_groups, groups, tokens = self._groups(value.shape)
+        of_groups = self._reshaped(value, (groups, tokens, value.shape[-1]), P(axis_of_groups, None, None))
+        more = -tokens % devices_along(self, self.axis)
+        return jnp.pad(of_groups, [(0, 0), (0, more), (0, 0)], constant_values=empty)
+
+    def _without_padding(self, out: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `_padded`: an array of this shape, with all tokens of a group on each of its devices."""
+        axis_of_groups, _, tokens = self._groups(shape)
+        out = partitions.placed(out, P(axis_of_groups, None, None), mesh_in_use(self))
+        return self._reshaped(out[:, :tokens], shape, spec_between_layers(self, shape))
+
+    def _weights(self) -> dict[str, jax.Array]:
+        """The kernels of all experts, "gate", "up" and "down", and their biases, "gate.bias", …, if there are any."""
+        modules = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = {name: module.kernel[...] for name, module in modules.items()}
+        features = self.in_features, self.hidden_features
+        for name, kernel in weights.items():
+            wanted = self.num_experts, *(features[::-1] if name == "down" else features)
+            if kernel.shape != wanted:
+                raise ValueError(
+                    f"{self.title}: {name}.kernel must be [experts, in, out] = {list(wanted)}, got "
+                    f"{list(kernel.shape)}: load weights that are stored [experts, out, in] as weights.swapaxes(1, 2)"
+                )
+        return weights | {f"{name}.bias": one.bias[...] for name, one in modules.items() if one.bias is not None}
 
     def _reshaped(self, x: jax.Array, shape: tuple[int, ...], spec: P) -> jax.Array:
         """The array in another shape. On an Explicit mesh, `spec` says how the result is sharded."""

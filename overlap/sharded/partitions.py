@@ -209,8 +209,9 @@ def placed(x: jax.Array, spec: jax.P, mesh: AnyMesh) -> jax.Array:
 def on_parts(
     function: Callable[[Tree], Tree], mesh: AnyMesh, specs: dict[str, jax.P], out_spec: jax.P
 ) -> Callable[[dict[str, jax.Array]], Tree]:
-    """Returns a function of global arrays that runs `function` on each device's parts, where all axes are manual.
+    """Returns a function of global arrays, by name, that runs `function` on each device's parts of them.
 
+    It enters `jax.shard_map` over the axes that are not manual yet. So in `function`, which may be a kernel, all are.
     `specs`: the partition of each operand, by name. `out_spec`: that of all results.
     """
     entered = mesh_axes.enter(function, mesh, specs, out_spec, open_axes(mesh))

@@ -105,7 +105,15 @@ class GlobalProduct:
     # --- One product ---
 
     def _product(self, placed: dict[str, jax.Array], name: str, out_dtype: DTypeLike) -> jax.Array:
-        """The product with the right operand `name`, in the dtype of the result, in which sums over devices travel."""
+        """The product with the right operand `name`, in the dtype of the result, in which sums over devices travel.
+
+        It has a derivative of its own, which chooses the dtypes of the cotangents' products, and what lives on from the
+        forward pass (`keep_gathered`):
+
+            True    the gathered operands
+            False   the shards; `backward` gathers weights again, and a barrier makes that a gather of its own
+            None    the shards; XLA sees that both passes gather the same, and mostly gathers once and keeps the result
+        """
         lhs = placed["lhs"]
         rhs = placed[name]
         rows = lhs.ndim - self.dimensions.k
@@ -116,6 +124,7 @@ class GlobalProduct:
         n_of_out = range(rows, rows + self.dimensions.n)
 
         def multiplied(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            """The product of (lhs, rhs), sharded or gathered. Forward mode differentiates this function."""
             if self.product.plan.gathers and self.product.plan.spec is SCATTER_N:
                 # jax's partitioners (0.11.2, 0.12.0.1) multiply the wrong columns if they gather them inside the dot.
                 pair = self._gathered(pair, name)
@@ -127,10 +136,10 @@ class GlobalProduct:
             d_out: jax.Array,
             wanted: tuple[Wanted, Wanted],
         ) -> Any:
-            # The barrier keeps XLA from taking this gather of the weights and that of the forward pass as one, whose
-            # result it would then keep.
+            """The cotangents of (lhs, rhs), of the dtypes in `wanted`; None for one that is not wanted."""
             lhs, rhs = saved or pair
             if self.gathers_rhs and self.product.keep_gathered is False:
+                # XLA would take this gather of the weights and that of the forward pass as one, and keep its result.
                 rhs = lax.optimization_barrier(rhs)
             d_lhs = d_rhs = None
             if wanted[0] is not None:
@@ -145,6 +154,7 @@ class GlobalProduct:
             return multiplied((lhs, rhs))
 
         def derivative(pair: tuple[jax.Array, jax.Array], tangents: Sequence[Leaf]) -> tuple[jax.Array, jax.Array]:
+            """The product and its tangent, whose transpose is `backward`."""
             saved = self._gathered(pair, name) if self.product.keep_gathered else None
             out = multiplied(saved or pair)
             return out, tangents_of(out, pair, tuple(tangents), by_xla=multiplied, backward=backward, saved=saved)

@@ -54,7 +54,10 @@ class MatmulKernel(Kernel):
         mesh_axes.require_no_partitioner_axes()
 
     def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
-        """Computes lhs @ rhs: by the kernel if it can serve these operands, else by XLA."""
+        """Returns a product of the backward pass, of a cotangent and an operand; by XLA if the kernel cannot serve it.
+
+        `plan` is that of the forward pass. This product has other sizes, so its configuration is chosen anew.
+        """
         lhs, rhs = pair.lhs, pair.rhs_list[0]
         if 0 in (*lhs.shape, *rhs.shape):
             return by_xla.times(lhs, rhs, layouts, dtype)

@@ -163,9 +163,10 @@ class _Body:
         return out_gmem if self.schedule.along == "k" else out_gmem.at[:, self.schedule.shard(self.me, tile.step)]
 
     def _wait_for_block(self, flags: SemaphoreRef, tile: Tile, k_step: Index) -> None:
-        """Waits until the rows of a k step have landed, if these are rows of a peer.
+        """Waits until a k step's part of the right operand has landed: its rows of the tile's columns.
 
-        It waits only at the first k step of each block, and at the first one of this CTA's piece of the tile.
+        It waits only for a peer's shard (`step > 0`): at the first k step of each block of rows, and at the first one
+        of this CTA's piece of the tile. If the tile's columns may lie in two blocks (`straddles`), it waits for both.
         """
         schedule = self.schedule
         step, row = schedule.rows_of_k_step(tile.step, k_step)

@@ -207,6 +207,7 @@ def products(inputs: Arrays, plan: RowsPlan, otherwise: Callable[[Arrays], Array
 
 
 def _products_body(refs: Refs) -> None:
+    """Runs both roles. A token's products, one for each slot, are the state of `_Ring.each_row`; 0 without a row."""
     plan = refs.plan
     ring = _Ring(refs)
     *_, loaded = refs.smem
@@ -222,6 +223,7 @@ def _products_body(refs: Refs) -> None:
             token = [refs.chunk_smem[index, part].astype(jnp.float32) for part in plan.parts]
             *others, last = (a * b for a, b in zip(token, rows, strict=True))
             if plan.twice:
+                # The last part begins with features that the part before has already: they must count once.
                 last = jnp.where(lax.broadcasted_iota(jnp.int32, last.shape, 0) < plan.twice, 0, last)
             # A sum over threads takes long, so parts of one size are added before.
             of_sizes: dict[int, jax.Array] = {}
@@ -260,7 +262,11 @@ def _ring_types(plan: RowsPlan) -> list[ScratchType]:
 
 
 class _Ring:
-    """A ring of buffers for the rows of a chunk's tokens, which both roles visit in one order: by token and slot."""
+    """A ring of buffers for the rows of a chunk's tokens, which both roles visit in one order: by token and slot.
+
+    Each role counts the rows that it has visited (`loads`), which says what buffer is next. A slot that has no row on
+    this device has the place `plan.rows`, one behind the last row: both roles pass over it.
+    """
 
     def __init__(self, refs: Refs):
         self.refs = refs
@@ -294,7 +300,11 @@ class _Ring:
         state: Tree,
         use: Callable[[Index, int, Tree, list[jax.Array]], Tree],
     ) -> tuple[Index, Tree]:
-        """Calls `use(index, slot, state, parts of the row in float32)` for each row of a token. Returns both states."""
+        """Calls `use` for each row of a token, in the compute warpgroup, in the order of the token's slots.
+
+        `use(index, slot, state, parts of the row in float32)` returns the state that the next call gets; the first one
+        gets `state`. Returns `loads`, with the rows of this token, and the last state.
+        """
         plan = self.refs.plan
         for slot, place in enumerate(self.refs.places(chunk, index)):
 

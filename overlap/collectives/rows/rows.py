@@ -184,12 +184,18 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # Equal kernels are traced once, and lowered once per program.
 def _launched(by: _Argument, plan: RowsPlan, must_fuse: bool, given: dict[str, jax.Array]) -> jax.Array:
+    """Runs the kernel of the derivative by one argument. Returns sums by tokens, rows by rows, and products by gates.
+
+    `given` are the kernel's inputs. It also has "filled", which rows are in use, if the others must be zero: the kernel
+    leaves them undefined.
+    """
     kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
     filled = given.get("filled")
     given = {name: x for name, x in given.items() if name != "filled"}
+    # If XLA's partitioner might have to split a kernel that has no peers, XLA computes the map.
     otherwise = None if must_fuse or plan.group is not None else functools.partial(_on_one_device, by, plan)
 
-    @sequential_vmap
+    @sequential_vmap  # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     def run(given: dict[str, jax.Array]) -> jax.Array:
         return kernel(given, plan, otherwise)[("sums", "rows", "products")[by]]
 
