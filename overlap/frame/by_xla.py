@@ -66,7 +66,8 @@ def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeL
     dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
 
     def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return lax.dot_general(lhs, guarded(rhs), dimensions, preferred_element_type=dtype)
+        rhs = guarded(rhs) if lhs.size else rhs
+        return lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
 
     axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
     return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)

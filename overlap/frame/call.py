@@ -28,7 +28,7 @@ from overlap.frame.normalize import normalize
 from overlap.frame.operands import Leaf, Operands, Results, accumulator
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import peer_group_of
-from overlap.frame.primitive import fused
+from overlap.frame.primitive import fused, require_same_devices
 from overlap.frame.signatures import Arguments
 from overlap.kernels import groups
 from overlap.kernels.config import Config
@@ -104,7 +104,9 @@ def run(spec: OperationSpec, given: Arguments) -> Any:
     check_choice(given)
     operation, call = prepare(spec, given)
     asked = dispatch.Asked(given.config, given.implementation)
-    if spec.groups and call.not_elementwise and given.implementation != "fused":
+    # The kernels' form of an activation is in float32.
+    by_xla_alone = call.not_elementwise or call.form.dtype.itemsize > 4
+    if spec.groups and call.by_xla is not None and by_xla_alone and given.implementation != "fused":
         return _activated_by_xla(operation, call, asked)
     return run_prepared(operation, call, asked)
 
@@ -118,17 +120,19 @@ def run_on_each_device(spec: OperationSpec, given: Arguments) -> Any:
 def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -> jax.Array:
     """Computes products of groups, and applies by XLA an activation that no kernel can compute.
 
-    XLA's own product takes long. So the kernel computes the values, in float32.
+    XLA's own product takes long. So the kernel computes the values, in float32 (or float64, by XLA).
     """
     sizes = groups.clipped(call.operands.group_sizes, call.form.m)
     call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, group_sizes=sizes))
     product = products.of(call.operands)
     wide = accumulator(call.form.dtype)
     names = tuple(name for name in call.given if name != "activation")
-    bare = dataclasses.replace(call, by_xla=None, container=None, given=names, combines=False, not_elementwise="")
+    bare = dataclasses.replace(
+        call, activation=None, by_xla=None, container=None, given=names, combines=False, not_elementwise=""
+    )
     values = []
     for index in range(len(call.operands.rhs_list)):
-        operands = call.operands.for_rhs(index)
+        operands = dataclasses.replace(call.operands.for_rhs(index), scalars=())
         one = dataclasses.replace(bare, operands=operands, form=Form.of(operands, call.form.layouts, wide))
         values.append(run_prepared(operation.apart, one, asked))
     applied = product.guarded(call.by_xla)
@@ -158,6 +162,8 @@ def run_prepared(
     choice = decide(operation, call, asked)
     record(dataclasses.replace(choice, plan=purpose))
     if choice.config is None and not operation.spec.groups:
+        if not arguments.is_in_jit():
+            require_same_devices(call.operands.named)
         return call.restore(operation.by_xla(call.operands, call.form, call.by_xla))
     if choice.config is not None and choice.target.platform == "cpu":
         emulation.enable()

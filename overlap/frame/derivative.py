@@ -217,7 +217,7 @@ def _through_epilogue(
         pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
         weighted = product.cleared(d_z) * sum(_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in pairs)
         if wants_column is not None:
-            d_column = product.sum_of_rows(weighted * row)
+            d_column = product.sum_of_rows(weighted * row, wide)
         if wanted.row_scale is not None and whole.row_scale is not None:
             d_row = _sum_to_rank((weighted * column).sum(axis=-1), whole.row_scale.ndim)
     return _Part(
@@ -226,7 +226,7 @@ def _through_epilogue(
         d_z * row * column if whole.is_scaled else d_part,
         d_row,
         d_column,
-        None if wants_bias is None else product.sum_of_rows(d_sum),
+        None if wants_bias is None else product.sum_of_rows(d_out, wide),
         None if wants_addend is None else _sum_to_rank(d_sum, addend.ndim),
     )
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
+from jax.typing import DTypeLike
 
 from overlap.frame.activation import BoundActivation
 from overlap.frame.linear import Wanted, linear_map
@@ -44,9 +45,9 @@ class Dense:
         """A vector of columns, to be multiplied by a product z, or added to it."""
         return to_rank(vector, z.ndim)
 
-    def sum_of_rows(self, x: jax.Array) -> jax.Array:
-        """The cotangent of a vector of columns, given that of `of_columns`."""
-        return x.sum(axis=tuple(range(x.ndim - 1)))
+    def sum_of_rows(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """The cotangent of a vector of columns, given that of `of_columns`; added in `dtype`."""
+        return x.astype(dtype).sum(axis=tuple(range(x.ndim - 1)))
 
     def cleared(self, x: jax.Array) -> jax.Array:
         """Values without those of rows that do not count."""
@@ -86,14 +87,15 @@ class Groups:
         def transpose(
             residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
         ) -> list[jax.Array]:
-            return [_sums(residuals[0], ad.instantiate_zeros(cotangents[0]), vector.shape[0])]
+            rows = ad.instantiate_zeros(cotangents[0])
+            return [_sums(residuals[0], rows, vector.shape[0], rows.dtype)]
 
         (out,) = linear_map(forward, transpose, [group], [vector])
         return out
 
-    def sum_of_rows(self, x: jax.Array) -> jax.Array:
-        """The sum of the rows of each group, [groups, n]. It always adds in the same order."""
-        return _sums(self._group_of_rows(x.shape[0]), self.cleared(x), self.sizes.shape[0])
+    def sum_of_rows(self, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """The sum of the rows of each group, [groups, n], in `dtype`. It always adds in the same order."""
+        return _sums(self._group_of_rows(x.shape[0]), self.cleared(x), self.sizes.shape[0], dtype)
 
     def cleared(self, x: jax.Array) -> jax.Array:
         """Sets the rows behind all groups to zero."""
@@ -123,13 +125,16 @@ class Groups:
         return jnp.minimum((jnp.arange(m)[:, None] >= ends[None, :]).sum(1, dtype=jnp.int32), self.sizes.shape[0] - 1)
 
 
-def _sums(group: jax.Array, rows: jax.Array, count: int) -> jax.Array:
-    """The sums of the rows of each of `count` groups, by one product, which always adds in the same order."""
+def _sums(group: jax.Array, rows: jax.Array, count: int, dtype: DTypeLike) -> jax.Array:
+    """The sums of the rows of each of `count` groups, by one product, which always adds in the same order.
+
+    The rows are read in their own dtype, and added in `dtype`.
+    """
     is_of = (group[None, :] == jnp.arange(count)[:, None]).astype(rows.dtype)
     # What is no number in one group must not reach the others, as zero times it would.
     is_number = jnp.isfinite(rows)
     total, others = (
-        lax.dot(is_of, part, precision=lax.Precision.HIGHEST)
+        lax.dot(is_of, part, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
         for part in (jnp.where(is_number, rows, 0), jnp.where(is_number, 0, 1).astype(rows.dtype))
     )
     return jnp.where(others > 0, jnp.nan, total)

@@ -42,7 +42,8 @@ def grouped_matmul(
         results are zero. If the sizes add up to more than m, the last groups have fewer rows. A negative size counts
         as 0.
       bias: [groups, n], added to each row of the group.
-      activation: as in `matmul`, but a function that no kernel can compute is applied by XLA to the products.
+      activation: as in `matmul`, but a function that no kernel can compute is applied by XLA to the products (with
+        `implementation="fused"` it is refused).
       lhs_scale: a factor of the product, in float32: a scalar, or [m, 1], one value per row.
       rhs_scale: a factor of the product, in float32: a scalar, or [groups, n], one value per column of each group.
       preferred_element_type: float16, bfloat16 or float32; the operands' dtype by default, bfloat16 for float8.

@@ -309,7 +309,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: gather(X, W, IDS, None), "`routing` must be what `overlap.route` returns, got ndarray"),  # pyright: ignore[reportArgumentType]
     (lambda r: gather(IDS, W, r, None), "`lhs` must be floating-point, got int32"),
     (lambda r: gather(X[None], W, r, None), r"`lhs` must have 2 dimensions, got 3 \(shape \(1, 4, 6\)\): reshape"),
-    (lambda r: gather(X[:3], W, r, None), r"`lhs` .* a row for each of this device's 4 tokens.*1 devices.*\(3, 6\)"),
+    (lambda r: gather(X[:3], W, r, None), r"`lhs` .* a row for each of this device's 4 tokens.*devices: 1.*\(3, 6\)"),
     (lambda r: gather(X, W[:2], r, None), r"`rhs` must have a matrix for each of the 3 groups, got 2 .*\(2, 6, 5\)"),
     (lambda r: gather(X, [W, W2], r, None, activation=gated),
      r"the arrays of `rhs` must have one shape, got \(3, 6, 5\) and \(3, 5, 6\)"),

@@ -164,7 +164,8 @@ def test_gradients_of_vectors_of_groups_are_summed_in_all_bits(operand):
     given = drawn(8)
 
     def loss(vector):
-        call = functools.partial(overlap.grouped_matmul, given["lhs"], given["rhs"], given["sizes"])
+        call = functools.partial(overlap.grouped_matmul, given["lhs"], given["rhs"], given["sizes"],
+                                 preferred_element_type=F32)  # fmt: skip
         return call(**{"bias" if operand == "bias" else "rhs_scale": vector}, implementation="xla").sum()
 
     program = jax.make_jaxpr(jax.grad(loss))(jnp.ones((GROUPS, N)))
@@ -334,6 +335,28 @@ def test_a_function_that_no_kernel_computes():
     np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=4e-3)
     with pytest.raises(NotImplementedError, match="cannot take this `activation`"):
         overlap.grouped_matmul(given["lhs"], given["rhs"], given["sizes"], activation=softmax, implementation="fused")
+
+
+@pytest.mark.one_jax
+def test_scalars_of_float64_activations():
+    """By XLA they may have any dtype, as in `matmul`, and have gradients."""
+    with jax.enable_x64(True):
+        given = (
+            np.random.default_rng(9).standard_normal((M, K)),
+            np.random.default_rng(10).standard_normal((GROUPS, K, N)),
+        )
+
+        def f(scalar, lhs, rhs):
+            sizes = jnp.asarray(SIZES)
+            return overlap.grouped_matmul(lhs, rhs, sizes, bias=jnp.ones((GROUPS, N)), activation=lambda y: y * scalar)
+
+        exact = np.zeros((M, N))
+        for end, size, matrix in zip(np.cumsum(SIZES), SIZES, given[1], strict=True):
+            exact[end - size : end] = given[0][end - size : end] @ matrix + 1
+        for scalar in (np.float32(0.5), np.int32(2), np.float64(0.3)):
+            np.testing.assert_allclose(f(jnp.asarray(scalar), *given), exact * scalar, rtol=1e-12, atol=1e-12)
+        gradient = jax.grad(lambda scalar: f(scalar, *given).sum())(jnp.float32(0.5))
+        np.testing.assert_allclose(gradient, exact.sum(), rtol=1e-6)
 
 
 @pytest.mark.one_jax

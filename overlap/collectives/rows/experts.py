@@ -33,7 +33,7 @@ from overlap.frame.peers import require_peers, untried
 from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Given, Leaf
 from overlap.kernels.config import FLOAT8, Config
-from overlap.kernels.operations import GATHER_TOKENS, GROUPED, SCATTER_TOKENS
+from overlap.kernels.operations import GATHER_TOKENS, GROUPED, SCATTER_TOKENS, OperationSpec
 
 
 def all_gather_lhs_grouped_matmul(
@@ -99,7 +99,7 @@ def all_gather_lhs_grouped_matmul(
         config=config,
         implementation=implementation,
     )
-    given, tokens = _checked(routing, given)
+    given, tokens = _checked(GATHER_TOKENS, routing, given)
     why_not = _why_not_fused(op, routing, given)
     if tokens.dtype in FLOAT8:
         raise ValueError(
@@ -177,7 +177,7 @@ def grouped_matmul_reduce_scatter(
         config=config,
         implementation=implementation,
     )
-    given, products = _checked(routing, given)
+    given, products = _checked(SCATTER_TOKENS, routing, given)
     arguments.require_values(gates=gates)
     factors = arguments.array("gates", gates)
     why_not = _why_not_fused(op, routing, given, gates=factors)
@@ -203,7 +203,7 @@ def grouped_matmul_reduce_scatter(
     return in_device_memory(run, (products, factors, given.rhs, bias))
 
 
-def _checked(routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
+def _checked(spec: OperationSpec, routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
     """Checks what both operations have. Returns the arguments of their grouped product, and its left operand.
 
     Raises:
@@ -215,7 +215,7 @@ def _checked(routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
     arguments.require_values(**given.arrays)
     call.check_choice(given)
     # Only the types are checked: nothing is computed.
-    jax.eval_shape(lambda: call.prepare(GROUPED, given)[1].operands)
+    jax.eval_shape(lambda: call.prepare(spec, given)[1].operands)
     lhs = arguments.array("lhs", given.lhs)
     rhs = jax.tree.map(jnp.asarray, given.rhs)
     return dataclasses.replace(given, lhs=lhs, rhs=rhs), lhs
@@ -287,7 +287,7 @@ def _require_tokens(
     tokens = routing.positions.shape[0]
     if value.ndim != 2 or value.shape[0] * devices != tokens:
         raise ValueError(
-            f"`{name}` must have a row for each of this device's {tokens // devices} tokens, as `routing` says (on "
-            f"{devices} devices), got shape {value.shape}: pass the tokens that `route` got the experts of"
+            f"`{name}` must be a matrix with a row for each of this device's {tokens // devices} tokens, as `routing` "
+            f"says (devices: {devices}), got shape {value.shape}: pass what belongs to the tokens that `route` got"
         )
     return axis_name
