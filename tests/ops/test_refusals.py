@@ -335,7 +335,8 @@ def test_operands_on_different_devices_are_refused():
     with overlap.emulation.emulate(cores=2):
         refusal = r"`rhs` must be on the same devices as `lhs` \(.*1\), got \(.*0\): move"
         mapped, loss = jax.vmap(product), lambda lhs, rhs: product(lhs, rhs).sum()
-        for call in (product, lambda lhs, rhs: mapped(lhs[None], rhs[None]), jax.grad(loss)):
+        by_xla = functools.partial(overlap.matmul, implementation="xla")
+        for call in (product, by_xla, lambda lhs, rhs: mapped(lhs[None], rhs[None]), jax.grad(loss)):
             with pytest.raises(ValueError, match=refusal):
                 call(lhs, rhs)
         assert product(lhs, free).devices() == {jax.devices()[1]}
