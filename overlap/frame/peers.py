@@ -34,7 +34,7 @@ def peer_group_of(op: str, axis_name: AxisName, *, more: str = "") -> PeerGroup:
 
 
 def require_peers(group: PeerGroup, target: Target) -> None:
-    """Raises NotImplementedError if the devices cannot address each other's memory, or none of it can be mapped."""
+    """Raises NotImplementedError if kernels of these devices cannot read and write the memory of their peers."""
     if group.size == 1 or target.platform != "gpu":
         return
     windows.require_shared_memory()

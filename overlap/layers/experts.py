@@ -228,10 +228,10 @@ class ExpertMLP(Parallel):
     def _routes(
         self, x: jax.Array, mask: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """The gates and the chosen experts, [..., rows, experts_per_token], both losses, and the number of routes.
+        """Returns gates and chosen experts, [..., rows, experts_per_token]; load_balance_loss, z_loss; how many routes.
 
-        Gates are read by comparison instead of by index, so that their gradient has no scatter. A token that `mask`
-        leaves out chooses expert -1, which does not exist.
+        `RouterReport` defines the two losses. Gates are read by comparison instead of by index, so that their gradient
+        has no scatter. A token that `mask` leaves out chooses expert -1, which does not exist.
         """
         logits = self.router(x)
         probabilities = jax.nn.softmax(logits)

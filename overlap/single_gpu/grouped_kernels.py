@@ -96,12 +96,16 @@ class GroupsKernel(Kernel):
         limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
 
     def plan(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> LaunchPlan:
-        """Returns the plan of a product of a derivative: by the kernel, if that of `like` ran and it can serve it."""
+        """Returns the plan of a product in the derivative of the product whose plan is `like`.
+
+        The kernel runs if it ran for `like`, and takes these operands; else XLA.
+        """
         form = Form.of(operands, layouts, dtype)
-        return LaunchPlan(self.operation, form, like.target, self._config(form, operands.rhs_list[0].dtype, like), None,
-                          like.must_fuse)  # fmt: skip
+        config = self._config(form, operands.rhs_list[0].dtype, like)
+        return LaunchPlan(self.operation, form, like.target, config, activation=None, must_fuse=like.must_fuse)
 
     def _config(self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan) -> Config | None:
+        """Returns the kernel's configuration for a product in the derivative of that of `like`; None: XLA runs."""
         if like.chosen is None or 0 in (form.m, form.k, *form.widths):
             return None
 

@@ -56,7 +56,8 @@ class MatmulKernel(Kernel):
     def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         """Returns a product of the backward pass, of a cotangent and an operand; by XLA if the kernel cannot serve it.
 
-        `plan` is that of the forward pass. This product has other sizes, so its configuration is chosen anew.
+        `plan` is that of the forward pass. The product is a `matmul` of its own, without an epilogue and with a
+        configuration of its own. For `explain` it is a part of the forward pass's operation.
         """
         lhs, rhs = pair.lhs, pair.rhs_list[0]
         if 0 in (*lhs.shape, *rhs.shape):
@@ -69,9 +70,9 @@ class MatmulKernel(Kernel):
             problem.check(config, plan.target)
         except NotImplementedError:
             return by_xla.times(lhs, rhs, layouts, dtype)
-        why = "the kernel of the forward pass serves this product"
+        reason = "the kernel of the forward pass serves this product"
         shapes = f"{problem.shape} {problem.dtype}"
-        chosen = Explanation(self.operation.name, "fused", config, why, Cause.PREDICTED, plan.target, source)
+        chosen = Explanation(self.operation.name, "fused", config, reason, Cause.PREDICTED, plan.target, source)
         record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
         (out,), _ = primitive.fused(pair, LaunchPlan(alone, form, plan.target, config))
         return out
