@@ -331,4 +331,7 @@ def of_operation(op: str) -> str:
     """Returns the name of the function above for an operation of the library."""
     if op in ("matmul", "all_gather_lhs_matmul"):
         return op
-    return "all_gather_rhs_matmul" if op.startswith("all_gather") else "summed"
+    if op.startswith("all_gather_rhs_matmul"):
+        return "all_gather_rhs_matmul"
+    assert op.startswith(("matmul_reduce_scatter", "matmul_all_reduce")), f"no program assembles {op} yet"
+    return "summed"
