@@ -44,7 +44,6 @@ from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
 
 NAME = GROUPED.function
-_LEAST = Config(tile_n=128, stages=2)
 
 
 class GroupsKernel(Kernel):
@@ -114,11 +113,14 @@ class GroupsKernel(Kernel):
 
         problem = self.problem(form)
         target = like.target
-        # Only products of rows can be tuned, by their public function.
-        found = choose_config(problem, target) if self.operation.spec.groups == "m" else (_LEAST, "heuristic")
-        if self.operation.spec.groups == "k" and (config := space.heuristic(problem, target)) is not None:
-            found = config, "heuristic"
-        config, _ = dispatch.first_that_fits(*found, problem, target, check)
+        if self.operation.spec.groups == "m":
+            first, source = choose_config(problem, target)
+        else:
+            # No table has an entry for a contraction of rows: only the public function, a product of rows, is tuned.
+            first, source = space.heuristic(problem, target), "heuristic"
+        if first is None:
+            return None
+        config, _ = dispatch.first_that_fits(first, source, problem, target, check)
         try:
             check(config, target)
         except (ValueError, NotImplementedError):
@@ -230,7 +232,8 @@ class RowsOfGroups(GroupsKernel):
 
     def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         rows = (g, pair.lhs) if plan.layouts.transpose_rhs else (pair.lhs, g)
-        return _contracted(*rows, pair, dtype, plan)
+        of_rhs = Operands(rows[0], (rows[1],), group_sizes=pair.group_sizes)
+        return Contraction(Operation(CONTRACTION)).backward(of_rhs, OperandLayouts(transpose_lhs=True), dtype, plan)
 
     def times(self, pair: Operands, layouts: OperandLayouts, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         return self.apart.computed(pair, layouts, dtype, plan)
@@ -263,11 +266,6 @@ class Contraction(GroupsKernel):
     def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         of_rhs = Operands(pair.lhs, (g,), group_sizes=pair.group_sizes)
         return RowsOfGroups(Operation(GROUPED)).backward(of_rhs, OperandLayouts(), dtype, plan)
-
-
-def _contracted(lhs: jax.Array, rhs: jax.Array, like: Operands, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
-    pair = Operands(lhs, (rhs,), group_sizes=like.group_sizes)
-    return Contraction(Operation(CONTRACTION)).backward(pair, OperandLayouts(transpose_lhs=True), dtype, plan)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
