@@ -64,6 +64,42 @@ class Activation:
         wide = [jnp.broadcast_to(_wide(x), values[0].shape) for x in scalars]
         return elementwise_map(self.entry_jaxpr, *wide, *values)
 
+    def with_values(self, dtype: DTypeLike) -> Program:
+        """The program that also returns its arguments: first these, then the result for them, rounded to `dtype`.
+
+        As `of_cotangent`, for an activation that captures no scalars.
+        """
+
+        def values_and_result(*values: jax.Array) -> tuple[jax.Array, ...]:
+            return *values, self._of_entry(*(x.astype(dtype).astype(jnp.float32) for x in values))
+
+        return self._program(values_and_result, self.program.arrays, self.program.arrays + 1)
+
+    def of_cotangent(self) -> Program:
+        """The program of a derivative: (d, *values, weight) to the cotangents of the values, and two further results.
+
+        With the result h of the activation for these values, the cotangent of h is weight · d. The further results are
+        weight · h, and d · h, whose sum is the cotangent of the weight.
+
+        Raises:
+          NotElementwise: kernels cannot compute the derivative.
+        """
+
+        def derivative(d: jax.Array, *values_and_weight: jax.Array) -> tuple[jax.Array, ...]:
+            *values, weight = values_and_weight
+            result, pull = jax.vjp(self._of_entry, *values)
+            return *pull(weight * d), weight * result, d * result
+
+        return self._program(derivative, self.program.arrays + 2, self.program.arrays + 2)
+
+    def _of_entry(self, *values: jax.Array) -> jax.Array:
+        assert self.entry_jaxpr is not None and not self.program.scalars
+        return jaxpr_as_fun(self.entry_jaxpr)(*values)[0]
+
+    def _program(self, function: Callable[..., tuple[jax.Array, ...]], arrays: int, results: int) -> Program:
+        with typeless():
+            return program_of(_trace(function, [()] * arrays, jnp.float32), (), results)
+
 
 def takes_all(function: object, rhs: object) -> bool:
     """Whether an activation makes one result of those of all right operands, as its number of parameters says.
@@ -194,7 +230,7 @@ def _of_entry(single: ClosedJaxpr) -> Callable[..., jax.Array]:
     return of_entry
 
 
-def _trace(function: Callable[..., jax.Array], shapes: list[tuple[int, ...]], dtype: DTypeLike) -> ClosedJaxpr:
+def _trace(function: Callable[..., object], shapes: list[tuple[int, ...]], dtype: DTypeLike) -> ClosedJaxpr:
     try:
         # Wrap it in a new lambda: JAX caches traces by function object, and its closure may have changed since.
         return jax.make_jaxpr(lambda *values: function(*values))(*(jax.ShapeDtypeStruct(x, dtype) for x in shapes))

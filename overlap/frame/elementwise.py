@@ -11,6 +11,7 @@ shape. Programs are compared by what they compute, so a program can be part of t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple, cast
 
@@ -85,16 +86,21 @@ class Program:
       arrays: how many arrays it takes.
       scalars: names of the scalars' dtypes.
       ops: the operations, in order.
-      output: index of the value that is the result; it is varying.
+      outputs: indices of the values that are the results; they are varying.
     """
 
     arrays: int
     scalars: tuple[str, ...]
     ops: tuple[ElementwiseOp, ...]
-    output: int
+    outputs: tuple[int, ...]
 
     def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array:
-        """Applies the program to arrays of any shape, inside a kernel or outside."""
+        """Applies a program with one result to arrays of any shape, inside a kernel or outside."""
+        (result,) = self.all_results(values, scalars)
+        return result
+
+    def all_results(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array] = ()) -> list[jax.Array]:
+        """As a call, for a program with any number of results."""
         known = [*values, *scalars]
         axes = axes_of(*values)  # In `jax.shard_map` the types of constants must name the same axes.
         for op in self.ops:
@@ -105,29 +111,30 @@ class Program:
                 known.append(lax.broadcast_in_dim(operands[0], values[0].shape, ()))
             else:
                 known.append(op.primitive.bind(*operands, **dict(op.params)))
-        return known[self.output]
+        return [known[index] for index in self.outputs]
 
 
-def program_of(closed: Jaxpr, shape: tuple[int, ...]) -> Program:
+def program_of(closed: Jaxpr, shape: tuple[int, ...], results: int = 1) -> Program:
     """Makes the program of a function that was traced on f32 arrays of `shape`. Its constants become the scalars.
+
+    `results`: how many results the function must have, each of that shape.
 
     Raises:
       NotElementwise: the function is not one that is allowed.
     """
     if closed.effects:
         raise NotElementwise(f"it has an effect, {next(iter(closed.effects))}")
-    if (shapes := [_type(var).shape for var in closed.outvars]) != [shape]:
+    if (shapes := [_type(var).shape for var in closed.outvars]) != [shape] * results:
         raise NotElementwise(f"from shape {shape} it makes {shapes}")
     arrays = len(closed.in_avals)
     scalars = tuple(_scalar_dtype(np.shape(x), x.dtype) for x in closed.consts)
     walk = _Walk(shape, arrays + len(scalars))
     consts = [_Value(arrays + index, False, dtype) for index, dtype in enumerate(scalars)]
-    (out,) = walk.run(closed, [_Value(index, True, "float32") for index in range(arrays)], consts)
-    source = walk.varying(out).source
+    outs = walk.run(closed, [_Value(index, True, "float32") for index in range(arrays)], consts)
+    sources = [walk.varying(out).source for out in outs]
     if len(walk.ops) > _MAX_OPS:
         raise NotElementwise(f"it has {len(walk.ops)} operations, and {_MAX_OPS} is the most")
-    assert isinstance(source, int)
-    return Program(arrays, scalars, tuple(walk.ops), source)
+    return Program(arrays, scalars, tuple(walk.ops), tuple(x for x in sources if isinstance(x, int)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +188,10 @@ class _Walk:
         if name in _CALLS:
             return self.run(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], operands)
         varies = any(x.is_varying for x in operands)
-        if name in _SAME or (name in _SHAPES and not varies):
+        if name in _SAME or (name in _SHAPES and (not varies or math.prod(self.shape) == 1)):
             return operands[:1]
+        if name == "add_any":  # Sums of cotangents.
+            return [self._add(lax.add_p, {}, operands, varies, operands[0].dtype)]
         if name not in _IN_KERNEL and name not in FORMULAS:
             raise NotElementwise(f"it uses `{name}`, which kernels lack")
         # `y`: the exponent of `integer_pow`. Kernels select between two values, by a boolean.

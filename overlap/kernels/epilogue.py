@@ -9,15 +9,18 @@ Threads read these vectors without bounds checks. So each vector is padded to wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Epilogue, Values
+from overlap.kernels.hooks import Epilogue, ThroughEpilogue, Values
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
 
@@ -43,6 +46,10 @@ class Program(Protocol):
         ...
 
     def __call__(self, values: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> jax.Array: ...
+
+    def all_results(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Applies a function without scalars that has any number of results."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +138,90 @@ def epilogue(
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
     return apply
+
+
+@dataclasses.dataclass(frozen=True)
+class Through:
+    """An epilogue with several results, some of which may be summed over the columns instead of being stored.
+
+    The program is called with the values of all right operands, then the addends, then, if there is one, the vector of
+    rows. It has `stored` results that are stored, and one more if there are sums.
+
+    Attributes:
+      program: the function.
+      stored: how many of its results are stored.
+      sums: whether the rows of its last result are summed. Each block of columns has a sum of its own, in f32, and
+        always adds in the same order.
+    """
+
+    program: Program
+    stored: int
+    sums: bool = False
+
+    def epilogue(
+        self,
+        mainloop: Mainloop,
+        dtype: jnp.dtype,
+        row_vector_gmem: GmemRef = None,
+        sums_at: Callable[[pl.Slice, pl.Slice], GmemRef] | None = None,
+    ) -> ThroughEpilogue:
+        """Returns the epilogue of one tile (`hooks.Through`).
+
+        Args:
+          mainloop: the mainloop that computes the values.
+          dtype: of the results that are stored.
+          row_vector_gmem: the vector of rows in f32, padded to whole tiles; None: there is none.
+          sums_at: a function from slices of rows and columns to where the sums of these columns are stored, in f32.
+        """
+
+        def apply(
+            values: Callable[[int, int], tuple[jax.Array, ...]],
+            rows: pl.Slice,
+            columns: pl.Slice,
+            addends: Callable[[], Sequence[jax.Array]],
+        ) -> Iterator[dict[int, jax.Array]]:
+            count = len(addends())
+            # First those that overwrite no addend, and the sums. All results at once would spill registers.
+            first = range(count, self.stored) if count < self.stored else range(self.stored)
+            for results in filter(len, (first, range(first.start))):
+                found, total = some(values, rows, addends(), results)
+                if sums_at is not None and results is first:
+                    store_in_registers_order(total.sum(axis=1), sums_at(rows, columns))
+                yield dict(zip(results, found, strict=True))
+
+        def some(
+            values: Callable[[int, int], tuple[jax.Array, ...]],
+            rows: pl.Slice,
+            addends: Sequence[jax.Array],
+            results: Sequence[int],
+        ) -> tuple[list[jax.Array], jax.Array]:
+            """Returns the results with these indices, and the last result of the program, added over its parts."""
+            # Fewer columns at a time than for one result, since addends and results lie in registers as well.
+            width = mainloop.long_activation_columns // 2
+            parts: list[list[jax.Array]] = []
+            last: list[jax.Array] = []
+            for first in range(0, EPILOGUE_COLUMNS, width):
+                beside = [lax.slice(x, (0, first), (x.shape[0], first + width)) for x in addends]
+                given = [x.astype(jnp.float32) for x in (*values(first, width), *beside)]
+                if row_vector_gmem is not None:
+                    given.append(mainloop.broadcast_vector(row_vector_gmem, rows, given[0].shape, 0))
+                found = self.program.all_results(given)
+                parts.append([found[index].astype(dtype) for index in results])
+                last.append(found[-1])
+            return [lax.concatenate(list(x), 1) for x in zip(*parts, strict=True)], functools.reduce(jnp.add, last)
+
+        return apply
+
+
+def store_in_registers_order(values: jax.Array, block_gmem: GmemRef) -> None:
+    """Stores values to global memory as they lie in registers, without rearranging them for whole cache lines."""
+    # From 0.12 on, jax refuses an optimized store unless it fills whole cache lines. A block of transposed sums may
+    # have any multiple of 8 rows, so it may end within a line. The instructions are the same. jax 0.11 optimizes no
+    # store to global memory, and has no `plgpu.store`.
+    if (store := getattr(plgpu, "store", None)) is not None:
+        store(block_gmem, values, optimized=False)
+    else:
+        block_gmem[...] = values
 
 
 def _is_zero(value: Index) -> bool:

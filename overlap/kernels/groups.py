@@ -73,6 +73,20 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tu
     return jnp.stack([group, first, count, column], axis=1), jnp.stack([last[-1], ends[-1]])
 
 
+def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
+    """Returns where values of rows lie if each group has whole tile rows of its own, one group after the other.
+
+    That is: for each group how much further down its rows lie than in the left operand, and for each row its place.
+    The place of a row behind all groups is any of them.
+    """
+    starts, ends = bounds(sizes, m)
+    of_group = (ends - starts + tile_m - 1) // tile_m * tile_m
+    shifts = _sums_until(of_group) - of_group - starts
+    row = jnp.arange(m, dtype=jnp.int32)[:, None]
+    is_group = jnp.logical_and(row >= starts[None, :], row < ends[None, :])
+    return shifts, jnp.where(is_group, row + shifts[None, :], 0).sum(axis=1, dtype=jnp.int32)
+
+
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """Returns first row and end of each group. Groups that would reach beyond row m end there."""
     ends = jnp.minimum(_sums_until(sizes), m)

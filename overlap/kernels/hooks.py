@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,11 @@ LEAST_BLOCK_ROWS = 64
 type Values = jax.Array | tuple[jax.Array, ...]
 # epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
 type Epilogue = Callable[[Values, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
+# through(values, rows, columns, addends): see `Through`.
+type ThroughEpilogue = Callable[
+    [Callable[[int, int], tuple[jax.Array, ...]], pl.Slice, pl.Slice, Callable[[], Sequence[jax.Array]]],
+    Iterator[Mapping[int, jax.Array]],
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +209,27 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
+class Through:
+    """An epilogue with several addends or results, all [rows, n] and of the output's dtype (`OperandTypes.boxes`).
+
+    It takes neither swapped operands nor an `Exchange`, nor tiles that several CTAs share.
+
+    Attributes:
+      addends: what the epilogue reads.
+      results: what it stores.
+      epilogue_at: a function from a tile to its epilogue. The epilogue is called for a block of rows and columns as
+        `epilogue(values, rows, columns, addends)`: `values(first, size)` returns the f32 values of some of its columns,
+        a tuple with those of each side. `addends()` loads the addends of the block. It yields results by their index,
+        some at a time, since all of them together need many registers. A result overwrites the addend of its index, so
+        the addends are loaded again for what is yielded next.
+    """
+
+    addends: Sequence[GmemRef]
+    results: Sequence[GmemRef]
+    epilogue_at: Callable[[Tile], ThroughEpilogue]
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockScales:
     """Where the block scales of a tile lie: [tiles, k steps, words] as `block_scales.packed` returns them.
 
@@ -246,6 +272,7 @@ class Hooks:
         addend)` with f32 values of the product, at most `BLOCK_ROWS` rows of them; the (traced) slices of the output
         that the values are for; and the addend's values there, or None. It returns what is stored. The sum of the terms
         of an `Exchange` is part of the addend. With `Config.swap_operands` all values are transposed: [columns, rows].
+      through: in place of `epilogue_at` and `out_at`, an epilogue with several addends or results.
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
@@ -264,6 +291,7 @@ class Hooks:
     piece_done: Callable[[Tile, Index], None] | None = None
     addend_at: Callable[[Tile], GmemRef] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
+    through: Through | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None
     last_k_at: Callable[[Tile], Index] | None = None

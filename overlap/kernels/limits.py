@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TMA_ROW_BYTES = 16
 BARRIER_BYTES = 8
 F32_BYTES = 4
+# The most warpgroups that have an epilogue buffer.
+EPILOGUE_WARPGROUPS = 2
 TMA_BOX_LIMIT = 256
 SWIZZLE_ROWS = 8
 TILE_N_UNIT = 64
@@ -227,6 +229,12 @@ def check_fits(needed: int, types: OperandTypes, config: Config, target: Target)
 def epilogue_bytes(rows: int, out_dtype: jnp.dtype) -> int:
     """Returns the bytes of shared memory of the epilogue buffers of all warpgroups, which have `rows` rows together."""
     return rows * EPILOGUE_COLUMNS * out_dtype.itemsize
+
+
+def more_boxes_bytes(rows: int, types: OperandTypes) -> int:
+    """Returns how much larger the epilogue buffers are with several addends or results, with their barriers."""
+    more = types.boxes - 1
+    return more * (epilogue_bytes(rows, jnp.dtype(types.out_dtype)) + EPILOGUE_WARPGROUPS * BARRIER_BYTES)
 
 
 def _names(dtypes: tuple[jnp.dtype, ...]) -> str:

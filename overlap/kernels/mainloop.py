@@ -43,6 +43,8 @@ class OperandTypes:
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
       sides: how many right operands a tile has columns of (`SideBySide`).
+      boxes: how many results the epilogue makes of each value, or how many addends it takes, whichever are more. An
+        epilogue buffer has a box for each.
       grouped: the dimension that groups of any sizes divide: "m" if tiles may end before their last row
         (`Tile.rows`), "k" if the last k step may (`Hooks.last_k_at`); empty if there are no groups.
     """
@@ -56,6 +58,7 @@ class OperandTypes:
     addend: bool = False
     block_scaled: bool = False
     sides: int = 1
+    boxes: int = 1
     grouped: Dimension = ""
 
     @property

@@ -70,8 +70,13 @@ class GroupsKernel(Kernel):
             sides=sides,
         )
 
-    def check_form(self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target) -> None:
-        """Raises, as `limits.check` does, if the kernel cannot compute a product of this form."""
+    def check_form(
+        self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False
+    ) -> None:
+        """Raises, as `limits.check` does, if the kernel cannot compute a product of this form.
+
+        `boxes` and `addend` are those of `OperandTypes`.
+        """
         limits.check_groups(config)
         by_rows = self.operation.spec.groups == "m"
         sides = len(form.widths) if self.operation.combines else 1
@@ -88,7 +93,8 @@ class GroupsKernel(Kernel):
                 'so and pass transpose_rhs=True, or use implementation="xla"'
             )
         dtypes = form.dtype, rhs_dtype, form.out_dtype
-        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=self.operation.spec.groups)
+        grouped = self.operation.spec.groups
+        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=grouped, boxes=boxes, addend=addend)
         names = ("m", "n", "k") if by_rows else ("k", "n", "m")
         sizes = dict(zip("mnk", zip(names, (form.m, form.widths[0], form.k), strict=True), strict=True))
         zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
@@ -191,7 +197,8 @@ class RowsOfGroups(GroupsKernel):
     def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
         if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
             return jnp.zeros((plan.form.m, plan.form.widths[0]), plan.out_dtype)
-        return grouped_product.rows(operands, plan, clears=self.operation.clears[0])
+        (out,) = grouped_product.rows(operands, plan, clears=self.operation.clears[0])
+        return out
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
         dtype = plan.out_dtype if self.operation.combines else accumulator(plan.form.dtype)

@@ -23,12 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.frame.operands import F32, Operands
 from overlap.frame.operation import LaunchPlan
-from overlap.kernels import epilogue, groups
+from overlap.kernels import epilogue, groups, hooks
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
-from overlap.kernels.limits import ZERO_ROWS
+from overlap.kernels.limits import EPILOGUE_COLUMNS, ZERO_ROWS
 from overlap.kernels.product_kernel import ProductKernel, Refs
 from overlap.kernels.stream_k import StreamK
 from overlap.kernels.tile_order import TileOrder
@@ -49,6 +49,30 @@ class _Rows:
     counts: GmemRef
     zeros: GmemRef
     vectors: epilogue.Vectors
+    through: Through | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Through:
+    """An epilogue with several results, and what it reads.
+
+    Attributes:
+      how: the function, and which of its results are stored or summed.
+      addends: [m, n] each, of the results' dtype.
+      row_vector: f32 [m]; None: there is none.
+      first_of_sums: in a kernel that sums, where the sums of each group begin, relative to the group's rows.
+    """
+
+    how: epilogue.Through = dataclasses.field(metadata={"static": True})
+    addends: tuple[GmemRef, ...] = ()
+    row_vector: GmemRef = None
+    first_of_sums: GmemRef = None
+
+    @property
+    def boxes(self) -> int:
+        """As in `OperandTypes`."""
+        return max(self.how.stored, len(self.addends))
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
@@ -71,7 +95,9 @@ def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
 
 
 @in_32_bits
-def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
+def rows(
+    operands: Operands, plan: LaunchPlan, *, clears: bool = False, through: Through | None = None
+) -> tuple[jax.Array, ...]:
     """Multiplies the rows of each group by the group's matrix.
 
     Args:
@@ -79,9 +105,10 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
         pairs with any k, whose products are added.
       plan: the static data.
       clears: whether the rows behind all groups must be zeros; if not, they are undefined.
+      through: an epilogue with several results, instead of the plan's. Its rows behind all groups are undefined.
 
     Returns:
-      [m, n].
+      [m, n]; with `through` all results that it stores, and then the sums, f32 [m], if there are any.
     """
     config = plan.config
     form = plan.form
@@ -89,6 +116,8 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
     lefts, rhs_list = operands.lefts, (*operands.rhs_list, *operands.more_rights)
     types = dataclasses.replace(plan.types(operands, form.m), grouped="m")
     m, n = form.m, form.widths[0]
+    if through is not None:
+        types = dataclasses.replace(types, boxes=through.boxes, addend=bool(through.addends))
     dtype = form.dtype
     out_dtype = form.out_dtype
     columns = ceil_div(types.sides * n, config.tile_n)
@@ -99,14 +128,30 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
-    inputs = _Rows(lefts, rhs_list, table, counts, jnp.zeros(zeros, out_dtype), _vectors(operands, plan))
+    place_of_sums = None
+    if through is not None:
+        row_vector = None if through.row_vector is None else jnp.pad(through.row_vector, (0, config.tile_m))
+        through = dataclasses.replace(through, row_vector=row_vector)
+        if through.how.sums:
+            first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
+            through = dataclasses.replace(through, first_of_sums=first_of_sums)
+    inputs = _Rows(lefts, rhs_list, table, counts, jnp.zeros(zeros, out_dtype), _vectors(operands, plan), through)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
+    out_types: tuple[GmemRef, ...] = (out_type,) * (1 if through is None else through.how.stored)
+    if place_of_sums is not None:
+        padded = groups.most_tile_rows(m, sizes.shape[0], config.tile_m) * config.tile_m
+        out_types = *out_types, jax.ShapeDtypeStruct((columns * config.tile_n // EPILOGUE_COLUMNS, padded), F32)
 
     def work_of(inputs: _Rows) -> GroupedWork:
         return GroupedWork(most.tiles, most.k_steps, most.num_ctas, counts_gmem=inputs.counts)
 
     body_of = functools.partial(_RowsBody, kernel, plan.program, clears, steps)
-    return kernel.launch(inputs, out_type, body_of, work_of)
+    outs = kernel.launch(inputs, out_types, body_of, work_of)
+    if place_of_sums is None:
+        return outs
+    *stored, sums = outs
+    # Blocks behind column n are left out.
+    return *stored, sums.at[: n // EPILOGUE_COLUMNS, place_of_sums].get(mode="promise_in_bounds").sum(axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +170,7 @@ class _RowsBody:
     program: epilogue.Program | None
     clears: bool
     steps: Sequence[int]
-    refs: Refs[_Rows, GmemRef]
+    refs: Refs[_Rows, tuple[GmemRef, ...]]
 
     def tile_at(self, index: Index) -> Tile:
         return groups.tile_at(self.refs.inputs.table, index)
@@ -137,8 +182,9 @@ class _RowsBody:
         return Hooks(
             load_lhs=lambda tile, load: load(of_pairs(inputs.lefts, self.steps)),
             rhs_at=self._rhs_at,
-            out_at=lambda tile: self.refs.outputs,
+            out_at=lambda tile: self.refs.outputs[0],
             epilogue_at=self._epilogue_at if has_epilogue else None,
+            through=None if inputs.through is None else self._through(inputs.through),
             communicate=self._clear if self.clears else None,
         )
 
@@ -148,7 +194,7 @@ class _RowsBody:
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
         config = self.kernel.config
-        n = self.refs.outputs.shape[1]
+        n = self.refs.outputs[0].shape[1]
         first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
         return epilogue.epilogue(
             self.refs.inputs.vectors,
@@ -158,9 +204,23 @@ class _RowsBody:
             transposed=config.swap_operands,
         )
 
+    def _through(self, through: Through) -> hooks.Through:
+        results = self.refs.outputs[: through.how.stored]
+        sums_gmem = self.refs.outputs[-1]
+
+        def sums_at(tile: Tile, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
+            first = through.first_of_sums[tile.step] + rows.start
+            return sums_gmem.at[quotient(columns.start, EPILOGUE_COLUMNS), pl.ds(first, rows.size)]
+
+        def epilogue_at(tile: Tile) -> hooks.ThroughEpilogue:
+            at = functools.partial(sums_at, tile) if through.how.sums else None
+            return through.how.epilogue(self.kernel.mainloop, results[0].dtype, through.row_vector, at)
+
+        return hooks.Through(through.addends, results, epilogue_at)
+
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
-        out_gmem = self.refs.outputs
+        (out_gmem,) = self.refs.outputs
         zeros_smem, loaded = self.refs.smem
         m, n = out_gmem.shape
         box_rows, box_columns = zeros_smem.shape

@@ -261,13 +261,15 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
     from jax.sharding import PartitionSpec as P
 
     import overlap
+    from overlap.frame.activation import traced
     from overlap.frame.operands import Operands
+    from overlap.kernels import epilogue
     from overlap.single_gpu import grouped_product
     from tests.ops.grouped_plans import plan_of
 
     fields, (m, n, k), groups = dict(case.config), case.shape, 16
-    options = "contracts", "gated", "pairs", "transpose_rhs"
-    contracts, gated, pairs, right = (fields.pop(name, False) for name in options)
+    options = "contracts", "gated", "pairs", "transpose_rhs", "through"
+    contracts, gated, pairs, right, through = (fields.pop(name, False) for name in options)
     lhs, sizes, config = struct(mesh, (m, k), case.dtype), struct(mesh, (groups,), "int32"), overlap.Config(**fields)
     # The mesh says which GPU the kernel is for.
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -283,9 +285,27 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
         def of_pairs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
             given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=(lhs,), more_rights=(rhs,))
-            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), clears=True)
+            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), clears=True)[0]
 
         return on_mesh(of_pairs), (lhs, rhs, sizes)
+    if through:
+        activation, _ = traced(swiglu, arrays=2)
+        beside = [struct(mesh, (m, n), case.dtype)] * 2
+
+        def with_values(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+            given = Operands(lhs, (rhs, rhs), group_sizes=sizes)
+            how = grouped_product.Through(epilogue.Through(activation.with_values(lhs.dtype), 3))
+            plan = plan_of(given, config, lhs.dtype, right, gated=activation)
+            return grouped_product.rows(given, plan, through=how)
+
+        def of_cotangent(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, weights: jax.Array, *z: jax.Array) -> Any:
+            given = Operands(lhs, (rhs,), group_sizes=sizes)
+            how = grouped_product.Through(epilogue.Through(activation.of_cotangent(), 3, sums=True), z, weights)
+            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), through=how)
+
+        if through == "values":
+            return on_mesh(with_values), (lhs, rhs, sizes)
+        return on_mesh(of_cotangent), (lhs, rhs, sizes, struct(mesh, (m,), "float32"), *beside)
     keywords: dict[str, Any] = {"transpose_rhs": right, "config": config, "implementation": "fused"}
 
     def function(lhs: jax.Array, sizes: jax.Array, bias: jax.Array, *rhs: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
     def run(lefts: list[jax.Array], rights: list[jax.Array], sizes: jax.Array) -> jax.Array:
         (lhs, *more), (rhs, *others) = lefts, rights
         given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=tuple(more), more_rights=tuple(others))
-        return grouped_product.rows(given, plan_of(given, config, jnp.bfloat16, transpose_rhs), clears=True)
+        return grouped_product.rows(given, plan_of(given, config, jnp.bfloat16, transpose_rhs), clears=True)[0]
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lefts, rights, jnp.asarray(sizes)), np.float32)
@@ -99,7 +99,7 @@ def test_epilogue_of_each_group(gpu: Any) -> None:
         vectors = {"row_scale": scale, "column_scales": of_columns[:2], "biases": of_columns[2:]}
         given = Operands(lhs, (gate, up), group_sizes=sizes, **jax.tree.map(jnp.asarray, vectors))
         plan = plan_of(given, config, F32, gated=SimpleNamespace(program=Gated()))
-        return grouped_product.rows(given, plan, clears=True)
+        return grouped_product.rows(given, plan, clears=True)[0]
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lhs, gate, up, jnp.asarray(sizes)))

@@ -31,6 +31,8 @@ TERM_BUFFERS = 2
 SCALE_TILES = 2
 # Bytes of shared memory for the address of the allocated tensor memory.
 ADDRESS_BYTES = 4
+# With an epilogue of several addends and results (`hooks.Through`): more columns spill registers.
+MOST_COLUMNS_WITH_ADDENDS = 128
 
 
 def rhs_columns(config: Config) -> int:
@@ -110,6 +112,13 @@ def check_config(types: OperandTypes, config: Config, target: Target, beside_byt
         limits.check_sides(types, config, rhs_columns(config))
     if types.block_scaled:
         _check_block_scales(config)
+    if types.boxes > 1:
+        if types.addend and config.tile_n > MOST_COLUMNS_WITH_ADDENDS:
+            raise ValueError(
+                f"`tile_n` must be at most {MOST_COLUMNS_WITH_ADDENDS} where the epilogue has several results and "
+                f"addends, got {config.tile_n}: reduce it"
+            )
+        beside_bytes += limits.more_boxes_bytes(config.tile_m, types)
     needed = smem_bytes(config, types.out_dtype, types.transport, block_scaled=types.block_scaled)
     limits.check_fits(needed + beside_bytes, types, config, target)
 

@@ -62,6 +62,7 @@ from overlap.kernels.mainloop import Loop, OperandTypes
 from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import clear, drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
+from overlap.kernels.tma.store import load_addends
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import following, remainder
 from overlap.primitives.marks import Work
@@ -233,6 +234,7 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         pl.when(others.has_terms(tile))(terms.begin)
     if loop.hooks.last_k_at is not None:
         _clear_rest(loop, buffers, piece, loop.hooks.last_k_at(tile))
+    load_addends(loop, buffers, tile, (0, 0), 0)
     marks.now(Work.AWAIT_OPERANDS, tile.step, piece.tile)
     plgpu.barrier_wait(buffers.accumulated.at[_turn(piece.ordinal)])
     marks.now(Work.STORE, tile.step, piece.tile)

@@ -27,6 +27,9 @@ MAX_ACCUMULATOR_REGISTERS = 160
 # but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 MOST_ACCUMULATED_IN_CLUSTERS = 128
+# With an epilogue of several results (`hooks.Through`); found by assembling such kernels with silu(gate) · up.
+MOST_ACCUMULATED_WITH_RESULTS = 128 if jax.__version_info__ < (0, 12) else 64
+MOST_ACCUMULATED_WITH_ADDENDS = 64
 CLUSTERS = (1, 2, 4)
 WARPGROUP_THREADS = 128
 WGMMA_M = 64
@@ -120,6 +123,9 @@ def check_config(types: OperandTypes, config: Config, target: Target, beside_byt
         )
     if types.sides > 1:
         limits.check_sides(types, config, wg_n)
+    if types.boxes > 1:
+        _check_boxes(types, config)
+        beside_bytes += limits.more_boxes_bytes(COMPUTE_WARPGROUPS * warpgroup_tile(config)[0], types)
     needed = smem_bytes(config, types.out_dtype, types.transport) + beside_bytes
     limits.check_fits(needed, types, config, target)
 
@@ -151,6 +157,19 @@ def _check_cluster(types: OperandTypes, config: Config, target: Target) -> None:
                 f"`{name}` must be {usual!r} with cluster_along='k', got {value!r}: leave it out of `config`, or leave "
                 "`cluster_along` out"
             )
+
+
+def _check_boxes(types: OperandTypes, config: Config) -> None:
+    """Checks that an epilogue with several addends or results has the registers it needs. Raises ValueError."""
+    if config.swap_operands:
+        raise ValueError("`swap_operands` must be False where the epilogue has several results, got True: leave it out")
+    most = MOST_ACCUMULATED_WITH_ADDENDS if types.addend else MOST_ACCUMULATED_WITH_RESULTS
+    if (registers := accumulator_registers(config)) > most:
+        raise ValueError(
+            f"a tile of {config.tile_m} × {config.tile_n} (schedule={config.schedule!r}) needs {registers} registers "
+            f"per thread for its accumulator, and {most} is the most where the epilogue has several results: reduce "
+            "`tile_m` or `tile_n`"
+        )
 
 
 def _check_swapped(types: OperandTypes, config: Config) -> None:

@@ -58,6 +58,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap import _compat
 from overlap.kernels.config import Config
+from overlap.kernels.epilogue import store_in_registers_order
 from overlap.kernels.grid import GRID_AXIS, THREAD_AXIS
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.hopper import limits
@@ -68,6 +69,7 @@ from overlap.kernels.stream_k import Piece
 from overlap.kernels.tma import clear, drawn, exchange, produce, staging
 from overlap.kernels.tma.finish import Sums, finish
 from overlap.kernels.tma.staging import Buffers
+from overlap.kernels.tma.store import load_addends
 from overlap.primitives import converge_warp, marks, wait_stores_read
 from overlap.primitives.integers import ceil_div, following, remainder
 from overlap.primitives.marks import Work
@@ -85,6 +87,8 @@ REGISTERS_OF_BOTH_WAYS = (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
+# The stores of a tile have read the epilogue buffer after this number of k steps of the next tile.
+K_STEPS_UNTIL_READ = 4
 
 
 def _wg_tile_index(config: Config, warpgroup: Index) -> tuple[Index, Index, Index]:
@@ -150,6 +154,10 @@ def _accumulate(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgrou
             first = min(exchange.K_STEPS_UNTIL_LANDED, loop.work.k_steps)
             last = lax.fori_loop(1, first, k_step, last)
             pl.when(piece.before > 0)(lambda: exchange.tell_stored(buffers))
+        elif loop.hooks.through is not None and loop.hooks.through.addends:
+            first = min(K_STEPS_UNTIL_READ, loop.work.k_steps)
+            last = lax.fori_loop(1, first, k_step, last)
+            load_addends(loop, buffers, tile, (wg_m_index * wg_m, wg_n_index * wg_n), warpgroup)
         if last_k is None:
             last = lax.fori_loop(first, piece.k_steps, k_step, last)
         else:  # The loop of most k steps has no branch.
@@ -209,7 +217,7 @@ def _compute(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, warpgroup: 
         wg_tile_index=wg_tile_index,
         corner=(wg_m_index * wg_m, wg_n_index * wg_n),
         block=block,
-        hand_over=functools.partial(_store_as_accumulator, values),
+        hand_over=functools.partial(store_in_registers_order, values),
         load=_load_as_accumulator,
         terms=functools.partial(exchange.sum_of_terms, loop, buffers, piece, wg_tile_index),
     )
@@ -228,16 +236,6 @@ def _compute_own_turns(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece, w
 
 def _load_as_accumulator(block_gmem: GmemRef) -> jax.Array:
     return plgpu.load(block_gmem, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def _store_as_accumulator(values: jax.Array, block_gmem: GmemRef) -> None:
-    # From 0.12 on, jax refuses an optimized store unless it fills whole cache lines. A block of transposed sums may
-    # have any multiple of 8 rows, so it may end within a line. The instructions are the same. jax 0.11 optimizes no
-    # store to global memory, and has no `plgpu.store`.
-    if (store := getattr(plgpu, "store", None)) is not None:
-        store(block_gmem, values, optimized=False)
-    else:
-        block_gmem[...] = values
 
 
 def _registers(hooks: Hooks) -> tuple[int, int]:

@@ -75,10 +75,11 @@ class Buffers:
       out: the epilogue buffers, (box, mma, …): [warpgroups, boxes, rows, columns].
       full: barriers at which the copies of a stage arrive.
       consumed: barriers at which the readers of a stage arrive to release it.
-      plan: the choices of the mainloop (this field and the following ones, up to `sides`, are static).
+      plan: the choices of the mainloop (this field and the following ones, up to `boxes`, are static).
       copies: how many arrivals at `full` mean that a stage is filled.
       stages: how many stages there are.
       sides: as in `OperandTypes`.
+      boxes: as in `OperandTypes`.
       addend_loaded: barriers at which the copies of an addend's boxes arrive.
       mail: the mailboxes for the numbers of the tiles that this CTA has drawn (`drawn.py`).
       stored: barriers that tell the forwarder warp that a tile has been stored.
@@ -97,6 +98,7 @@ class Buffers:
     copies: int = dataclasses.field(metadata={"static": True})
     stages: int = dataclasses.field(metadata={"static": True})
     sides: int = dataclasses.field(metadata={"static": True})
+    boxes: int = dataclasses.field(metadata={"static": True})
     addend_loaded: BarrierRef = None
     mail: Mail | None = None
     stored: BarrierRef = None
@@ -232,7 +234,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_box, lhs_mma = _operand(config.tile_m, width, layouts.transpose_lhs)
     rhs_box, rhs_mma = _operand(plan.rhs_columns, width, not layouts.transpose_rhs)
     out_width = atom(types.out_dtype)
-    out_boxes = EPILOGUE_COLUMNS // out_width
+    out_boxes = types.boxes * EPILOGUE_COLUMNS // out_width
     out = (wg_tile.warpgroups, out_boxes, wg_tile.rows, out_width)
     # Terms (peers' parts) are loaded into the pipeline stages of one operand, whose shared memory they reuse: of `lhs`
     # if one of its stages can hold one box per warpgroup tile, else of `rhs`. A stage of terms is as large as a stage
@@ -278,6 +280,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "cleared": plgpu.Barrier(num_arrivals=wg_tile.warpgroups) if types.grouped == "k" else None,
         "stages": stages,
         "sides": types.sides,
+        "boxes": types.boxes,
     }
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Boxes, Epilogue, Tile, Values, with_reference
+from overlap.kernels.hooks import Boxes, Epilogue, Through, Tile, Values, with_reference
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.tma import exchange
 from overlap.kernels.tma.staging import Buffers
@@ -65,19 +66,20 @@ def store(
         transposed if `WarpgroupTile.transposed` says so. Of each side if there are several (`Buffers.sides`).
     """
     hooks = loop.hooks
-    config = loop.config
     tile = output.tile
-    row, column = output.corner
+    row, _ = output.corner
     wg_m = buffers.plan.wg_tile.rows
     block_rows = buffers.plan.wg_tile.block_rows
+    if hooks.through is not None:
+        _store_through(loop, buffers, output, index, block, hooks.through)
+        return
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
-    first_row = tile.m * config.tile_m + tile.row_offset + row
-    first_column = (tile.n * config.tile_n + column) // buffers.sides + index * width
+    out_rows, first_column = _place(loop, buffers, tile, output.corner, index * width)
     box_views, register_views, *flat_views = (view.at[output.warpgroup] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
     # An epilogue tile is several boxes side by side, each with its place in the output.
-    places = [(pl.ds(first_row, wg_m), pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
+    places = [(out_rows, pl.ds(first_column + i * box_width, box_width)) for i in range(boxes)]
     # How many rows of this warpgroup tile are stored; None: TMA leaves out what lies beyond the output.
     left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
     # The last store has read the epilogue buffer, possibly while the previous tile was stored.
@@ -109,7 +111,7 @@ def store(
                 given = block_smem[...].astype(jnp.float32)
                 addend = given if addend is None else addend + given
             if epilogue is not None:
-                values = epilogue(values, pl.ds(first_row + above, rows), columns, addend)
+                values = epilogue(values, pl.ds(out_rows.start + above, rows), columns, addend)
             assert not isinstance(values, tuple)
             if epilogue is None and addend is not None:
                 values = values + addend
@@ -124,38 +126,100 @@ def store(
             exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
-    if left is not None:
-        with_reference(hooks.out_at(tile), functools.partial(_send_rows, box_views, places, left))
+    send = _send_boxes if left is None else functools.partial(_send_rows, left)
+    with_reference(hooks.out_at(tile), functools.partial(send, [box_views.at[box] for box in range(boxes)], places))
+
+
+def _place(
+    loop: Loop, buffers: Buffers, tile: Tile, corner: tuple[Index, Index], column: Index
+) -> tuple[pl.Slice, Index]:
+    """Returns the rows of a warpgroup tile in the output, and where column `column` of it lies there."""
+    row, first_column = corner
+    first_row = tile.m * loop.config.tile_m + tile.row_offset + row
+    first_column = (tile.n * loop.config.tile_n + first_column) // buffers.sides + column
+    return pl.ds(first_row, buffers.plan.wg_tile.rows), first_column
+
+
+def load_addends(
+    loop: Loop, buffers: Buffers, tile: Tile, corner: tuple[Index, Index], warpgroup: Index, index: Index = 0
+) -> None:
+    """Starts to load the addends of an epilogue tile, if there are any in `Hooks.through`.
+
+    Call it for the first epilogue tile while the tile is multiplied, so that the epilogue does not wait.
+    """
+    if loop.hooks.through is None or not loop.hooks.through.addends:
         return
+    # What was stored last has been read from the boxes.
+    wait_stores_read(0)
+    boxes = buffers.out[0].at[warpgroup]
+    rows, column = _place(loop, buffers, tile, corner, index * EPILOGUE_COLUMNS)
+    for box, addend_gmem in enumerate(loop.hooks.through.addends):
+        loaded = buffers.addend_loaded.at[warpgroup * boxes.shape[0] + box]
+        plgpu.copy_gmem_to_smem(addend_gmem.at[rows, pl.ds(column, EPILOGUE_COLUMNS)], boxes.at[box], loaded)
 
-    def send(out_gmem: GmemRef) -> None:
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == boxes - 1)
 
-    with_reference(hooks.out_at(tile), send)
+def _store_through(
+    loop: Loop,
+    buffers: Buffers,
+    output: WarpgroupOutput,
+    index: Index,
+    block: Callable[[int, int, slice], Values],
+    through: Through,
+) -> None:
+    """Stores an epilogue tile as `store` does, with several addends or results. Each has a box of the buffer."""
+    tile = output.tile
+    row, _ = output.corner
+    wg_m = buffers.plan.wg_tile.rows
+    block_rows = buffers.plan.wg_tile.block_rows
+    boxes, registers = (view.at[output.warpgroup] for view in buffers.out)
+    if not through.addends:
+        wait_stores_read(0)
+    elif not (isinstance(index, int) and index == 0):
+        load_addends(loop, buffers, tile, output.corner, output.warpgroup, index)
+    for box in range(len(through.addends)):
+        plgpu.barrier_wait(buffers.addend_loaded.at[output.warpgroup * boxes.shape[0] + box])
+    rows, column = _place(loop, buffers, tile, output.corner, index * EPILOGUE_COLUMNS)
+    columns = pl.ds(column, EPILOGUE_COLUMNS)
+    epilogue = through.epilogue_at(tile)
+    for above in range(0, wg_m, block_rows):
+        height = min(block_rows, wg_m - above)
+        blocks_smem = [registers.at[box, pl.ds(above, height)] for box in range(boxes.shape[0])]
+
+        def values(first: int, size: int, above: int = above, height: int = height) -> tuple[jax.Array, ...]:
+            found = block(above, height, slice(first, first + size))
+            return found if isinstance(found, tuple) else (found,)
+
+        addends = functools.partial(_loaded, blocks_smem[: len(through.addends)])
+        for results in epilogue(values, pl.ds(rows.start + above, height), columns, addends):
+            for box, result in results.items():
+                blocks_smem[box][...] = result
+    plgpu.commit_smem()
+    left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
+    send = _send_boxes if left is None else functools.partial(_send_rows, left)
+    for box, out_gmem in enumerate(through.results):
+        send([boxes.at[box]], [(rows, columns)], out_gmem)
+
+
+def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
+    return [block_smem[...] for block_smem in blocks_smem]
+
+
+def _send_boxes(boxes: Sequence[SmemRef], places: Sequence[tuple[pl.Slice, pl.Slice]], out_gmem: GmemRef) -> None:
+    """Stores some boxes whole; TMA leaves out what lies beyond the output."""
+    for box, place in zip(boxes, places, strict=True):
+        plgpu.copy_smem_to_gmem(box, out_gmem.at[place], commit_group=box is boxes[-1])
 
 
 def _send_rows(
-    box_views: SmemRef,
-    places: Sequence[tuple[pl.Slice, pl.Slice]],
-    left: jax.Array,
-    out_gmem: GmemRef,
+    left: jax.Array, boxes: Sequence[SmemRef], places: Sequence[tuple[pl.Slice, pl.Slice]], out_gmem: GmemRef
 ) -> None:
     """Stores the first `left` rows of some boxes: all rows at once, or pieces of a power of two of rows."""
     (rows, _), *_ = places
-
-    @pl.when(left >= rows.size)
-    def _whole() -> None:
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[box], out_gmem.at[place], commit_group=box == len(places) - 1)
-
+    pl.when(left >= rows.size)(functools.partial(_send_boxes, boxes, places, out_gmem))
     for size in (128, 64, 32, 16, 8, 4, 2, 1):
 
         @pl.when(jnp.logical_and(left < rows.size, (left & size) != 0))
         def _piece(size: int = size) -> None:
             begin = left & ~(2 * size - 1)
-            for box, (_, columns) in enumerate(places):
-                piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
-                plgpu.copy_smem_to_gmem(
-                    box_views.at[box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
-                )
+            of_piece = [(pl.ds(rows.start + begin, size), columns) for _, columns in places]
+            _send_boxes([box.at[pl.ds(begin, size)] for box in boxes], of_piece, out_gmem)
