@@ -107,7 +107,7 @@ class ExpertMLP(Parallel):
 
     `axis` may be several mesh axes, and may name axes of `batch_axis` (expert parallelism along the data axis). Between
     layers rows are cut along those of `axis` that `batch_axis` has not, if there are any:
-    - `axis="data", batch_axis="data"`: activations are P("data", None, None). Devices along other axes compute the same.
+    - `axis="data", batch_axis="data"`: activations are P("data", None, None). Other axes' devices compute the same.
     - `axis=("data", "tensor"), batch_axis="data"`: they are P("data", "tensor", None), as between tensor-parallel
       layers, and all devices share the experts.
     In both the input must have a batch: [batch, rows, in_features].
