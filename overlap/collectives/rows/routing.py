@@ -15,7 +15,6 @@ W = D · T · k / 32 words in blocks of M. Operations per device: 32 W · E / D,
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.export
@@ -29,8 +28,8 @@ from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
 _MOST = jnp.iinfo(jnp.int32).max
-# Routes of a word, one bit for each.
-_WORD = 32
+# Routes of a word, one bit for each. Words of a block; more where else there would be more counts of blocks.
+_WORD, _BLOCK, _MOST_COUNTS = 32, 128, 4096
 
 
 @jax.tree_util.register_dataclass
@@ -171,8 +170,11 @@ class _Counts:
         """Counts the routes, [routes], to each of the experts from `first` on."""
         (routes,) = experts.shape
         is_symbol = jax.export.is_symbolic_dim(routes)
-        # Of the operations, W · M · G and (W · G / M)² are about equal.
-        size = 64 if is_symbol else 1 << round(math.log2(max(1, routes * groups / _WORD)) / 3)
+        size = _BLOCK
+        if not is_symbol:
+            while size < 4 * _BLOCK and routes * groups > _MOST_COUNTS * size * _WORD:
+                size *= 2
+            size = min(size, 1 << max(0, routes - 1).bit_length())
         blocks = -(-routes // (size * _WORD)) if is_symbol or routes else 1
         if is_symbol:  # To pad, its number would have to be known to be positive.
             experts = experts.at[jnp.arange(blocks * size * _WORD)].get(mode="fill", fill_value=-1)
@@ -184,8 +186,10 @@ class _Counts:
         bit = jnp.uint32(1) << lax.iota(jnp.uint32, _WORD)
         chose = group[:, None] == jnp.arange(groups)[:, None, None]
         words = jnp.where(chose, bit, 0).sum(3, dtype=jnp.uint32)
-        word = jnp.arange(size)
-        within = jnp.where(word <= word[:, None], _ones(words)[:, :, None], 0).sum(3, dtype=jnp.int32)
+        # Exact: operands are integers up to 32, and sums are in float32.
+        until = np.tri(size, dtype=jnp.bfloat16)
+        of_words = _ones(words).astype(jnp.bfloat16)
+        within = jnp.einsum("sgm,nm->sgn", of_words, until, preferred_element_type=jnp.float32).astype(jnp.int32)
         return _Counts(group, words, within)
 
     @property
