@@ -35,6 +35,7 @@ from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
 from overlap.layers.mlp import GatedMLP
 from overlap.layers.norms import LayerNorm, RMSNorm
 from overlap.layers.parallel import Options, Parallel
+from overlap.layers.routers import Routes, SelectionBias, SigmoidTopK, SoftmaxTopK, TopKSoftmax
 
 __all__ = [
     "ColumnParallelLinear",
@@ -47,6 +48,11 @@ __all__ = [
     "QKVProjection",
     "RMSNorm",
     "RouterReport",
+    "Routes",
     "RowParallelLinear",
+    "SelectionBias",
     "ShardedDotGeneral",
+    "SigmoidTopK",
+    "SoftmaxTopK",
+    "TopKSoftmax",
 ]

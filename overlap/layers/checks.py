@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,16 @@ def check_flags(layer: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{layer}: {name} must be True or False, got {flag!r}: name one of these")
+
+
+def check_factors(layer: str, **factors: Any) -> None:
+    """Raises TypeError if a factor is no number, and ValueError if it is not positive and finite. None passes."""
+    for name, factor in factors.items():
+        way_out = f"got {factor!r}: give 1.25, say, or leave it out to drop nothing"
+        if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float, np.number))):
+            raise TypeError(f"{layer}: {name} must be a number, {way_out}")
+        if factor is not None and not 0 < factor < math.inf:
+            raise ValueError(f"{layer}: {name} must be positive and finite, {way_out}")
 
 
 def check_dtypes(layer: str, **dtypes: Any) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple, Unpack
 import jax
 import jax.export
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import lax
@@ -25,6 +24,7 @@ from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
     check_activation,
     check_dtypes,
+    check_factors,
     check_features,
     check_flags,
     check_mask,
@@ -44,8 +44,10 @@ from overlap.layers.parallel import (
     metadata,
     names_in,
     placed,
+    row_axis,
     spec_between_layers,
 )
+from overlap.layers.routers import Router, SoftmaxTopK, check_router, check_routes
 from overlap.sharded import partitions
 
 
@@ -94,8 +96,8 @@ class ExpertKernel(nnx.Module):
 class ExpertMLP(Parallel):
     """The sum of gated MLPs that a router chooses for each token, as in Mixtral and Qwen3-MoE.
 
-        probability = softmax(router(x))          in float32, over all experts
-        gates, chosen = the largest probabilities of each token, divided by their sum
+        chosen, gates = choose(router(x), k)      in float32; by default the k largest probabilities softmax(router(x))
+                                                  of each token, divided by their sum
         result = Σ gate · down[e](activation(gate[e](x)) · up[e](x)) over the chosen experts e, + shared(x) + residual
 
     The experts are shared among the devices along `axis` (expert parallelism), where `GatedMLP` shares features.
@@ -103,7 +105,15 @@ class ExpertMLP(Parallel):
     `axis` are gathered, and sums are scattered (`overlap.all_gather_lhs_grouped_matmul`,
     `overlap.grouped_matmul_reduce_scatter`). There is no tensor parallelism inside an expert.
 
-    Parameters: `router.kernel` [in_features, num_experts], whole on all devices. `gate.kernel` and `up.kernel`
+    `axis` may be several mesh axes, and may name axes of `batch_axis` (expert parallelism along the data axis). Between
+    layers rows are cut along those of `axis` that `batch_axis` has not, if there are any:
+    - `axis="data", batch_axis="data"`: activations are P("data", None, None). Other axes' devices compute the same.
+    - `axis=("data", "tensor"), batch_axis="data"`: they are P("data", "tensor", None), as between tensor-parallel
+      layers, and all devices share the experts.
+    In both the input must have a batch: [batch, rows, in_features].
+
+    Parameters: `router.kernel` [in_features, num_experts], whole on all devices; `router.bias` [num_experts] with
+    `router_bias`; `choose` is the router's function, with its parameters if it has any. `gate.kernel` and `up.kernel`
     [num_experts, in_features, hidden_features] and `down.kernel` [num_experts, hidden_features, in_features], all
     sharded P(axis, fsdp_axis, None). Each may have a `bias` [num_experts, features], P(axis, None). `shared` is a
     `GatedMLP`.
@@ -113,25 +123,35 @@ class ExpertMLP(Parallel):
       hidden_features: features inside an expert, a multiple of the devices along `fsdp_axis`.
       num_experts: number of experts, a multiple of the devices along `axis`.
       experts_per_token: how many experts each token chooses (top-k).
-      shared_features: hidden features of a gated MLP that all tokens pass; None: there is none.
+      shared_features: hidden features of a gated MLP that all tokens pass; None: there is none. Its features are cut
+        along the one axis that cuts rows between layers, so there must be one.
       normalize_gates: whether the gates of a token are divided by their sum, as in Mixtral and Qwen3-MoE. If not, they
-        are the probabilities.
+        are the probabilities. It belongs to the default router.
+      router: how tokens choose: `SoftmaxTopK`, the default, `TopKSoftmax`, `SigmoidTopK`, or a function of your own
+        from (logits, experts_per_token) to `Routes`.
+      router_bias: whether the logits have a bias, an nnx.Param, as in gpt-oss.
       capacity_factor: None: nothing is dropped. Else an expert takes at most capacity_factor · (its equal share of the
         routes of the devices along `axis`) rows, and further routes add nothing. It bounds memory and the slowest
         device's time. The share is that of all rows of the input, also of those that a mask leaves out. First come the
         rows of the first device, and of these the first sequences; without sequence parallelism the first sequences.
+      rows_factor: None: a device has rows for all routes that may come. Else it takes at most rows_factor · (its equal
+        share of the routes of the devices along `axis`) rows for all its experts, after `capacity_factor` and in the
+        same order. Memory falls in proportion, and far less is dropped than with a capacity of the same memory: 1.25
+        drops nothing unless a device's experts together have a quarter more than their share.
       activation: an elementwise function of gate, by default jax.nn.silu. Or one of both gate and up, in place of
         activation(gate) · up; `shared` has it, too.
-      use_bias: whether each product of the experts has a bias. The router has none.
+      use_bias: whether each product of the experts has a bias.
       name: what profiles and the HLO's metadata call this layer.
       **options: as for `ColumnParallelLinear`. `kernel_init` draws each expert by itself. `keep_gathered` counts for
         the shared expert only; the experts keep what they gather, unless `jax.checkpoint` says otherwise.
 
     Raises:
-      TypeError: the activation is no function, `capacity_factor` no number, a flag neither True nor False; or for the
-        reasons of `ColumnParallelLinear`.
-      ValueError: the devices do not divide the experts or features; `experts_per_token` exceeds `num_experts`;
-        `capacity_factor` is not positive and finite; or for the reasons of `ColumnParallelLinear`.
+      TypeError: the activation or the router is no function, a factor no number, a flag neither True nor False; or for
+        the reasons of `ColumnParallelLinear`.
+      ValueError: the devices do not divide the experts or features; `experts_per_token` exceeds `num_experts`; a factor
+        is not positive and finite; `normalize_gates` is given beside a router; `axis` has an axis of `fsdp_axis`, or
+        one of `batch_axis` beside others without sequence parallelism; there is a shared expert and not one axis that
+        cuts rows; or for the reasons of `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -143,7 +163,10 @@ class ExpertMLP(Parallel):
         *,
         shared_features: int | None = None,
         normalize_gates: bool = True,
+        router: Router | None = None,
+        router_bias: bool = False,
         capacity_factor: float | None = None,
+        rows_factor: float | None = None,
         activation: Callable[..., jax.Array] = silu,
         use_bias: bool = False,
         name: str | None = None,
@@ -152,7 +175,14 @@ class ExpertMLP(Parallel):
         given = {key: options[key] for key in Options.__annotations__ if key in options}
         Parallel.__init__(self, name=name, **given)
         check_activation(self.title, activation)
-        check_flags(self.title, normalize_gates=normalize_gates, use_bias=use_bias)
+        check_flags(self.title, normalize_gates=normalize_gates, use_bias=use_bias, router_bias=router_bias)
+        if router is not None:
+            check_router(self.title, router)
+            if not normalize_gates:
+                raise ValueError(
+                    f"{self.title}: normalize_gates=False belongs to the default router, got router={router!r}: let "
+                    "the router return such gates"
+                )
         sizes = {"in_features": in_features, "hidden_features": hidden_features, "num_experts": num_experts}
         check_sizes(self.title, **sizes, experts_per_token=experts_per_token)
         names = ("dtype", "param_dtype", "preferred_element_type")
@@ -167,32 +197,52 @@ class ExpertMLP(Parallel):
                 f"{self.title}: experts_per_token={experts_per_token} must be at most num_experts={num_experts}: a "
                 "token chooses each expert once"
             )
-        if capacity_factor is not None:
-            way_out = f"got {capacity_factor!r}: give 1.25, say, or leave it out to drop nothing"
-            if isinstance(capacity_factor, bool) or not isinstance(capacity_factor, (int, float, np.number)):
-                raise TypeError(f"{self.title}: capacity_factor must be a number, {way_out}")
-            if not 0 < capacity_factor < math.inf:
-                raise ValueError(f"{self.title}: capacity_factor must be positive and finite, {way_out}")
+        check_factors(self.title, capacity_factor=capacity_factor, rows_factor=rows_factor)
+        along = row_axis(self)
+        if shared_features is not None and not isinstance(along, str):
+            raise ValueError(
+                f"{self.title}: shared_features={shared_features} needs one axis that cuts rows between layers, got "
+                f"{along!r} of axis={self.axis!r} that batch_axis={self.batch_axis!r} has not: add one to axis, or add "
+                "an MLP of your own to the result"
+            )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.normalize_gates = normalize_gates
         self.capacity_factor = capacity_factor
+        self.rows_factor = rows_factor
         self.activation = activation
         self.router = nnx.Linear(
-            in_features, num_experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype or jnp.float32,
-            rngs=options["rngs"], kernel_metadata=metadata(self, P(None, None)),
+            in_features, num_experts, use_bias=router_bias, dtype=jnp.float32, param_dtype=param_dtype or jnp.float32,
+            rngs=options["rngs"], kernel_metadata=metadata(self, P(None, None)), bias_metadata=metadata(self, P(None)),
         )  # fmt: skip
+        self.choose = SoftmaxTopK(normalize_gates) if router is None else router
         inwards, outwards = (num_experts, in_features, hidden_features), (num_experts, hidden_features, in_features)
         self.gate = ExpertKernel(self, inwards, use_bias, options)
         self.up = ExpertKernel(self, inwards, use_bias, options)
         self.down = ExpertKernel(self, outwards, use_bias, options)
         options["part_of"] = self.title
+        if isinstance(along, str):
+            options["axis"] = along
         self.shared = (
             None if shared_features is None else
             GatedMLP(in_features, shared_features, activation=activation, name="shared", **options)
         )  # fmt: skip
+
+    def _check_axis(self) -> None:
+        """Raises ValueError if the experts cannot be cut along `axis`."""
+        names = names_in(self.axis) if isinstance(self.axis, (str, tuple)) else ()
+        if not names or len({*names}) < len(names) or {*names} & {*names_in(self.fsdp_axis)}:
+            raise ValueError(
+                f"{self.title}: axis must be a mesh axis, or a tuple of several, none of which is in fsdp_axis, got "
+                f"axis={self.axis!r} and fsdp_axis={self.fsdp_axis!r}: name each axis in one of the two"
+            )
+        if self._both and len(self._both) < len(names) and not self.sequence_parallel:
+            raise ValueError(
+                f"{self.title}: axis={self.axis!r} must be in batch_axis={self.batch_axis!r} or outside of it without "
+                "sequence parallelism: cut the batch along all of axis, or use sequence_parallel=True"
+            )
 
     def __call__(
         self, x: jax.Array, residual: jax.Array | None = None, mask: jax.Array | None = None
@@ -212,6 +262,11 @@ class ExpertMLP(Parallel):
         check_features(self.title, x, "in_features", self.in_features)
         check_residual(self.title, residual, tuple(x.shape))
         check_mask(self.title, mask, tuple(x.shape[:-1]))
+        if x.ndim < 3 and self._both:
+            raise ValueError(
+                f"{self.title}: the input must be [batch, rows, features], since axis={self.axis!r} and batch_axis="
+                f"{self.batch_axis!r} share {self._both}, got shape {tuple(x.shape)}: give it a batch, or other axes"
+            )
         with jax.named_scope(self.name):
             x = routed = placed(self, x, spec := spec_between_layers(self, x.shape))
             if mask is not None:
@@ -230,28 +285,28 @@ class ExpertMLP(Parallel):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
         """Returns gates and chosen experts, [..., rows, experts_per_token]; load_balance_loss, z_loss; how many routes.
 
-        `RouterReport` defines the two losses. Gates are read by comparison instead of by index, so that their gradient
-        has no scatter. A token that `mask` leaves out chooses expert -1, which does not exist.
+        `RouterReport` defines the two losses. A token that `mask` leaves out chooses expert -1, which does not exist.
         """
         logits = self.router(x)
-        probabilities = jax.nn.softmax(logits)
-        _, chosen = lax.top_k(lax.stop_gradient(probabilities), self.experts_per_token)
+        found = check_routes(
+            self.title, self.choose(logits, self.experts_per_token), logits.shape, self.experts_per_token
+        )
+        chosen, gates, probabilities = found
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         tokens = jnp.float32(squares.size)
         if mask is not None:
             chosen = jnp.where(mask[..., None], chosen, -1)
-            probabilities = jnp.where(mask[..., None], probabilities, 0)
+            gates = jnp.where(mask[..., None], gates, 0)
             squares = jnp.where(mask, squares, 0)
             tokens = jnp.maximum(mask.sum(dtype=jnp.float32), 1)
-        is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
-        gates = jnp.where(is_chosen, probabilities[..., None, :], 0).sum(-1)
-        if self.normalize_gates:
-            total = gates.sum(-1, keepdims=True)
-            gates /= total if mask is None else jnp.where(mask[..., None], total, 1)
-        every = tuple(range(x.ndim - 1))
         routes = tokens * self.experts_per_token
-        share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
-        balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
+        balance = jnp.float32(0)
+        if probabilities is not None:
+            probabilities = probabilities if mask is None else jnp.where(mask[..., None], probabilities, 0)
+            every = tuple(range(x.ndim - 1))
+            is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
+            share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
+            balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
         return gates, chosen, balance, squares.sum() / tokens, routes
 
     def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -259,8 +314,9 @@ class ExpertMLP(Parallel):
         mesh = mesh_in_use(self)
         shape = x.shape
         spec = spec_between_layers(self, shape)
-        capacity = self._capacity(shape)
-        if not self.sequence_parallel:
+        limits = self._limits(shape)
+        is_whole = not self.sequence_parallel and row_axis(self) is not None
+        if is_whole:
             # Each device along `axis` has all tokens of its group: let it bring a part of them to the experts.
             axis_of_groups, *_ = self._groups(shape)
             spec = P(axis_of_groups, self.axis, None)
@@ -271,33 +327,44 @@ class ExpertMLP(Parallel):
         specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
         specs |= dict.fromkeys(("x", "gates", "chosen"), spec)
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
-        of_parts = functools.partial(self._of_parts, capacity)
+        of_parts = functools.partial(self._of_parts, limits)
         try:
             out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
-        return out if self.sequence_parallel else self._without_padding(out, shape), dropped
+        return self._without_padding(out, shape) if is_whole else out, dropped
 
     def _groups(self, shape: tuple[int, ...]) -> tuple[Axis | None, int, int]:
         """The mesh axis that cuts tokens into groups, the number of groups, and that of the tokens of each.
 
         The devices along `axis` share the tokens of one group.
         """
-        batch_axis = self.batch_axis if len(shape) > 2 else None
+        names = names_in(self.batch_axis) if len(shape) > 2 else ()
+        batch_axis = tuple(name for name in names if name not in self._both) or None
         groups = devices_along(self, batch_axis)
         return batch_axis, groups, math.prod(shape[:-1]) // groups
 
-    def _capacity(self, shape: tuple[int, ...]) -> int | None:
-        """The most rows of one expert, for tokens of this shape; None: no limit. Padding does not count."""
-        if self.capacity_factor is None:
-            return None
+    @property
+    def _both(self) -> tuple[str, ...]:
+        """The mesh axes that cut the batch and the experts."""
+        return tuple(name for name in names_in(self.axis) if name in names_in(self.batch_axis))
+
+    def _limits(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """The most rows of an expert and of a device, for tokens of this shape. Padding does not count."""
+        capacity = "capacity", "capacity_factor", self.capacity_factor, self.num_experts
+        rows = "rows", "rows_factor", self.rows_factor, devices_along(self, self.axis)
         *_, tokens = self._groups(shape)
-        if jax.export.is_symbolic_dim(tokens):
-            raise ValueError(
-                f"{self.title}: capacity_factor needs numbers of rows, got symbols in shape {shape}: export a "
-                "program for each size, or leave capacity_factor out"
-            )
-        return math.ceil(self.capacity_factor * tokens * self.experts_per_token / self.num_experts)
+        limits: dict[str, int] = {}
+        for name, keyword, factor, parts in (capacity, rows):
+            if factor is None:
+                continue
+            if jax.export.is_symbolic_dim(tokens):
+                raise ValueError(
+                    f"{self.title}: {keyword} needs numbers of rows, got symbols in shape {shape}: export a program "
+                    f"for each size, or leave {keyword} out"
+                )
+            limits[name] = math.ceil(factor * tokens * self.experts_per_token / parts)
+        return limits
 
     def _padded(self, value: jax.Array, empty: int) -> jax.Array:
         """Values of tokens as [groups, tokens, features], with `empty` added so that `axis` divides the tokens."""
@@ -331,7 +398,7 @@ class ExpertMLP(Parallel):
         mesh = mesh_in_use(self)
         return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if mesh_axes.explicit_axes(mesh) else None)
 
-    def _of_parts(self, capacity: int | None, parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _of_parts(self, limits: dict[str, int], parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""
         x, gates, chosen = (parts[name].reshape(-1, parts[name].shape[-1]) for name in ("x", "gates", "chosen"))
         axes = names_in(self.fsdp_axis)
@@ -343,7 +410,7 @@ class ExpertMLP(Parallel):
             # Where the tokens are the same along an axis of FSDP, so is the result, and its type must say so.
             return same_along(gathered, set(axes) - axes_of(x))
 
-        routing = overlap.route(chosen, self.num_experts, self.axis, capacity=capacity)
+        routing = overlap.route(chosen, self.num_experts, self.axis, gates=gates, **limits)
         with_bias = "gate.bias" in parts
         common = {"preferred_element_type": self.preferred_element_type, "implementation": self.implementation}
         with jax.named_scope("gate_up"):
@@ -354,7 +421,7 @@ class ExpertMLP(Parallel):
             )  # fmt: skip
         with jax.named_scope("down"):
             out = overlap.grouped_matmul_reduce_scatter(
-                checkpoint_name(hidden, "hidden").astype(x.dtype), whole("down"), gates, routing, self.axis,
+                checkpoint_name(hidden, "hidden").astype(x.dtype), whole("down"), None, routing, self.axis,
                 bias=parts["down.bias"] if with_bias else None, **common,
             )  # fmt: skip
         return out.reshape(parts["x"].shape), routing.dropped.reshape((1,) * parts["x"].ndim)

@@ -25,7 +25,7 @@ Axis = str | tuple[str, ...]
 class Options(TypedDict, total=False):
     """Keyword arguments that every layer has; `Parallel` says what they mean."""
 
-    axis: str
+    axis: Axis
     fsdp_axis: Axis | None
     batch_axis: Axis | None
     sequence_parallel: bool
@@ -101,7 +101,7 @@ class Parallel(Layer):
     Attributes:
       name: the name of this layer in profiles, in the HLO's metadata and in error messages; by default that of its
         class. It is also the name of a linear layer's result for policies of `jax.checkpoint`.
-      axis: the mesh axis of tensor parallelism, "tensor" by default.
+      axis: the mesh axis of tensor parallelism, "tensor" by default. Of `ExpertMLP` it may be several.
       fsdp_axis: the mesh axis (or axes) along which the weights are sharded as well (FSDP); None: none. The weights are
         gathered along it for each product, and their gradients are scattered along it.
       batch_axis: the mesh axis (or axes) along which the batch is sharded (data parallelism); None: none.
@@ -120,7 +120,7 @@ class Parallel(Layer):
     """
 
     name: str
-    axis: str
+    axis: Axis
     fsdp_axis: Axis | None
     batch_axis: Axis | None
     sequence_parallel: bool
@@ -133,7 +133,7 @@ class Parallel(Layer):
         self,
         *,
         name: str | None = None,
-        axis: str = "tensor",
+        axis: Axis = "tensor",
         fsdp_axis: Axis | None = None,
         batch_axis: Axis | None = None,
         sequence_parallel: bool = True,
@@ -157,6 +157,15 @@ class Parallel(Layer):
     def title(self) -> str:
         """The name of this layer in error messages: `name`, with `part_of` in front."""
         return f"{self.part_of}.{self.name}" if self.part_of else self.name
+
+    def _check_axis(self) -> None:
+        """Raises ValueError if `axis` is not one axis beside the others."""
+        if not isinstance(self.axis, str) or self.axis in (*names_in(self.fsdp_axis), *names_in(self.batch_axis)):
+            raise ValueError(
+                f"{self.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got "
+                f"axis={self.axis!r}, fsdp_axis={self.fsdp_axis!r} and batch_axis={self.batch_axis!r}: name an axis "
+                "that those two do not name"
+            )
 
 
 def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
@@ -231,13 +240,19 @@ def placed(layer: Parallel, x: jax.Array, spec: P, what: str = "activations") ->
     return of_room(x) if is_in_jit() else jax.jit(of_room)(x)
 
 
+def row_axis(layer: Parallel) -> Axis | None:
+    """The axis, or the axes, of `axis` that do not cut the batch: those that cut rows between layers."""
+    names = tuple(name for name in names_in(layer.axis) if name not in names_in(layer.batch_axis))
+    return names[0] if len(names) == 1 else names or None
+
+
 def spec_between_layers(layer: Parallel, shape: Sequence[int]) -> P:
     """The partition of activations of this shape between layers.
 
     Raises:
       ValueError: the shape has no rows, or the devices do not divide the rows or the batch.
     """
-    rows = layer.axis if layer.sequence_parallel else None
+    rows = row_axis(layer) if layer.sequence_parallel else None
     spec = _batched(layer, shape, rows, None)
     way_out = "pad them, or use sequence_parallel=False, which keeps all rows on every device"
     divides(layer, "rows (the dimension before the last)", shape[-2], rows, way_out)
@@ -269,10 +284,5 @@ def _check(layer: Parallel) -> None:
     check_flags(layer.title, sequence_parallel=layer.sequence_parallel)
     if layer.keep_gathered is not None:
         check_flags(layer.title, keep_gathered=layer.keep_gathered)
-    if not isinstance(layer.axis, str) or layer.axis in (*names_in(layer.fsdp_axis), *names_in(layer.batch_axis)):
-        raise ValueError(
-            f"{layer.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={layer.axis!r}, "
-            f"fsdp_axis={layer.fsdp_axis!r} and batch_axis={layer.batch_axis!r}: name an axis that "
-            "those two do not name"
-        )
+    layer._check_axis()
     mesh_in_use(layer)  # It has the axes, or this raises.

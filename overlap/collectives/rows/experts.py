@@ -119,7 +119,7 @@ def all_gather_lhs_grouped_matmul(
 def grouped_matmul_reduce_scatter(
     lhs: AnyArray,
     rhs: AnyArray,
-    gates: AnyArray,
+    gates: AnyArray | None,
     routing: Routing,
     axis_name: AxisName | None,
     *,
@@ -141,7 +141,7 @@ def grouped_matmul_reduce_scatter(
       rhs: the weights of this device's experts, [E / D, I, H], or [E / D, H, I] with `transpose_rhs`; global
         [E, …], sharded along the experts. Same dtype as `lhs`.
       gates: the weight of each route in its token's sum, [T, k] per device; global [D · T, k], sharded by rows.
-        Floating-point of any dtype; float32 is best.
+        Floating-point of any dtype; float32 is best. None: those that `route` got, which need no collective here.
       routing: what `overlap.route` returned for the same axis.
       axis_name: the mesh axis, or a tuple of axes, as for `overlap.route`; None on one device.
       bias: [E / D, H], added to each row of an expert, before the gate.
@@ -179,9 +179,14 @@ def grouped_matmul_reduce_scatter(
     )
     given, products = _checked(SCATTER_TOKENS, routing, given)
     arguments.require_values(gates=gates)
-    factors = arguments.array("gates", gates)
+    factors = None if gates is None else arguments.array("gates", gates)
     why_not = _why_not_fused(op, routing, given, gates=factors)
-    axis_name = _require_tokens("gates", factors, routing, op, axis_name)
+    if factors is None:
+        axis_name, _ = _require_axis(routing, op, axis_name)
+        if routing.gates is None:
+            raise ValueError("`gates` must be an array, got None, and `route` got none: pass gates to one of the two")
+    else:
+        axis_name = _require_tokens("gates", factors, routing, op, axis_name)
     rows = routing.tokens.shape[0]
     k = routing.positions.shape[1]
     if products.shape[0] != rows:
@@ -189,13 +194,14 @@ def grouped_matmul_reduce_scatter(
             f"`lhs` must have a row for each of the {rows} rows of `routing`, got {products.shape[0]}: pass the "
             "result of all_gather_lhs_grouped_matmul with this routing"
         )
-    if factors.shape[1] != k:
+
+    if factors is not None and factors.shape[1] != k:
         raise ValueError(
             f"`gates` must have an entry for each of the {k} experts that a token chose, got {factors.shape[1]}: pass "
             "[T, k], as the ids that `route` got"
         )
 
-    def run(arrays: tuple[jax.Array, jax.Array, Leaf, Leaf]) -> jax.Array:
+    def run(arrays: tuple[jax.Array, Leaf, Leaf, Leaf]) -> jax.Array:
         lhs, factors, rhs, bias = arrays
         rows = call.run(GROUPED, dataclasses.replace(given, lhs=lhs, rhs=rhs, bias=bias, clears=(False, True)))
         return added(rows, factors, routing, _movement(op, rows, routing, axis_name, implementation, why_not))
@@ -274,16 +280,22 @@ def _why_not_moved(plan: RowsPlan) -> str:
     return plan.why_not() or ""
 
 
-def _require_tokens(
-    name: str, value: jax.Array, routing: Routing, op: str, axis_name: AxisName | None
-) -> AxisName | None:
-    """Checks that `value` has a row for each token of the routing. Returns the axis."""
+def _require_axis(routing: Routing, op: str, axis_name: AxisName | None) -> tuple[AxisName | None, int]:
+    """Checks that the axis is the routing's. Returns it, and its number of devices."""
     axis_name, devices = axis_of(op, axis_name)
     if axis_name != routing.axis_name:
         raise ValueError(
             f"`axis_name` must be that of `routing`, got {axis_name!r}, and `route` got {routing.axis_name!r}: pass "
             "the same axes in the same order"
         )
+    return axis_name, devices
+
+
+def _require_tokens(
+    name: str, value: jax.Array, routing: Routing, op: str, axis_name: AxisName | None
+) -> AxisName | None:
+    """Checks that `value` has a row for each token of the routing. Returns the axis."""
+    axis_name, devices = _require_axis(routing, op, axis_name)
     tokens = routing.positions.shape[0]
     if value.ndim != 2 or value.shape[0] * devices != tokens:
         raise ValueError(

@@ -4,7 +4,12 @@ Each device of the axis owns num_experts / D consecutive experts. All devices ga
 of its own experts. So no counts are exchanged, and all shapes are static. A *route* is one choice of one token: the
 token's slot j, of k. The routes of all devices are counted by device, token and slot, in this order.
 
-Cost per device: D · T · E / D comparisons with the own experts, a small matrix product that counts them, and a gather.
+A sort would be many kernels of XLA, and so would a running sum. Instead the routes lie in words of 32, and the words in
+blocks. For each own expert a bit of each word says which routes chose it. Then the row of a route is a sum of three
+numbers: of the rows before its block, of its expert's routes before its word, and of its expert's bits before its own.
+Each is one reduction with a mask (tests/assembly/test_routing_kernels.py counts the kernels).
+
+W = D · T · k / 32 words in blocks of M. Operations per device: 32 W · E / D, W · M · E / D and (W / M · E / D)².
 """
 
 from __future__ import annotations
@@ -16,20 +21,21 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from overlap.frame import arguments, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
 _MOST = jnp.iinfo(jnp.int32).max
-# Tokens of a block within which routes are counted by a product.
-_BLOCK = 128
+# Routes of a word, one bit for each. Words of a block; more where else there would be more counts of blocks.
+_WORD, _BLOCK, _MOST_COUNTS = 32, 128, 4096
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """The rows that one device computes for its experts: a pytree of int32 arrays, made by `overlap.route`.
+    """The rows that one device computes for its experts: a pytree of int32 arrays, and gates, by `overlap.route`.
 
     D: devices along the axis; T: tokens of one device; k: experts that each token chose; E: experts in all; C: rows,
     as many as this device may need at most. The first sum(group_sizes) rows are in use. They are sorted by expert, then
@@ -43,6 +49,7 @@ class Routing:
       group_sizes: [E / D], the number of rows of each expert of this device.
       dropped: [], the number of routes to experts of this device that got no row.
       axis_name: the mesh axis of the devices, or several in their order; static. The operations check it.
+      gates: float32 [D · T, k], the gates of all devices, if `route` got gates; float64 if they are. Else None.
     """
 
     tokens: jax.Array
@@ -51,6 +58,7 @@ class Routing:
     group_sizes: jax.Array
     dropped: jax.Array
     axis_name: AxisName | None = dataclasses.field(default=None, metadata={"static": True})
+    gates: jax.Array | None = None
 
     @property
     def filled(self) -> jax.Array:
@@ -58,11 +66,23 @@ class Routing:
         return jnp.arange(self.tokens.shape[0]) < self.group_sizes.sum()
 
 
-def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, capacity: int | None = None) -> Routing:
+def route(
+    experts: AnyArray,
+    num_experts: int,
+    axis_name: AxisName | None,
+    *,
+    gates: AnyArray | None = None,
+    capacity: int | None = None,
+    rows: int | None = None,
+) -> Routing:
     """Sorts the routes of all tokens of a mesh axis by expert, for the experts of this device.
 
-    Call it inside `jax.shard_map`. It is plain JAX without effects and without derivatives: it works under
-    `jax.checkpoint`, `lax.scan` and `jax.vmap`.
+    Call it inside `jax.shard_map`. It is plain JAX without effects, and works under `jax.checkpoint`, `lax.scan` and
+    `jax.vmap`. It is differentiable in `gates`: their cotangents are scattered back to their devices.
+
+    The forward and the backward pass of a layer share one routing. Under `jax.checkpoint` the backward pass routes
+    again, unless the policy keeps the name "routing", which all arrays of the result have:
+    `jax.checkpoint_policies.save_only_these_names("routing")`.
 
     Args:
       experts: integers, [T, k] per device, global [D · T, k] sharded by rows: the experts that each token chose. The
@@ -71,18 +91,25 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
       num_experts: the number of experts E of all devices, a multiple of D. Device i owns the experts from i · E / D on.
       axis_name: the mesh axis, or a tuple of axes, counted row-major in its order. None: one device owns all experts;
         no `shard_map` is needed.
+      gates: floating-point, [T, k] per device, as `experts`: the weight of each route in its token's sum. They travel
+        with the ids in one collective, and `grouped_matmul_reduce_scatter` then takes `gates=None`. None: that
+        operation gets them.
       capacity: the most rows that one expert takes, the first ones in the order of device, token and slot. The other
         routes are dropped: they compute nothing and add nothing. None: nothing is dropped.
+      rows: the most rows of this device, for all its experts, after `capacity`: it takes the first ones in the order of
+        device, token and slot, whatever their experts, and the others are dropped. None: no such limit. Where experts
+        have uneven shares this drops far fewer routes than a capacity that needs as much memory.
 
     Returns:
-      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity if that is less or T is a
-      symbol of `jax.export`.
+      The `Routing` of this device, with C = D · T · min(k, E / D) rows, or E / D · capacity, or `rows`: the least. If T
+      is a symbol of `jax.export`, the least of the last two.
       Deterministic. A token that chooses one expert several times may need more rows than there are; such routes are
       dropped and counted, the last ones first.
 
     Raises:
-      ValueError: `experts` is not [T, k] of integers; D does not divide `num_experts`, or the tokens choose more
-        experts than there are; there are 2^31 routes or more; `axis_name` is no axis of the enclosing `shard_map`.
+      ValueError: `experts` is not [T, k] of integers, or `gates` not of floating-point numbers; D does not divide
+        `num_experts`, or the tokens choose more experts than there are; there are 2^31 routes or more; `capacity` or
+        `rows` is less than 1; `axis_name` is no axis of the enclosing `shard_map`.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -92,57 +119,122 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
       [1, 1, 1, 0, 0, 3, 1, 1]
     """
     axis_name, devices = axis_of("route", axis_name)
-    experts, owned, capacity = _checked(experts, num_experts, capacity, devices)
+    experts, owned = _checked(experts, num_experts, devices)
+    gates = _checked_gates(gates, experts.shape)
+    capacity, rows = _limit("capacity", capacity), _limit("rows", rows)
     first = 0 if axis_name is None else lax.axis_index(axis_name) * owned
-    experts = gathered(experts, axis_name)
+    experts = gathered(experts, axis_name)  # XLA makes one call of both gathers.
+    gates = None if gates is None else gathered(gates, axis_name)
     tokens, k = experts.shape
     routes = tokens * k
-    rows = tokens * min(k, owned)
-    if capacity is not None:  # The number of tokens may be a symbol of `jax.export`, which cannot be compared.
-        rows = owned * capacity if jax.export.is_symbolic_dim(rows) else min(rows, owned * capacity)
-    own = experts - first
-    # Routes that this device does not compute have a group of their own, the last one.
-    group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
-    before, chosen = _counted(group, owned)
-    ends = jnp.minimum(jnp.cumsum(chosen if capacity is None else jnp.minimum(chosen, capacity), dtype=jnp.int32), rows)
-    sizes = jnp.diff(ends, prepend=0)
-    of_group = lambda values: jnp.append(values, 0).at[group].get(mode="promise_in_bounds")  # noqa: E731
-    row = jnp.where(before < of_group(sizes), before + of_group(ends - sizes), rows)
+    is_symbol = jax.export.is_symbolic_dim(routes)  # Such a number cannot be compared.
+    # No expert and no device ever has more rows than there are routes.
+    capacity, rows = (None if x is None or (not is_symbol and x >= routes) else x for x in (capacity, rows))
+    limits = [x for x in (None if capacity is None else owned * capacity, rows) if x is not None]
+    most = min(limits) if is_symbol and limits else min([tokens * min(k, owned), *limits])
+    counts = _Counts.of(experts.reshape(-1), first, owned)
+    before = counts.before
+    everything = before[0]
+    bounds = everything
+    if limits:
+        owner = jnp.arange(owned)
+        taken = counts.taken(before, rows, capacity)
+        bounds = jnp.where(owner < jnp.arange(owned + 1)[:, None], taken, 0).sum(1, dtype=jnp.int32)
+        before += bounds - everything
+    bounds = jnp.minimum(bounds, most)
+    row = counts.of_routes(before, bounds, most)[:routes].reshape(tokens, k)
     # Not computed by XLA where nobody asks for it: the kernels go by positions.
-    route = jnp.zeros(rows, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
-    return Routing(route // k, route % k, row, sizes, chosen.sum(dtype=jnp.int32) - ends[-1], axis_name)
+    route = jnp.zeros(most, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
+    found = Routing(route // k, route % k, row, jnp.diff(bounds), everything[-1] - bounds[-1], axis_name, gates)
+    return jax.tree.map(lambda x: checkpoint_name(x, "routing"), found)
 
 
-def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
-    """Returns for each route, [tokens, k], how many routes before it have its group; and the routes of each group.
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    """How many routes of each group come before others.
 
-    A sort would be many kernels of XLA. Here a product with a triangular matrix counts within blocks of tokens, which
-    is exact also where XLA rounds operands to bfloat16 or TF32: they are integers up to k, and sums are in float32.
+    Routes beyond 0 … groups - 1 have no group. S: blocks. M: words of a block. G: groups.
+
+    Attributes:
+      group: [S, M, 32], of each route, and -1 behind the last one.
+      words: uint32 [S, G, M]: a bit for each route.
+      within: [S, G, M], the routes of a block up to this word and with it.
     """
-    tokens, k = group.shape
-    is_of = (group[..., None] == jnp.arange(groups)).sum(1, dtype=jnp.int32)
-    if jax.export.is_symbolic_dim(tokens):
-        before = jnp.cumsum(is_of, axis=0, dtype=jnp.int32) - is_of
-        total = is_of.sum(0, dtype=jnp.int32)
-    else:
-        before, total = _counted_in_blocks(is_of)
-    of_route = jnp.take_along_axis(before, group, axis=1, mode="clip")
-    # A token should not choose an expert twice; if it does, its earlier slots come first.
-    twice = ((group[:, :, None] == group[:, None, :]) & jnp.tri(k, k=-1, dtype=bool)).sum(2, dtype=jnp.int32)
-    return of_route + twice, total
+
+    group: jax.Array
+    words: jax.Array
+    within: jax.Array
+
+    @staticmethod
+    def of(experts: jax.Array, first: jax.Array | int, groups: int) -> _Counts:
+        """Counts the routes, [routes], to each of the experts from `first` on."""
+        (routes,) = experts.shape
+        is_symbol = jax.export.is_symbolic_dim(routes)
+        size = _BLOCK
+        if not is_symbol:
+            while size < 4 * _BLOCK and routes * groups > _MOST_COUNTS * size * _WORD:
+                size *= 2
+            size = min(size, 1 << max(0, routes - 1).bit_length())
+        blocks = -(-routes // (size * _WORD)) if is_symbol or routes else 1
+        if is_symbol:  # To pad, its number would have to be known to be positive.
+            experts = experts.at[jnp.arange(blocks * size * _WORD)].get(mode="fill", fill_value=-1)
+        else:
+            experts = jnp.pad(
+                experts, (0, -experts.size % (size * _WORD) if routes else size * _WORD), constant_values=-1
+            )
+        group = experts.reshape(blocks, size, _WORD) - first
+        bit = jnp.uint32(1) << lax.iota(jnp.uint32, _WORD)
+        chose = group[:, None] == jnp.arange(groups)[:, None, None]
+        words = jnp.where(chose, bit, 0).sum(3, dtype=jnp.uint32)
+        # Exact: operands are integers up to 32, and sums are in float32.
+        until = np.tri(size, dtype=jnp.bfloat16)
+        of_words = _ones(words).astype(jnp.bfloat16)
+        within = jnp.einsum("sgm,nm->sgn", of_words, until, preferred_element_type=jnp.float32).astype(jnp.int32)
+        return _Counts(group, words, within)
+
+    @property
+    def before(self) -> jax.Array:
+        """[S, G + 1]: the routes of groups before this one, and of this group in blocks before this one."""
+        of_blocks = self.within[..., -1]
+        block, group = (jnp.arange(size) for size in of_blocks.shape)
+        this_block = block[:, None, None, None]
+        this_group = jnp.arange(len(group) + 1)[:, None, None]
+        is_before = (group < this_group) | ((group == this_group) & (block[:, None] < this_block))
+        return jnp.where(is_before, of_blocks, 0).sum((2, 3), dtype=jnp.int32)
+
+    def taken(self, before: jax.Array, rows: int | None, capacity: int | None) -> jax.Array:
+        """Returns [G], how many rows each group takes: at most `capacity`, and all together the first `rows`.
+
+        The routes up to some route take Σ min(capacity, routes of the group up to it) rows, which grows by at most 1
+        from route to route. So the routes where this is at most `rows` are those before the cut.
+        """
+        least = lambda values: values if capacity is None else jnp.minimum(values, capacity)  # noqa: E731
+        if rows is None:
+            return least(jnp.diff(before[0]))
+        until = (before - before[:1])[:, :-1, None] + self.within
+        until = least(until[..., None] - _ones(self.words[..., None] >> lax.iota(jnp.uint32, _WORD) >> 1))
+        last = (until.sum(1, dtype=jnp.int32) <= rows).sum(dtype=jnp.int32) - 1
+        return until.swapaxes(0, 1).reshape(until.shape[1], -1)[:, last]
+
+    def of_routes(self, before: jax.Array, bounds: jax.Array, nowhere: int) -> jax.Array:
+        """Returns the row of each route, [S · M · 32]; `nowhere` if it has no group or its group's rows are taken.
+
+        before: [S, G + 1], the rows before a block's first route of a group. bounds: [G + 1], the rows before a group.
+        """
+        _, groups, size = self.words.shape
+        own = jnp.clip(self.group, 0, groups - 1)
+        block = lax.broadcasted_iota(jnp.int32, own.shape, 0)
+        word = (block * groups + own) * size + lax.broadcasted_iota(jnp.int32, own.shape, 1)
+        at = lambda values, where: values.reshape(-1).at[where].get(mode="promise_in_bounds")  # noqa: E731
+        later = _ones(at(self.words, word) >> lax.iota(jnp.uint32, _WORD))  # This route and those after it in the word.
+        row = at(before, block * (groups + 1) + own) + at(self.within, word) - later
+        has_row = (self.group >= 0) & (self.group < groups) & (row < at(bounds, own + 1))
+        return jnp.where(has_row, row, nowhere).reshape(-1)
 
 
-def _counted_in_blocks(is_of: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the sums of the rows before each row, [tokens, groups], and of all rows."""
-    tokens, groups = is_of.shape
-    size = max(1, min(_BLOCK, is_of.shape[0]))
-    blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
-    within = jnp.einsum("ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.float32), blocks.astype(jnp.float32))
-    within = within.astype(jnp.int32)
-    of_block = blocks.sum(1, dtype=jnp.int32)
-    earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
-    before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
-    return before.reshape(-1, groups)[:tokens], of_block.sum(0, dtype=jnp.int32)
+def _ones(words: jax.Array) -> jax.Array:
+    """Returns how many bits of each word are set."""
+    return lax.population_count(words).astype(jnp.int32)
 
 
 def gathered(value: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -179,11 +271,8 @@ def axis_of(op: str, axis_name: Given) -> tuple[AxisName | None, int]:
         ) from None
 
 
-def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) -> tuple[jax.Array, int, int | None]:
-    """Checks the arguments of `route`.
-
-    Returns the ids as an array, the number of experts of each device, and the capacity: None if it drops nothing.
-    """
+def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Array, int]:
+    """Checks the ids and the number of experts. Returns the ids as an array, and the experts of each device."""
     arguments.require_values(experts=experts)
     experts = jnp.asarray(experts) if hasattr(experts, "dtype") else experts
     kind = getattr(experts, "dtype", None)
@@ -219,23 +308,32 @@ def _checked(experts: Given, num_experts: Given, capacity: Given, devices: int) 
             "experts of a token must differ"
         )
     routes = devices * experts.size
-    is_symbol = jax.export.is_symbolic_dim(routes)  # Such a number cannot be compared.
-    if not is_symbol and routes > _MOST:
+    if not jax.export.is_symbolic_dim(routes) and routes > _MOST:
         raise ValueError(
             f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
             "calls"
         )
-    capacity = _capacity(capacity)
-    # An expert never has more rows than there are routes.
-    capacity = None if capacity is None or (not is_symbol and capacity >= routes) else capacity
-    return experts.astype(jnp.int32), count // devices, capacity
+    return experts.astype(jnp.int32), count // devices
 
 
-def _capacity(value: Given) -> int | None:
+def _checked_gates(gates: Given, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns the gates in at least 32 bits."""
+    if gates is None:
+        return None
+    arguments.require_values(gates=gates)
+    gates = arguments.array("gates", gates)
+    if gates.shape != shape:
+        raise ValueError(
+            f"`gates` must have the shape of `experts`, {shape}, got {gates.shape}: pass a gate for each id"
+        )
+    return gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
+
+
+def _limit(name: str, value: Given) -> int | None:
     is_number = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if value is not None and not (is_number and value >= 1):
         raise ValueError(
-            f"`capacity` must be None or an integer of at least 1, got {shown(value)}: round it up to a number that is "
+            f"`{name}` must be None or an integer of at least 1, got {shown(value)}: round it up to a number that is "
             "known while the program is traced, or pass None to drop nothing"
         )
-    return None if value is None else int(value)
+    return None if value is None else min(int(value), _MOST)

@@ -4,9 +4,11 @@ All three are partial derivatives of one form, which is linear in each of its th
 
     form(tokens, rows, gates) = Σ over devices, tokens t and slots j of gates[t, j] · <tokens[t], rows[positions[t, j]]>
 
+Tokens are those of this device; gates are those of all devices, whose own collective is jax's.
+
     by tokens   the rows of each token on all devices, times their gates, added in the order of the slots
     by rows     a copy of each row's token, which any device may have, times the row's gate
-    by gates    the inner product of each token with each of its rows on all devices
+    by gates    the inner product of each token, which any device may have, with each of its rows on this device
 
 So a derivative of one map is made of the other two, and so is every further derivative. No map adds in an order that
 may change. Sums are in float32; those of other devices are rounded before they travel.
@@ -14,7 +16,7 @@ may change. Sums are in float32; those of other devices are rounded before they 
 Kernels compute them (`row_kernels.py`), or XLA with its own collectives. Rows behind the last one in use are not read.
 Where rows are written, they are zero by XLA, and undefined by the kernel; zero by both where jax looks for NaN.
 
-tokens: [T, h]. rows: [C, h]. gates: [T, k], or None where all are 1. See `Routing` for the letters.
+tokens: [T, h]. rows: [C, h]. gates: [D · T, k], or None where all are 1. See `Routing` for the letters.
 """
 
 from __future__ import annotations
@@ -89,12 +91,18 @@ class Movement:
 
 def copied(tokens: jax.Array, routing: Routing, movement: Movement) -> jax.Array:
     """Returns the rows of this device, [C, h]: a copy of its token for each row in use."""
+    routing = dataclasses.replace(routing, gates=None)  # They are no argument here, and not kept.
     return _derivative(ROWS, tokens.dtype, movement, (tokens, None, None), routing)
 
 
-def added(rows: jax.Array, gates: jax.Array, routing: Routing, movement: Movement) -> jax.Array:
-    """Returns for each token of this device the sum of gate · row over its routes, [T, h], in the rows' dtype."""
-    return _derivative(TOKENS, rows.dtype, movement, (None, rows, gates), routing)
+def added(rows: jax.Array, gates: jax.Array | None, routing: Routing, movement: Movement) -> jax.Array:
+    """Returns for each token of this device the sum of gate · row over its routes, [T, h], in the rows' dtype.
+
+    gates: those of this device, [T, k]; None: those of the routing.
+    """
+    everywhere = routing.gates if gates is None else movement.gathered(_wide(gates))
+    routing = dataclasses.replace(routing, gates=None)
+    return _derivative(TOKENS, rows.dtype, movement, (None, rows, everywhere), routing)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -175,11 +183,10 @@ def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
 def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, gates = factors
     given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
-    given["gates"] = None if gates is None else movement.gathered(gates.astype(jnp.float32))
+    given["gates"] = None if gates is None else gates.astype(jnp.float32)
     if by == ROWS and checks_numbers():
         given["filled"] = routing.filled
-    out = _launched(by, plan, movement.must_fuse, {name: x for name, x in given.items() if x is not None})
-    return movement.scattered(out) if by == GATES else out
+    return _launched(by, plan, movement.must_fuse, {name: x for name, x in given.items() if x is not None})
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # Equal kernels are traced once, and lowered once per program.
@@ -246,7 +253,7 @@ def _sums(rows: jax.Array, gates: Leaf, positions: jax.Array) -> jax.Array:
 
 def _by_tokens(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp.dtype) -> jax.Array:
     _, rows, gates = factors
-    gates = None if gates is None else movement.gathered(_wide(gates))
+    gates = None if gates is None else _wide(gates)
     return movement.scattered(_sums(rows, gates, routing.positions).astype(dtype))
 
 
@@ -254,7 +261,7 @@ def _by_rows(movement: Movement, factors: _Factors, routing: Routing, dtype: jnp
     tokens, _, gates = factors
     rows = _of_rows(movement.gathered(tokens), routing)
     if gates is not None:
-        of_rows = movement.gathered(gates).at[routing.tokens, routing.slots].get(mode="promise_in_bounds")
+        of_rows = gates.at[routing.tokens, routing.slots].get(mode="promise_in_bounds")
         rows *= _wide(of_rows)[:, None]
     return jnp.where(routing.filled[:, None], rows, 0).astype(dtype)
 
@@ -263,4 +270,4 @@ def _by_gates(movement: Movement, factors: _Factors, routing: Routing, dtype: jn
     tokens, rows, _ = factors
     # Positions name rows in use only, so that what lies behind them does not count.
     products = (_of_rows(movement.gathered(tokens), routing) * _wide(rows)).sum(1)
-    return movement.scattered(products.at[routing.positions].get(mode="fill", fill_value=0)).astype(dtype)
+    return products.at[routing.positions].get(mode="fill", fill_value=0).astype(dtype)
