@@ -108,10 +108,8 @@ def epilogue(
         index, sides = place
 
         def of_columns(vector_gmem: GmemRef) -> jax.Array:
-            # The vectors of the right operands in a tile follow each other, all padded to the same length.
-            first = vector_gmem.shape[0] // sides * index + first_column
-            start = columns.start if _is_zero(first) else first + columns.start
-            return mainloop.broadcast_vector(vector_gmem, pl.ds(start, columns.size), shape, column_dimension)
+            where = _in_vector(vector_gmem, columns, index, sides, first_column)
+            return mainloop.broadcast_vector(vector_gmem, where, shape, column_dimension)
 
         if row_scales is not None:
             values = values * row_scales(rows, shape)
@@ -162,7 +160,8 @@ class Through:
         self,
         mainloop: Mainloop,
         dtype: jnp.dtype,
-        row_vector_gmem: GmemRef = None,
+        vectors: Vectors,
+        first_column: Index,
         sums_at: Callable[[pl.Slice, pl.Slice], GmemRef] | None = None,
     ) -> ThroughEpilogue:
         """Returns the epilogue of one tile (`hooks.Through`).
@@ -170,7 +169,8 @@ class Through:
         Args:
           mainloop: the mainloop that computes the values.
           dtype: of the results that are stored.
-          row_vector_gmem: the vector of rows in f32, padded to whole tiles; None: there is none.
+          vectors: biases, which are added to the values; and row scales, which are the program's vector of rows.
+          first_column: as in `epilogue`.
           sums_at: a function from slices of rows and columns to where the sums of these columns are stored, in f32.
         """
 
@@ -184,7 +184,7 @@ class Through:
             # First those that overwrite no addend, and the sums. All results at once would spill registers.
             first = range(count, self.stored) if count < self.stored else range(self.stored)
             for results in filter(len, (first, range(first.start))):
-                found, total = some(values, rows, addends(), results)
+                found, total = some(values, rows, columns, addends(), results)
                 if sums_at is not None and results is first:
                     store_in_registers_order(total.sum(axis=1), sums_at(rows, columns))
                 yield dict(zip(results, found, strict=True))
@@ -192,6 +192,7 @@ class Through:
         def some(
             values: Callable[[int, int], tuple[jax.Array, ...]],
             rows: pl.Slice,
+            columns: pl.Slice,
             addends: Sequence[jax.Array],
             results: Sequence[int],
         ) -> tuple[list[jax.Array], jax.Array]:
@@ -201,10 +202,16 @@ class Through:
             parts: list[list[jax.Array]] = []
             last: list[jax.Array] = []
             for first in range(0, EPILOGUE_COLUMNS, width):
-                beside = [lax.slice(x, (0, first), (x.shape[0], first + width)) for x in addends]
-                given = [x.astype(jnp.float32) for x in (*values(first, width), *beside)]
-                if row_vector_gmem is not None:
-                    given.append(mainloop.broadcast_vector(row_vector_gmem, rows, given[0].shape, 0))
+                given = list(values(first, width))
+                shape = given[0].shape
+                if (bias_gmem := vectors.bias) is not None:
+                    here = pl.ds(columns.start + first, width)
+                    places = [_in_vector(bias_gmem, here, i, len(given), first_column) for i in range(len(given))]
+                    biases = [mainloop.broadcast_vector(bias_gmem, place, shape, 1) for place in places]
+                    given = [x + bias for x, bias in zip(given, biases, strict=True)]
+                given += [lax.slice(x, (0, first), (x.shape[0], first + width)).astype(jnp.float32) for x in addends]
+                if vectors.row_scale is not None:
+                    given.append(mainloop.broadcast_vector(vectors.row_scale, rows, shape, 0))
                 found = self.program.all_results(given)
                 parts.append([found[index].astype(dtype) for index in results])
                 last.append(found[-1])
@@ -222,6 +229,15 @@ def store_in_registers_order(values: jax.Array, block_gmem: GmemRef) -> None:
         store(block_gmem, values, optimized=False)
     else:
         block_gmem[...] = values
+
+
+def _in_vector(vector_gmem: GmemRef, columns: pl.Slice, side: int, sides: int, first_column: Index) -> pl.Slice:
+    """Returns where the entries of some columns of one of the right operands lie in a vector.
+
+    The vectors of the right operands in a tile follow each other, all padded to the same length.
+    """
+    first = vector_gmem.shape[0] // sides * side + first_column
+    return pl.ds(columns.start if _is_zero(first) else first + columns.start, columns.size)
 
 
 def _is_zero(value: Index) -> bool:

@@ -60,13 +60,11 @@ class Through:
     Attributes:
       how: the function, and which of its results are stored or summed.
       addends: [m, n] each, of the results' dtype.
-      row_vector: f32 [m]; None: there is none.
       first_of_sums: in a kernel that sums, where the sums of each group begin, relative to the group's rows.
     """
 
     how: epilogue.Through = dataclasses.field(metadata={"static": True})
     addends: tuple[GmemRef, ...] = ()
-    row_vector: GmemRef = None
     first_of_sums: GmemRef = None
 
     @property
@@ -105,7 +103,8 @@ def rows(
         pairs with any k, whose products are added.
       plan: the static data.
       clears: whether the rows behind all groups must be zeros; if not, they are undefined.
-      through: an epilogue with several results, instead of the plan's. Its rows behind all groups are undefined.
+      through: an epilogue with several results, instead of the plan's. It takes biases, and a row scale as its vector
+        of rows. Rows behind all groups are undefined.
 
     Returns:
       [m, n]; with `through` all results that it stores, and then the sums, f32 [m], if there are any.
@@ -129,12 +128,9 @@ def rows(
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
     place_of_sums = None
-    if through is not None:
-        row_vector = None if through.row_vector is None else jnp.pad(through.row_vector, (0, config.tile_m))
-        through = dataclasses.replace(through, row_vector=row_vector)
-        if through.how.sums:
-            first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
-            through = dataclasses.replace(through, first_of_sums=first_of_sums)
+    if through is not None and through.how.sums:
+        first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
+        through = dataclasses.replace(through, first_of_sums=first_of_sums)
     inputs = _Rows(lefts, rhs_list, table, counts, jnp.zeros(zeros, out_dtype), _vectors(operands, plan), through)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
     out_types: tuple[GmemRef, ...] = (out_type,) * (1 if through is None else through.how.stored)
@@ -193,16 +189,18 @@ class _RowsBody:
         return SideBySide(of_group) if self.kernel.types.sides > 1 else of_pairs(of_group, self.steps)
 
     def _epilogue_at(self, tile: Tile) -> epilogue.Epilogue:
-        config = self.kernel.config
-        n = self.refs.outputs[0].shape[1]
-        first_column = tile.step * (ceil_div(n, config.tile_n) * config.tile_n)
         return epilogue.epilogue(
             self.refs.inputs.vectors,
             self.program,
             self.kernel.mainloop,
-            first_column=first_column,
-            transposed=config.swap_operands,
+            first_column=self._first_column(tile),
+            transposed=self.kernel.config.swap_operands,
         )
+
+    def _first_column(self, tile: Tile) -> Index:
+        """Where the vectors of a tile's group begin in the vectors of a right operand."""
+        tile_n = self.kernel.config.tile_n
+        return tile.step * (ceil_div(self.refs.outputs[0].shape[1], tile_n) * tile_n)
 
     def _through(self, through: Through) -> hooks.Through:
         results = self.refs.outputs[: through.how.stored]
@@ -214,7 +212,8 @@ class _RowsBody:
 
         def epilogue_at(tile: Tile) -> hooks.ThroughEpilogue:
             at = functools.partial(sums_at, tile) if through.how.sums else None
-            return through.how.epilogue(self.kernel.mainloop, results[0].dtype, through.row_vector, at)
+            vectors = self.refs.inputs.vectors
+            return through.how.epilogue(self.kernel.mainloop, results[0].dtype, vectors, self._first_column(tile), at)
 
         return hooks.Through(through.addends, results, epilogue_at)
 

@@ -292,19 +292,19 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
         activation, _ = traced(swiglu, arrays=2)
         beside = [struct(mesh, (m, n), case.dtype)] * 2
 
-        def with_values(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
-            given = Operands(lhs, (rhs, rhs), group_sizes=sizes)
+        def with_values(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array) -> Any:
+            given = Operands(lhs, (rhs, rhs), biases=(bias, bias), group_sizes=sizes)
             how = grouped_product.Through(epilogue.Through(activation.with_values(lhs.dtype), 3))
             plan = plan_of(given, config, lhs.dtype, right, gated=activation)
             return grouped_product.rows(given, plan, through=how)
 
         def of_cotangent(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, weights: jax.Array, *z: jax.Array) -> Any:
-            given = Operands(lhs, (rhs,), group_sizes=sizes)
-            how = grouped_product.Through(epilogue.Through(activation.of_cotangent(), 3, sums=True), z, weights)
+            given = Operands(lhs, (rhs,), row_scale=weights, group_sizes=sizes)
+            how = grouped_product.Through(epilogue.Through(activation.of_cotangent(), 3, sums=True), z)
             return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), through=how)
 
         if through == "values":
-            return on_mesh(with_values), (lhs, rhs, sizes)
+            return on_mesh(with_values), (lhs, rhs, sizes, struct(mesh, (groups, n), "float32"))
         return on_mesh(of_cotangent), (lhs, rhs, sizes, struct(mesh, (m,), "float32"), *beside)
     keywords: dict[str, Any] = {"transpose_rhs": right, "config": config, "implementation": "fused"}
 
