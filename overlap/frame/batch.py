@@ -12,6 +12,7 @@ from jax import lax
 from overlap.choice.choose import is_collecting
 from overlap.frame import arguments, by_xla
 from overlap.frame.explain import record_as_batched
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Leaf, Operands, Results
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import launch
@@ -39,7 +40,7 @@ def batched(
     if operands.group_sizes is not None:
         return _one_by_one(operands, is_batched, plan, fused)
     symbolic = arguments.why_symbolic(f"`jax.vmap` over {axis_size} elements", [axis_size])
-    if cannot := symbolic or plan.operation.kernel.why_not_batched(is_batched, axis_size, plan):
+    if cannot := symbolic or kernel_of(plan.operation).why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         record_as_batched(plan.operation.name, plan.config, cannot)
@@ -51,11 +52,11 @@ def batched(
     if axis_size == 0:
         return tuple(jnp.zeros((*leading, plan.form.m, n), plan.out_dtype) for n in plan.result_widths), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
-        bare = plan.in_f32
+        bare = kernel_of(plan.operation).in_f32(plan)
         if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
-    together = plan.operation.kernel.batched_together
+    together = kernel_of(plan.operation).batched_together
     folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
     of_all = dataclasses.replace(operands, **folded)
     outs, kept = fused(of_all, plan.of(of_all))
@@ -133,8 +134,8 @@ def _epilogue_by_xla(
     nothing = dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
     nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
     matrices, is_batched_matrices = operands.matrices, is_batched.matrices
-    if plan.operation.spec.sums:
-        # Each device scales its own product before the sum over the devices. So the scales stay with the products.
+    if plan.operation.after.moves:
+        # Each device scales its own product before the product moves. So the scales stay with the products.
         scales = ("row_scale", "column_scales")
         matrices, is_batched_matrices = (
             dataclasses.replace(x.matrices, **{name: getattr(x, name) for name in scales})

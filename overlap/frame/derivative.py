@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame import by_xla, products
 from overlap.frame.activation import BEFORE_ACTIVATION
+from overlap.frame.kernel import kernel_of
 from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, Leaf, Operands, Results, accumulator
 from overlap.frame.operation import LaunchPlan
@@ -55,7 +56,7 @@ def derivative(
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.)
-        bare = plan.operation.kernel.before_activation(plan)
+        bare = kernel_of(plan.operation).before_activation(plan)
         sums = dataclasses.replace(operands, scalars=())
         several = plan.operation.combines and not bare.operation.takes_lists
         each = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums]
@@ -67,7 +68,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=plan.operation.kernel.of_tangents(plan),
+        by_xla=kernel_of(plan.operation).of_tangents(plan),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -125,8 +126,8 @@ def _cotangents(
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
     d_parts = d_outs
     d_lefts = None
-    if operation.spec.sums:
-        d_part, d_lefts = _through_sum(plan, d_outs[0], whole, wanted)
+    if operation.after.moves:
+        d_part, d_lefts = _through_move(plan, d_outs[0], whole, wanted)
         d_parts = (d_part,)
     parts = [
         _through_epilogue(plan, whole, wanted, index, *d) for index, d in enumerate(zip(d_outs, d_parts, strict=True))
@@ -134,10 +135,10 @@ def _cotangents(
     gs = [part.g for part in parts]
     direct = None
     wanted_rights = (*wanted.rhs_list, *wanted.more_rights)
-    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.spec.sums and d_kept is None:
+    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.after.moves and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
         passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
-        if (one := operation.kernel.lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
+        if (one := kernel_of(operation).lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
             direct, gathered = one
             whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
     # One product, a sum of products with one cotangent, or several products of one left operand.
@@ -171,15 +172,15 @@ def _cotangents(
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
 
 
-def _through_sum(
-    plan: LaunchPlan, d_sum: jax.Array, whole: Operands, wanted: Operands
+def _through_move(
+    plan: LaunchPlan, d_result: jax.Array, whole: Operands, wanted: Operands
 ) -> tuple[jax.Array, Sequence[jax.Array] | None]:
-    """The cotangent of a device's part of a sum over devices; and of all left operands, if one kernel computes both."""
-    # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
-    own = d_sum.astype(plan.out_dtype)
+    """The cotangent of a device's product, which has moved; and of all left operands, if one kernel computes both."""
+    # Where products are summed, each needs the cotangent of the whole sum. It travels in the dtype of the result.
+    own = d_result.astype(plan.out_dtype)
     wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
     if wanted_lefts and not whole.is_scaled:
-        both = plan.operation.kernel.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
+        both = kernel_of(plan.operation).lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
         if both is not None:
             d_lefts, d_part = both
             return d_part, d_lefts
@@ -267,7 +268,7 @@ def _pair(whole: Operands, lhs: jax.Array, rhs: jax.Array) -> Operands:
 def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
     if (
         pair.group_sizes is not None
-        and (one := plan.operation.kernel.lhs_cotangent([g], pair, None, dtype, plan)) is not None
+        and (one := kernel_of(plan.operation).lhs_cotangent([g], pair, None, dtype, plan)) is not None
     ):
         return one[0]
     lhs, rhs = pair.lhs, pair.rhs_list[0]
@@ -281,7 +282,7 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
 
 
 def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (one := plan.operation.kernel.rhs_cotangent(pair, g, dtype, plan)) is not None:
+    if (one := kernel_of(plan.operation).rhs_cotangent(pair, g, dtype, plan)) is not None:
         return one
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     layouts = plan.layouts
@@ -302,7 +303,7 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
     Operands of different dtypes are converted to one that holds both.
     """
     if pair.group_sizes is not None:
-        return plan.operation.kernel.times(pair, layouts, dtype, plan)
+        return kernel_of(plan.operation).times(pair, layouts, dtype, plan)
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
         # All 8-bit floats are exact in 16 bits.
@@ -312,4 +313,4 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
             lhs, rhs = lhs.astype(F32), rhs.astype(F32)
         return by_xla.times(lhs, rhs, layouts, F32)
     dtype = jnp.dtype(dtype if dtype in FLOAT16 else F32)
-    return plan.operation.kernel.times(Operands(lhs, (rhs,)), layouts, dtype, plan)
+    return kernel_of(plan.operation).times(Operands(lhs, (rhs,)), layouts, dtype, plan)

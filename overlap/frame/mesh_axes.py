@@ -6,22 +6,17 @@ need there. Calls on global arrays, outside of it, are cut into one for each dev
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from overlap.frame.signatures import AnyMesh, Arguments, Leaf
+from overlap.frame.signatures import AnyMesh, Leaf
 from overlap.kernels.varying import axes_of
 from overlap.primitives.types import Tree
-
-if TYPE_CHECKING:
-    from overlap.frame.operation import Operation
 
 Axes = tuple[str, ...]
 
@@ -140,21 +135,6 @@ def spec(along: Iterable[Axes]) -> jax.P:
 
 
 # ---- Global arrays ---------------------------------------------------------------------------------------------------
-
-
-def on_each_device(operation: Operation, given: Arguments, run: Callable[[Arguments], Any]) -> Any:
-    """Runs a call of an operation that communicates nothing: on each device's parts, if types say how these lie.
-
-    `run` runs a call on one device.
-    """
-    mesh = mesh_of(*jax.tree.leaves(given.arrays))
-    if mesh is None and operation.spec.groups:  # XLA cannot shard these, nor run them on one device of such a mesh.
-        context = jax.sharding.get_abstract_mesh()
-        mesh = context if explicit_axes(context) and not context.manual_axes else None
-    if mesh is None:
-        return run(given)
-    # Products of global arrays are on a floor above, since most of them communicate. So the module is found by name.
-    return importlib.import_module("overlap.sharded.explicit").run(operation, given, mesh, run)
 
 
 def outside_shard_map(name: str, mesh: AnyMesh) -> NotImplementedError:

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
 from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Leaf, Operands, accumulator, rhs_names
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import Arguments
@@ -90,7 +91,7 @@ def normalize(operation: Operation, given: Arguments) -> Call:
 def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Callable[..., jax.Array]) -> Call:
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
     if given.config is not None:
-        operation.require_config(call, given.config)
+        kernel_of(operation).require_config(call, given.config)
     if given.scalars is not None:
         applied, scalars = activation, given.scalars
         by_xla = functools.partial(activation, scalars=scalars)
@@ -114,12 +115,12 @@ def _with_activation(operation: Operation, call: Call, given: Arguments, activat
 def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> list[tuple[Leaf, Leaf]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
-    if counts[0] is not None and not operation.spec.sums:
+    if counts[0] is not None and not operation.after.takes_pairs:
         raise ValueError(
             f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
             "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
         )
-    if not operation.spec.sums or counts == [None, None]:
+    if not operation.after.takes_pairs or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
         left, right = ("one array" if count is None else f"a list of {count}" for count in counts)
@@ -206,11 +207,12 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
             f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`dimension`), or is one of "
             "them transposed?"
         )
-    if operation.spec.sums and max(lhs_k, rhs_k) == operation.after.summed_over * min(lhs_k, rhs_k):
+    devices = operation.after.summed_over
+    if devices > 1 and max(lhs_k, rhs_k) == devices * min(lhs_k, rhs_k):
         raise ValueError(
             f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
             f"k={rhs_k} in rhs {tuple(rhs.shape)}: one of them is not sharded along it over the "
-            f"{operation.after.summed_over} devices (`in_specs` of `jax.shard_map`)"
+            f"{devices} devices (`in_specs` of `jax.shard_map`)"
         )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "

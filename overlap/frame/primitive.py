@@ -26,6 +26,7 @@ from overlap.choice.session import explaining
 from overlap.frame.activation import BoundActivation
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Leaf, Operands, Results, Structure
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.varying import varying
@@ -43,7 +44,7 @@ def fused(operands: Operands, plan: LaunchPlan) -> Results:
     if marks.current() is not None:
         # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
         # effect of tracing. A primitive would not let them through.
-        return plan.operation.kernel.launch(operands, plan)
+        return kernel_of(plan.operation).launch(operands, plan)
     leaves, structure = jax.tree.flatten(operands)
     traced, types = tracer_of(plan.without_function, structure)(*leaves)
     static = _Static(traced, plan, structure, jax.tree.structure(types))
@@ -63,7 +64,7 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
         if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
             return plan.operation.by_xla(operands, plan.form, _stand_in(plan, operands))
         with _timed(plan):
-            return plan.operation.kernel.launch(operands, plan)
+            return kernel_of(plan.operation).launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 
@@ -75,7 +76,7 @@ def _timed(plan: LaunchPlan) -> AbstractContextManager[object]:
     """
     if plan.chosen is None or plan.form.groups is not None:  # (Products of groups were measured without.)
         return contextlib.nullcontext()
-    problem = plan.operation.kernel.problem(plan.form)
+    problem = kernel_of(plan.operation).problem(plan.form)
     ns = round(1e3 * predicted_us(plan.config, problem, plan.target))
     return set_xla_metadata(latency_metadata=str(ns))
 

@@ -32,14 +32,13 @@ from overlap.frame.kernel import Kernel
 from overlap.frame.operands import F32, Operands, Results, accumulator
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import Leaf
-from overlap.kernels import groups, launch, limits
+from overlap.kernels import groups, limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import CONTRACTION, GROUPED, OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
-from overlap.primitives import marks
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
 
@@ -120,12 +119,8 @@ class GroupsKernel(Kernel):
             first, source = space.heuristic(problem, target), "heuristic"
         if first is None:
             return None
-        config, _ = dispatch.first_that_fits(first, source, problem, target, check)
-        try:
-            check(config, target)
-        except (ValueError, NotImplementedError):
-            return None
-        return config
+        chosen = dispatch.first_that_fits(first, source, problem, target, check)
+        return chosen.config if chosen.refusal is None else None
 
     def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
         """Runs a product of a derivative."""
@@ -153,22 +148,14 @@ class GroupsKernel(Kernel):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         if plan.chosen is None:
             return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
-        # What is recorded while a kernel is traced would be lost in a function that is sealed.
-        if marks.current() is not None:
-            return (self.by_kernel(operands, plan),), None
-        leaves, structure = jax.tree.flatten(operands)
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            form = plan.form
+            shape = (form.m, form.widths[0]) if self.operation.spec.groups == "m" else (form.groups, form.m, form.n)
+            return (jnp.zeros(shape, plan.out_dtype),), None
+        return (self.sealed(self.runner(plan), NAME, operands, plan),), None
 
-        def kernel(*leaves: jax.Array) -> jax.Array:
-            return self.by_kernel(jax.tree.unflatten(structure, leaves), plan)
-
-        def otherwise(*leaves: jax.Array) -> jax.Array:
-            given = jax.tree.unflatten(structure, leaves)
-            return by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
-
-        return (launch.sealed(kernel, NAME, None if plan.must_fuse else otherwise)(*leaves),), None
-
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        """Runs the kernel."""
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        """Returns the function that runs the kernel on operands."""
         raise NotImplementedError
 
 
@@ -188,10 +175,8 @@ class RowsOfGroups(GroupsKernel):
         sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
         return alike(dataclasses.replace(operands, group_sizes=sizes))
 
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
-            return jnp.zeros((plan.form.m, plan.form.widths[0]), plan.out_dtype)
-        return grouped_product.rows(operands, plan, clears=self.operation.clears[0])
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
         dtype = plan.out_dtype if self.operation.combines else accumulator(plan.form.dtype)
@@ -242,10 +227,8 @@ class RowsOfGroups(GroupsKernel):
 class Contraction(GroupsKernel):
     """The kernel that contracts the rows of each group, in the backward pass."""
 
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
-            return jnp.zeros((plan.form.groups, plan.form.m, plan.form.n), plan.out_dtype)
-        return grouped_product.contraction(operands, plan)
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        return functools.partial(grouped_product.contraction, plan=plan)
 
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
         return lambda operands: ((_bilinear(plan, operands.group_sizes, operands.lhs, operands.rhs_list[0]),), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,15 +16,13 @@ from overlap.choice.problem import Problem
 from overlap.frame import by_xla, call, mesh_axes, primitive
 from overlap.frame.explain import record
 from overlap.frame.form import Form
-from overlap.frame.kernel import Kernel
+from overlap.frame.kernel import Kernel, kernel_of
 from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyArray, Arguments, Scale
-from overlap.kernels import launch
 from overlap.kernels.config import Config
 from overlap.kernels.operations import MATMUL, OperandLayouts
 from overlap.kernels.target import Target
-from overlap.primitives import marks
 from overlap.single_gpu import product
 
 
@@ -64,7 +63,7 @@ class MatmulKernel(Kernel):
             return by_xla.times(lhs, rhs, layouts, dtype)
         form = Form.of(pair, layouts, dtype)
         alone = Operation(MATMUL)
-        problem = alone.kernel.problem(form)
+        problem = kernel_of(alone).problem(form)
         config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
@@ -80,28 +79,8 @@ class MatmulKernel(Kernel):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         rows = as_rows(operands, plan.layouts)
         plan = dataclasses.replace(plan, form=plan.form.folded)
-        # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
-        # would be lost in a function that is sealed.
-        out = (_sealed if marks.current() is None else product.launch)(rows, plan)
+        out = self.sealed(functools.partial(product.launch, plan=plan), "matmul", rows, plan)
         return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
-
-
-def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """Runs the kernel as one opaque operation.
-
-    If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
-    asked for the kernel.
-    """
-    leaves, structure = jax.tree.flatten(operands)
-
-    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
-        return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
-
-    otherwise = of_leaves(
-        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
-    )
-    kernel = of_leaves(lambda given: product.launch(given, plan))
-    return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
 
 
 def matmul(

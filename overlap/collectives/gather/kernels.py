@@ -18,6 +18,7 @@ from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
 from overlap.collectives.kernel import XLA, CollectiveKernel
 from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Operands, Results, folded
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import untried
@@ -157,7 +158,7 @@ class GatherLhs(GatherKernel):
         each = (
             [of_rows] if self.operation.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
         )
-        outs = [out for given in each for out in of_one.kernel.launch(given, plan.of(given))[0]]
+        outs = [out for given in each for out in kernel_of(of_one).launch(given, plan.of(given))[0]]
         lhs = operands.lhs
         return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.operation.returns_gathered else None
 
@@ -201,7 +202,8 @@ class GatherRhs(GatherKernel):
         rows = folded(operands, keep=False)
         plan = plan.of(rows)
         if self.group.size == 1:
-            (out,), _ = Operation(MATMUL).kernel.launch(rows, dataclasses.replace(plan, operation=Operation(MATMUL)))
+            alone = Operation(MATMUL)
+            (out,), _ = kernel_of(alone).launch(rows, dataclasses.replace(plan, operation=alone))
         else:
             out = rhs_kernel.launch(rows, plan, self.group, self.operation.spec.gathers)
         leading = operands.lhs.shape[:-2]

@@ -16,6 +16,7 @@ from overlap.collectives.backward import AS_FORWARD, backward
 from overlap.collectives.kernel import XLA, CollectiveKernel
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import untried
@@ -114,7 +115,9 @@ class SumKernel(CollectiveKernel):
             passenger=None,
         )
         alone = Operation(MATMUL)
-        return alone.kernel.launch(joined, dataclasses.replace(plan, operation=alone).of(joined))[0], operands.passenger
+        return kernel_of(alone).launch(joined, dataclasses.replace(plan, operation=alone).of(joined))[
+            0
+        ], operands.passenger
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:
