@@ -112,15 +112,13 @@ def _cotangents(
       wanted: the dtype in the place of each operand; None for operands whose cotangent is not asked for.
     """
     operation = plan.operation
+    kernel = kernel_of(operation)
     d_outs, d_kept = cotangents
-    products, gathered = saved
-    is_kept = gathered is not None and operands.passenger is None
     d_outs = tuple(map(ad.instantiate_zeros, d_outs))
     d_kept = None if isinstance(d_kept, ad.Zero) else d_kept
-    # (jax and XLA remove gathers that turn out to be unused.)
-    whole = operation.before.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
-    if is_kept:
-        whole = dataclasses.replace(whole, lhs=gathered)
+    products, gathered = saved
+    saved_lhs = gathered if operands.passenger is None else None
+    whole = _gathered(plan, operands, saved_lhs)
     d_scalars = operands.scalars
     if products is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
@@ -137,23 +135,24 @@ def _cotangents(
     wanted_rights = (*wanted.rhs_list, *wanted.more_rights)
     if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.after.moves and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
-        passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
-        if (one := kernel_of(operation).lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
-            direct, gathered = one
-            whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
-    # One product, a sum of products with one cotangent, or several products of one left operand.
-    rights = (*whole.rhs_list, *whole.more_rights)
-    pairs = [_pair(whole, *both) for both in zip(whole.lefts * len(gs), rights, strict=True)]
-    with_gs = list(zip(pairs, gs * len(whole.lefts), strict=True))
+        needs_lhs = saved_lhs is None and any(x is not None for x in wanted_rights)
+        both = kernel.lhs_cotangent(gs, whole, operands.lhs if needs_lhs else None, wanted.lhs, plan)
+        if both is not None:
+            direct, arrived = both
+            whole = whole if arrived is None else dataclasses.replace(whole, lhs=arrived)
+    # Several results have one left operand. Products that are added have one cotangent.
+    g_of_pair = gs if len(gs) > 1 else gs * len(whole.pairs)
+    pairs = [(_pair(whole, *pair), g) for pair, g in zip(whole.pairs, g_of_pair, strict=True)]
     if d_lefts is None:
+        wanted_lefts = (wanted.lhs, *wanted.more_lefts) * len(gs)
         d_lefts = [
             None if dtype is None or direct is not None else _lhs_cotangent(plan, pair, g, dtype)
-            for (pair, g), dtype in zip(with_gs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
+            for (pair, g), dtype in zip(pairs, wanted_lefts, strict=True)
         ]
     d_lhs, *more_lefts = d_lefts if len(whole.lefts) > 1 else [functools.reduce(_add, d_lefts)]
     d_rights = tuple(
         None if dtype is None else _rhs_cotangent(plan, pair, g, dtype)
-        for (pair, g), dtype in zip(with_gs, wanted_rights, strict=True)
+        for (pair, g), dtype in zip(pairs, wanted_rights, strict=True)
     )
     found = Operands(
         d_lhs,
@@ -170,6 +169,18 @@ def _cotangents(
     if operands.passenger is not None:
         found = dataclasses.replace(found, passenger=operation.after.scattered_passenger(d_kept, wanted))
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
+
+
+def _gathered(plan: LaunchPlan, operands: Operands, saved_lhs: jax.Array | None) -> Operands:
+    """The operands of one device's product. The left one is not gathered anew if it was saved.
+
+    (jax and XLA remove gathers that turn out to be unused.)
+    """
+    before = plan.operation.before
+    if saved_lhs is None:
+        return before.gathered(operands, plan.layouts)
+    rest = before.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
+    return dataclasses.replace(rest, lhs=saved_lhs)
 
 
 def _through_move(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -187,11 +188,10 @@ class RowsOfGroups(GroupsKernel):
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
         def of_operands(operands: Operands) -> Results:
             has_epilogue = plan.activation is not None or operands.has_epilogue
-            how = self.before_activation(plan) if has_epilogue else plan
-            rights = (*operands.rhs_list, *operands.more_rights)
-            lefts = operands.lefts * (len(rights) if len(operands.lefts) == 1 else 1)
-            outs: list[Leaf] = [_bilinear(how, operands.group_sizes, *pair) for pair in zip(lefts, rights, strict=True)]
-            outs = [sum(outs[1:], outs[0])] if operands.more_lefts else outs
+            bare = self.before_activation(plan) if has_epilogue else plan
+            outs: list[Leaf] = [_bilinear(bare, operands.group_sizes, *pair) for pair in operands.pairs]
+            if operands.more_lefts:
+                outs = [functools.reduce(operator.add, outs)]
             wide = accumulator(plan.form.dtype)
             values = tuple(z.astype(wide) for z in outs)
             return by_xla.finish(values, operands, plan.out_dtype, plan.bound_activation(operands)), None

@@ -19,7 +19,7 @@ from overlap.collectives.gather.transport import Transport
 from overlap.collectives.kernel import XLA, CollectiveKernel
 from overlap.frame.form import Form
 from overlap.frame.kernel import kernel_of
-from overlap.frame.operands import Operands, Results, folded
+from overlap.frame.operands import Operands, Results, folded, with_scales_of_all_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import untried
 from overlap.frame.signatures import Arguments
@@ -142,7 +142,7 @@ class GatherLhs(GatherKernel):
             )
         else:
             outs, gathered = lhs_kernel.launch(
-                folded(operands, keep=True),
+                with_scales_of_all_rows(operands),
                 plan,
                 self.group,
                 TRANSPORTS[self.operation.transport],
@@ -153,7 +153,7 @@ class GatherLhs(GatherKernel):
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
         of_one = Operation(MATMUL, combines=self.operation.combines)
-        of_rows = folded(operands, keep=False)
+        of_rows = folded(operands)
         plan = dataclasses.replace(plan, operation=of_one)
         each = (
             [of_rows] if self.operation.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
@@ -199,7 +199,7 @@ class GatherRhs(GatherKernel):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
         # at most one batch element.
-        rows = folded(operands, keep=False)
+        rows = folded(operands)
         plan = plan.of(rows)
         if self.group.size == 1:
             alone = Operation(MATMUL)
