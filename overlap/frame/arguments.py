@@ -245,7 +245,6 @@ def bound(
     signature: inspect.Signature,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    more: tuple[str, ...] = (),
 ) -> None:
     """Checks that a call has all arguments that the called function needs, and none that it does not know.
 
@@ -254,12 +253,11 @@ def bound(
       signature: its parameters.
       args: the arguments by position.
       kwargs: the arguments by keyword.
-      more: keywords that are allowed in addition to those of `signature`.
 
     Raises:
       TypeError: an argument is missing, unknown or given twice. The message names public functions and arguments.
     """
-    known = [*signature.parameters, *more]
+    known = signature.parameters
     for keyword in kwargs:
         if keyword not in known:
             near = difflib.get_close_matches(keyword, known, 1)

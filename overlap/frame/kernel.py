@@ -77,6 +77,22 @@ class Kernel:
         """Returns what a configuration is chosen from."""
         raise NotImplementedError
 
+    def problem_of_sizes(self, form: Form, m: int, n: int, k: int, *, batch: int = 1, sides: int = 1) -> Problem:
+        """Returns a problem of these sizes, whose other properties are those of `form`."""
+        return Problem(
+            op=self.operation.spec.name,
+            m=m,
+            n=n,
+            k=k,
+            dtype=form.dtype.name,
+            out_dtype=form.out_dtype.name,
+            devices=1 if self.operation.group is None else self.group.size,
+            layout=form.layouts.name,
+            batch=batch,
+            block_scaled=form.is_block_scaled,
+            sides=sides,
+        )
+
     def check(self, call: Call, config: Config, target: Target) -> None:
         """Raises, as `limits.check` does, if the kernel cannot serve the call."""
         raise NotImplementedError

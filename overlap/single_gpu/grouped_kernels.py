@@ -23,11 +23,9 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch, space
 from overlap.choice.choose import choose_config
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla, mesh_axes, primitive
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.form import Form
 from overlap.frame.kernel import Kernel
 from overlap.frame.operands import F32, Operands, Results, accumulator
@@ -53,22 +51,12 @@ class GroupsKernel(Kernel):
         # The sizes of the groups are data. The model is asked for the time of equal groups.
         assert form.groups is not None
         sides = len(form.widths) if self.operation.combines else 1
-        m, k = form.m, form.k
+        n = form.widths[0] * sides
         if self.operation.spec.groups == "m":
-            m = max(ceil_div(m, form.groups), 1)
-        else:
-            k = max(ceil_div(k, form.groups), 1)
-        return Problem(
-            op=self.operation.spec.name,
-            m=m,
-            n=form.widths[0] * sides,
-            k=k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            layout=form.layouts.name,
-            batch=form.groups,
-            sides=sides,
-        )
+            m = max(ceil_div(form.m, form.groups), 1)
+            return self.problem_of_sizes(form, m, n, form.k, batch=form.groups, sides=sides)
+        k = max(ceil_div(form.k, form.groups), 1)
+        return self.problem_of_sizes(form, form.m, n, k, batch=form.groups, sides=sides)
 
     def check_form(self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target) -> None:
         """Raises, as `limits.check` does, if the kernel cannot compute a product of this form."""
@@ -138,9 +126,7 @@ class GroupsKernel(Kernel):
         if like.chosen is not None:
             pairs = f" of {len(operands.lefts)} pairs" if operands.more_lefts else ""
             shapes = f"to {'x'.join(map(str, out.shape))}{pairs} {narrow.name}"
-            why = "the kernels of the forward pass serve this product"
-            record(Explanation(NAME, "fused", None, why, Cause.PREDICTED, like.target, plan="backward pass",
-                               shapes=shapes))  # fmt: skip
+            record_backward(NAME, like.target, "the kernels of the forward pass serve this product", shapes)
         return out.astype(wanted)
 
     def typed(self, operands: Operands) -> Operands:

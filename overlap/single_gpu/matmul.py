@@ -10,11 +10,10 @@ import jax
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla, call, mesh_axes, primitive
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.form import Form
 from overlap.frame.kernel import Kernel, kernel_of
 from overlap.frame.operands import Operands, Results, as_rows
@@ -33,18 +32,8 @@ class MatmulKernel(Kernel):
 
     def problem(self, form: Form) -> Problem:
         form = form.folded
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m,
-            n=form.n,
-            k=form.k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            layout=form.layouts.name,
-            batch=form.batch or 1,
-            block_scaled=form.is_block_scaled,
-            sides=len(form.widths),
-        )
+        sides = len(form.widths)
+        return self.problem_of_sizes(form, form.m, form.n, form.k, batch=form.batch or 1, sides=sides)
 
     def check(self, call: Call, config: Config, target: Target) -> None:
         if call.form.batch == 0:
@@ -71,8 +60,7 @@ class MatmulKernel(Kernel):
             return by_xla.times(lhs, rhs, layouts, dtype)
         reason = "the kernel of the forward pass serves this product"
         shapes = f"{problem.shape} {problem.dtype}"
-        chosen = Explanation(self.operation.name, "fused", config, reason, Cause.PREDICTED, plan.target, source)
-        record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
+        record_backward(self.operation.name, plan.target, reason, shapes, config, source)
         (out,), _ = primitive.fused(pair, LaunchPlan(alone, form, plan.target, config))
         return out
 

@@ -41,19 +41,12 @@ class GatherKernel(CollectiveKernel):
 
     def problem(self, form: Form) -> Problem:
         batch = 1 if form.batch is None else form.batch
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m if self.has_batch else batch * form.m,
-            n=form.n,  # Several right operands count as one of their total width.
-            k=form.k // self.operation.before.factors["k"],
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            devices=self.group.size,
-            layout=form.layouts.name,
-            batch=max(batch, 1) if self.has_batch else 1,
-            block_scaled=form.is_block_scaled,
-            sides=len(form.widths) if self.operation.combines else 1,
-        )
+        k = form.k // self.operation.before.factors["k"]
+        sides = len(form.widths) if self.operation.combines else 1
+        # Several right operands count as one of their total width.
+        if self.has_batch:
+            return self.problem_of_sizes(form, form.m, form.n, k, batch=max(batch, 1), sides=sides)
+        return self.problem_of_sizes(form, batch * form.m, form.n, k, sides=sides)
 
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         return dispatch.Circumstances(why_not_by_default=untried(self.group))

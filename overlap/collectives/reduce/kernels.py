@@ -42,17 +42,7 @@ class SumKernel(CollectiveKernel):
 
     def problem(self, form: Form) -> Problem:
         form = self._folded(form)
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m,
-            n=form.n,
-            k=form.k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            devices=self.group.size,
-            layout=form.layouts.name,
-            batch=max(form.batch or 1, 1),
-        )
+        return self.problem_of_sizes(form, form.m, form.n, form.k, batch=max(form.batch or 1, 1))
 
     def _folded(self, form: Form) -> Form:
         return form.folded if self.takes_more_rows else form

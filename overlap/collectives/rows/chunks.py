@@ -335,10 +335,6 @@ def launch(
         title = f"{name.removeprefix('overlap_')} {plan.tokens}x{plan.features}"
         body(Refs(plan, title, own_later, *trees, flags[0], flags[-1], number, posted, done, chunk, more))
 
-    def by_xla(*given: jax.Array) -> list[jax.Array]:
-        assert otherwise is not None
-        return jax.tree.leaves(dict(otherwise(jax.tree.unflatten(structure, given))))
-
     kernel.__name__ = name
     params = {"lowering_semantics": plgpu.LoweringSemantics.Warpgroup, "skip_device_barrier": True}
     launched = plgpu.kernel(
@@ -357,5 +353,8 @@ def launch(
         compiler_params=addresses.Params(**params, peers_read=told) if told else plgpu.CompilerParams(**params),
     )
     patches = ON_HOST_MESHES, _compat.WARP_LOOPS
-    outs = sealed(launched, name, None if otherwise is None else by_xla, patches)(*leaves)
-    return jax.tree.unflatten(out_structure, outs)
+
+    def of_tree(inputs: dict[str, jax.Array]) -> Mapping[str, jax.Array]:
+        return jax.tree.unflatten(out_structure, launched(*jax.tree.leaves(inputs)))
+
+    return sealed(of_tree, name, otherwise, patches)(dict(inputs))

@@ -31,12 +31,10 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation
 from overlap.collectives.rows import row_kernels
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing, gathered
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
 from overlap.kernels.launch import checks_numbers
@@ -157,9 +155,7 @@ def _linear(
         if (plan := _plan_of(movement, given, routing)) is not None:
             name = ("rows added to tokens", "tokens copied to rows", "tokens times their rows")[index]
             shapes = f"{plan.rows} rows of {plan.features} {plan.dtype}"
-            why = "the kernels of the forward pass serve these rows"
-            record(Explanation(name, "fused", None, why, Cause.PREDICTED, plan.target, plan="backward pass",
-                               shapes=shapes))  # fmt: skip
+            record_backward(name, plan.target, "the kernels of the forward pass serve these rows", shapes)
         return [_derivative(index, wanted[0], movement, given, routing)]
 
     return linear_map(forward, transpose, residuals, [direction])[0]
