@@ -204,7 +204,14 @@ def measurements() -> tuple[Measured, ...]:
 
 
 def _measured(row: dict[str, str]) -> Measured:
-    m, n, k, devices = (int(row[name]) for name in ("m", "n", "k", "devices"))
-    layout = cast(Layout, row["layout"])
-    problem = Problem(row["op"], m, n, k, row["dtype"], row["out_dtype"], devices=devices, layout=layout)
+    problem = Problem(
+        op=row["op"],
+        m=int(row["m"]),
+        n=int(row["n"]),
+        k=int(row["k"]),
+        dtype=row["dtype"],
+        out_dtype=row["out_dtype"],
+        devices=int(row["devices"]),
+        layout=cast(Layout, row["layout"]),
+    )
     return Measured(problem, float(row["fused_us"]), float(row["xla_us"]), row["gpu"])

@@ -72,10 +72,14 @@ class Explanation:
     @property
     def why(self) -> str:
         """The reason, and what a fused kernel needs."""
-        transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
-        needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
-        scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
-        return f"{self.reason}{transport}{needs}{scratch}"
+        words = [self.reason]
+        if self.transport:
+            words.append(f"transport {self.transport}: {self.transport_reason}")
+        if self.ctas_at_once > 1:
+            words.append(f"needs {self.ctas_at_once} CTAs at the same time")
+        if self.scratch_bytes:
+            words.append(f"scratch: {self.scratch_bytes:,} bytes")
+        return "; ".join(words)
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""

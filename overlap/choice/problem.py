@@ -227,9 +227,16 @@ class Problem:
         m = self.m if transport == "one_shot" else self.block[0]
         if self.spec.groups == "m":
             m *= self.batch  # All groups lie in one operand.
-        of_scales = self.block_scaled, self.sides
         return OperandTypes(
-            m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales, grouped=self.spec.groups
+            m,
+            self.dtype,
+            self.dtype,
+            out_dtype,
+            layouts,
+            transport,
+            block_scaled=self.block_scaled,
+            sides=self.sides,
+            grouped=self.spec.groups,
         )
 
     def check(self, config: Config, target: Target, transport: Transport = "") -> None:

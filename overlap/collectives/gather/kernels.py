@@ -145,15 +145,14 @@ class GatherLhs(GatherKernel):
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
-        of_one = Operation(MATMUL, combines=self.operation.combines)
-        of_rows = folded(operands)
-        plan = dataclasses.replace(plan, operation=of_one)
-        each = (
-            [of_rows] if self.operation.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
-        )
-        outs = [out for given in each for out in kernel_of(of_one).launch(given, plan.of(given))[0]]
+        alone = Operation(MATMUL, combines=self.operation.combines)
+        plan = dataclasses.replace(plan, operation=alone)
+        rows = folded(operands)
+        calls = [rows] if alone.combines else [rows.for_rhs(index) for index in range(len(rows.rhs_list))]
+        outs = [out for given in calls for out in kernel_of(alone).launch(given, plan.of(given))[0]]
         lhs = operands.lhs
-        return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.operation.returns_gathered else None
+        unfolded = tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs)
+        return unfolded, lhs if self.operation.returns_gathered else None
 
     def lhs_cotangent(
         self,

@@ -104,13 +104,19 @@ def route(experts: AnyArray, num_experts: int, axis_name: AxisName | None, *, ca
     # Routes that this device does not compute have a group of their own, the last one.
     group = jnp.where((own >= 0) & (own < owned), own, owned).astype(jnp.int32)
     before, chosen = _counted(group, owned)
-    ends = jnp.minimum(jnp.cumsum(chosen if capacity is None else jnp.minimum(chosen, capacity), dtype=jnp.int32), rows)
+    taken = chosen if capacity is None else jnp.minimum(chosen, capacity)
+    ends = jnp.minimum(jnp.cumsum(taken, dtype=jnp.int32), rows)
     sizes = jnp.diff(ends, prepend=0)
-    of_group = lambda values: jnp.append(values, 0).at[group].get(mode="promise_in_bounds")  # noqa: E731
-    row = jnp.where(before < of_group(sizes), before + of_group(ends - sizes), rows)
+
+    def of_routes(values: jax.Array) -> jax.Array:
+        """The value of each route's group; 0 for the group of routes that this device does not compute."""
+        return jnp.append(values, 0).at[group].get(mode="promise_in_bounds")
+
+    row = jnp.where(before < of_routes(sizes), before + of_routes(ends - sizes), rows)
     # Not computed by XLA where nobody asks for it: the kernels go by positions.
     route = jnp.zeros(rows, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
-    return Routing(route // k, route % k, row, sizes, chosen.sum(dtype=jnp.int32) - ends[-1], axis_name)
+    dropped = chosen.sum(dtype=jnp.int32) - ends[-1]
+    return Routing(route // k, route % k, row, sizes, dropped, axis_name)
 
 
 def _counted(group: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
@@ -137,11 +143,12 @@ def _counted_in_blocks(is_of: jax.Array) -> tuple[jax.Array, jax.Array]:
     tokens, groups = is_of.shape
     size = max(1, min(_BLOCK, is_of.shape[0]))
     blocks = jnp.pad(is_of, ((0, -tokens % size), (0, 0))).reshape(-1, size, groups)
-    within = jnp.einsum("ij,bjg->big", jnp.tri(size, k=-1, dtype=jnp.float32), blocks.astype(jnp.float32))
-    within = within.astype(jnp.int32)
+    earlier_rows = jnp.tri(size, k=-1, dtype=jnp.float32)
+    in_block = jnp.einsum("ij,bjg->big", earlier_rows, blocks.astype(jnp.float32)).astype(jnp.int32)
     of_block = blocks.sum(1, dtype=jnp.int32)
-    earlier = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
-    before = within + (earlier[..., None] * of_block).sum(1, dtype=jnp.int32)[:, None]
+    earlier_blocks = jnp.tri(len(of_block), k=-1, dtype=jnp.int32)
+    in_earlier_blocks = (earlier_blocks[..., None] * of_block).sum(1, dtype=jnp.int32)
+    before = in_block + in_earlier_blocks[:, None]
     return before.reshape(-1, groups)[:tokens], of_block.sum(0, dtype=jnp.int32)
 
 
