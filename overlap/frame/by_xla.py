@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from overlap.frame import arguments, block_scales
 from overlap.frame import products as of_products
 from overlap.frame.activation import BoundActivation
-from overlap.frame.operands import Operands, accumulator
+from overlap.frame.operands import Operands, accumulator, to_rank
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.operations import OperandLayouts
@@ -53,7 +53,7 @@ def finish(
         z = z if operands.row_scale is None else z * product.of_rows(operands.row_scale, z)
         z = z if column_scale is None else z * product.of_columns(column_scale, z)
         z = z if bias is None else z + product.of_columns(bias, z)
-        z = z if addend is None else z + of_products.to_rank(addend.astype(z.dtype), z.ndim)
+        z = z if addend is None else z + to_rank(addend.astype(z.dtype), z.ndim)
         values.append(z)
     applied = product.guarded(activation)
     if applied is not None:

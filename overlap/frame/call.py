@@ -122,19 +122,25 @@ def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -
     XLA's own product takes long. So the kernel computes the values, in float32 (or float64, by XLA).
     """
     sizes = groups.clipped(call.operands.group_sizes, call.form.m)
-    call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, group_sizes=sizes))
-    product = products.of(call.operands)
+    whole = dataclasses.replace(call.operands, group_sizes=sizes)
     wide = accumulator(call.form.dtype)
-    names = tuple(name for name in call.given if name != "activation")
-    bare = dataclasses.replace(
-        call, activation=None, by_xla=None, container=None, given=names, combines=False, not_elementwise=""
+    of_products = dataclasses.replace(
+        call,
+        activation=None,
+        by_xla=None,
+        container=None,
+        given=tuple(name for name in call.given if name != "activation"),
+        combines=False,
+        not_elementwise="",
     )
     values = []
-    for index in range(len(call.operands.rhs_list)):
-        operands = dataclasses.replace(call.operands.for_rhs(index), scalars=())
-        one = dataclasses.replace(bare, operands=operands, form=Form.of(operands, call.form.layouts, wide))
-        values.append(run_prepared(operation.apart, one, asked))
-    applied = product.guarded(call.by_xla)
+    for index in range(len(whole.rhs_list)):
+        operands = dataclasses.replace(whole.for_rhs(index), scalars=())
+        form = Form.of(operands, call.form.layouts, wide)
+        values.append(
+            run_prepared(operation.apart, dataclasses.replace(of_products, operands=operands, form=form), asked)
+        )
+    applied = products.of(whole).guarded(call.by_xla)
     assert applied is not None
     return applied(values)[0].astype(call.form.out_dtype)
 

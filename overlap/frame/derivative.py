@@ -58,9 +58,9 @@ def derivative(
         # that stored z and the result was no faster.)
         bare = kernel_of(plan.operation).before_activation(plan)
         sums = dataclasses.replace(operands, scalars=())
-        several = plan.operation.combines and not bare.operation.takes_lists
-        each = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums]
-        runs = [fused(x, bare.of(x)) for x in each]
+        needs_a_call_for_each = plan.operation.combines and not bare.operation.takes_lists
+        calls = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if needs_a_call_for_each else [sums]
+        runs = [fused(given, bare.of(given)) for given in calls]
         products = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs)
         kept = runs[0][1]
         results = plan.activated(operands, products), kept
@@ -217,17 +217,17 @@ def _through_epilogue(
     `whole` are the operands, gathered. `d_out` is the cotangent of what goes into the activation, and `d_part` that of
     this device's part of it: another one where products are summed over devices.
     """
-    rhs, column_scale, _, addend = whole.per_rhs[index]
+    _, column_scale, _, addend = whole.per_rhs[index]
     _, wants_column, wants_bias, wants_addend = wanted.per_rhs[index]
     product = products.of(whole)
     wide = accumulator(plan.form.dtype)
-    d_sum, d_z = d_out.astype(wide), d_part.astype(wide)
+    d_z = d_part.astype(wide)
     row = 1.0 if whole.row_scale is None else product.of_rows(whole.row_scale, d_z)
     column = 1.0 if column_scale is None else product.of_columns(column_scale, d_z)
     d_row = d_column = None
     if wanted.row_scale is not None or wants_column is not None:
-        pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
-        weighted = product.cleared(d_z) * sum(_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in pairs)
+        terms = [_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in whole.for_rhs(index).pairs]
+        weighted = product.cleared(d_z) * functools.reduce(_add, terms)
         if wants_column is not None:
             d_column = product.sum_of_rows(weighted * row, wide)
         if wanted.row_scale is not None and whole.row_scale is not None:
@@ -235,11 +235,11 @@ def _through_epilogue(
     return _Part(
         # Where no scale has changed the cotangent, take it as it came: then it may have the operands' dtype, which a
         # kernel needs, and not f32.
-        d_z * row * column if whole.is_scaled else d_part,
-        d_row,
-        d_column,
-        None if wants_bias is None else product.sum_of_rows(d_out, wide),
-        None if wants_addend is None else _sum_to_rank(d_sum, addend.ndim),
+        g=d_z * row * column if whole.is_scaled else d_part,
+        row_scale=d_row,
+        column_scale=d_column,
+        bias=None if wants_bias is None else product.sum_of_rows(d_out, wide),
+        addend=None if wants_addend is None else _sum_to_rank(d_out.astype(wide), addend.ndim),
     )
 
 
@@ -277,11 +277,10 @@ def _pair(whole: Operands, lhs: jax.Array, rhs: jax.Array) -> Operands:
 
 
 def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (
-        pair.group_sizes is not None
-        and (one := kernel_of(plan.operation).lhs_cotangent([g], pair, None, dtype, plan)) is not None
-    ):
-        return one[0]
+    if pair.group_sizes is not None:
+        by_kernel = kernel_of(plan.operation).lhs_cotangent([g], pair, None, dtype, plan)
+        if by_kernel is not None:
+            return by_kernel[0]
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     layouts = plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
@@ -293,8 +292,9 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
 
 
 def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (one := kernel_of(plan.operation).rhs_cotangent(pair, g, dtype, plan)) is not None:
-        return one
+    by_kernel = kernel_of(plan.operation).rhs_cotangent(pair, g, dtype, plan)
+    if by_kernel is not None:
+        return by_kernel
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     layouts = plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
@@ -316,12 +316,16 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
     if pair.group_sizes is not None:
         return kernel_of(plan.operation).times(pair, layouts, dtype, plan)
     lhs, rhs = pair.lhs, pair.rhs_list[0]
-    if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
-        # All 8-bit floats are exact in 16 bits.
-        lhs, rhs = (x.astype(y.dtype) if x.dtype in FLOAT8 else x for x, y in ((lhs, rhs), (rhs, lhs)))
+    # All 8-bit floats are exact in 16 bits.
+    if lhs.dtype in FLOAT8 and rhs.dtype in FLOAT16:
+        lhs = lhs.astype(rhs.dtype)
+    if rhs.dtype in FLOAT8 and lhs.dtype in FLOAT16:
+        rhs = rhs.astype(lhs.dtype)
     if lhs.dtype != rhs.dtype:
-        if not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
-            lhs, rhs = lhs.astype(F32), rhs.astype(F32)
+        both_in_8_bits = lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8
+        if not both_in_8_bits:
+            lhs = lhs.astype(F32)
+            rhs = rhs.astype(F32)
         return by_xla.times(lhs, rhs, layouts, F32)
     dtype = jnp.dtype(dtype if dtype in FLOAT16 else F32)
     return kernel_of(plan.operation).times(Operands(lhs, (rhs,)), layouts, dtype, plan)

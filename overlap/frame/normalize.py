@@ -295,11 +295,8 @@ def _biases(
 ) -> tuple[Leaf, ...] | None:
     if bias is None:
         return None
-    biases = []
-    for (name, x), shape in zip(_per_rhs("bias", bias, len(shapes), container), shapes, strict=True):
-        if x is None:  # One of several right operands has none.
-            biases.append(None)
-            continue
+
+    def checked(name: str, x: Leaf, shape: tuple[int, ...]) -> Leaf:
         x = arguments.array(name, x)
         if tuple(x.shape) != shape:
             of = "one value per group and column" if len(shape) > 1 else "one value per column"
@@ -308,8 +305,11 @@ def _biases(
                 f"{"this device's" if operation.takes_parts else 'the'} result, got {tuple(x.shape)}: reshape "
                 f"{_or_part(operation)}"
             )
-        biases.append(arguments.each(lambda x: x.astype(dtype), x))
-    return tuple(biases)
+        return arguments.each(lambda x: x.astype(dtype), x)
+
+    entries = zip(_per_rhs("bias", bias, len(shapes), container), shapes, strict=True)
+    # One of several right operands may have none.
+    return tuple(None if x is None else checked(name, x, shape) for (name, x), shape in entries)
 
 
 def _addends(
@@ -322,11 +322,8 @@ def _addends(
 ) -> tuple[Leaf, ...] | None:
     if addend is None:
         return None
-    addends = []
-    for (name, x), shape in zip(_per_rhs("addend", addend, len(result), container), result, strict=True):
-        if x is None:
-            addends.append(None)
-            continue
+
+    def checked(name: str, x: Leaf, shape: tuple[int, int]) -> Leaf:
         x = arguments.array(name, x)
         if tuple(x.shape) not in {shape, (*batch, *shape)}:
             for_all = f", or {shape}" if batch else ""
@@ -334,8 +331,10 @@ def _addends(
                 f"`{name}` must have the shape of the result, {(*batch, *shape)}{for_all}, got {tuple(x.shape)}: "
                 f"reshape or broadcast {_or_part(operation)}"
             )
-        addends.append(_flat(arguments.each(lambda x: x.astype(dtype), x), 2))
-    return tuple(addends)
+        return _flat(arguments.each(lambda x: x.astype(dtype), x), 2)
+
+    entries = zip(_per_rhs("addend", addend, len(result), container), result, strict=True)
+    return tuple(None if x is None else checked(name, x, shape) for (name, x), shape in entries)
 
 
 def _or_part(operation: Operation) -> str:

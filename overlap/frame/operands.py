@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
@@ -162,6 +163,14 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
 def summed_as(dtype: DTypeLike) -> jnp.dtype:
     """Returns the dtype in which XLA adds values of `dtype` over devices: float32 for float16, which could overflow."""
     return F32 if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)
+
+
+def to_rank(x: jax.Array, rank: int) -> jax.Array:
+    """Returns `x` with dimensions of size 1 in front, so that it has `rank` dimensions.
+
+    jax would add them itself, but the setting `jax_numpy_rank_promotion` may forbid that.
+    """
+    return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
 
 
 def can_fold(operands: Operands, layouts: OperandLayouts) -> bool:

@@ -149,11 +149,17 @@ class LaunchPlan:
 
         `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
-        dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        has_addend = operands.addends is not None
-        scaled = self.form.is_block_scaled
-        sides = len(operands.rhs_list) if self.operation.combines else 1
-        return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
+        return OperandTypes(
+            m,
+            operands.lhs.dtype,
+            operands.rhs_list[0].dtype,
+            jnp.dtype(out_dtype or self.out_dtype),
+            self.layouts,
+            transport,
+            addend=operands.addends is not None,
+            block_scaled=self.form.is_block_scaled,
+            sides=len(operands.rhs_list) if self.operation.combines else 1,
+        )
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""

@@ -75,10 +75,11 @@ class GroupsKernel(Kernel):
                 "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
                 'so and pass transpose_rhs=True, or use implementation="xla"'
             )
-        dtypes = form.dtype, rhs_dtype, form.out_dtype
-        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=self.operation.spec.groups)
-        names = ("m", "n", "k") if by_rows else ("k", "n", "m")
-        sizes = dict(zip("mnk", zip(names, (form.m, form.widths[0], form.k), strict=True), strict=True))
+        grouped = self.operation.spec.groups
+        types = OperandTypes(form.m, form.dtype, rhs_dtype, form.out_dtype, form.layouts, sides=sides, grouped=grouped)
+        # What is contracted by rows is m of the forward pass.
+        m_name, k_name = ("m", "k") if by_rows else ("k", "m")
+        sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
         zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
         limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
 
@@ -136,10 +137,12 @@ class GroupsKernel(Kernel):
         if plan.chosen is None:
             return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
         if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
-            form = plan.form
-            shape = (form.m, form.widths[0]) if self.operation.spec.groups == "m" else (form.groups, form.m, form.n)
-            return (jnp.zeros(shape, plan.out_dtype),), None
+            return (jnp.zeros(self.result_shape(plan.form), plan.out_dtype),), None
         return (self.sealed(self.runner(plan), NAME, operands, plan),), None
+
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        """Returns the shape of the result."""
+        raise NotImplementedError
 
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         """Returns the function that runs the kernel on operands."""
@@ -162,14 +165,18 @@ class RowsOfGroups(GroupsKernel):
         sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
         return alike(dataclasses.replace(operands, group_sizes=sizes))
 
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        return form.m, form.widths[0]
+
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
+        apart = self.apart
         dtype = plan.out_dtype if self.operation.combines else accumulator(plan.form.dtype)
         form = dataclasses.replace(plan.form, out_dtype=dtype, widths=plan.form.widths[:1])
-        bare = dataclasses.replace(plan, operation=self.operation.apart, form=form, activation=None)
-        return dataclasses.replace(bare, chosen=self.apart._config(form, form.dtype, plan))
+        config = apart._config(form, form.dtype, plan)
+        return dataclasses.replace(plan, operation=apart.operation, form=form, chosen=config, activation=None)
 
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
         def of_operands(operands: Operands) -> Results:
@@ -213,6 +220,10 @@ class RowsOfGroups(GroupsKernel):
 class Contraction(GroupsKernel):
     """The kernel that contracts the rows of each group, in the backward pass."""
 
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        assert form.groups is not None
+        return form.groups, form.m, form.n
+
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         return functools.partial(grouped_product.contraction, plan=plan)
 
@@ -248,10 +259,13 @@ def _bilinear(plan: LaunchPlan, sizes: jax.Array, lhs: jax.Array, rhs: jax.Array
 def _bilinear_jvp(plan: LaunchPlan, primals: tuple[jax.Array, ...], tangents: tuple[Leaf, ...]) -> tuple[Leaf, Leaf]:
     sizes, lhs, rhs = primals
     _, d_lhs, d_rhs = tangents
-    pairs = [pair for pair in ((d_lhs, rhs), (lhs, d_rhs)) if not any(isinstance(x, SymbolicZero) for x in pair)]
-    parts: list[Leaf] = [_bilinear(plan, sizes, *pair) for pair in pairs]
-    out: Leaf = _bilinear(plan, *primals)
-    return out, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(out)
+    out: Leaf = _bilinear(plan, sizes, lhs, rhs)
+    terms: list[Leaf] = []
+    if not isinstance(d_lhs, SymbolicZero):
+        terms.append(_bilinear(plan, sizes, d_lhs, rhs))
+    if not isinstance(d_rhs, SymbolicZero):
+        terms.append(_bilinear(plan, sizes, lhs, d_rhs))
+    return out, functools.reduce(operator.add, terms) if terms else jnp.zeros_like(out)
 
 
 _bilinear.defjvp(_bilinear_jvp, symbolic_zeros=True)

@@ -68,7 +68,9 @@ class MatmulKernel(Kernel):
         rows = as_rows(operands, plan.layouts)
         plan = dataclasses.replace(plan, form=plan.form.folded)
         out = self.sealed(functools.partial(product.launch, plan=plan), "matmul", rows, plan)
-        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
+        if rows is not operands:
+            out = out.reshape(*operands.lhs.shape[:-1], out.shape[-1])
+        return (out,), None
 
 
 def matmul(
