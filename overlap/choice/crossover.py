@@ -16,7 +16,6 @@ import enum
 import functools
 import heapq
 import math
-import operator
 import pathlib
 from typing import NamedTuple, cast
 
@@ -142,17 +141,23 @@ def neighbours(problem: Problem, gpu: str = "h200", left_out: bool = False) -> l
     One for a collective, `NEAREST` for a plain product, none if the operation was never measured. Among equally near
     measurements, those of the same dtype come first, and of these the one with the largest ratio.
     """
-    found = (one for one in measurements() if one.problem.op == problem.op)
-    pairs = [(distance(problem, gpu, one), one) for one in found if not (left_out and one.problem == problem)]
-    number = 1 if problem.communicates else NEAREST
-    return heapq.nsmallest(number, pairs, key=lambda x: (x[0], x[1].problem.dtype != problem.dtype, -x[1].ratio))
+    of_operation = [one for one in measurements() if one.problem.op == problem.op]
+    counted = [one for one in of_operation if not (left_out and one.problem == problem)]
+
+    def rank(pair: tuple[float, Measured]) -> tuple[float, bool, float]:
+        apart, measured = pair
+        return apart, measured.problem.dtype != problem.dtype, -measured.ratio
+
+    pairs = [(distance(problem, gpu, one), one) for one in counted]
+    return heapq.nsmallest(1 if problem.communicates else NEAREST, pairs, key=rank)
 
 
 def expected_ratio(near: list[tuple[float, Measured]]) -> float:
     """Returns XLA's time over the fused kernel's for a problem with these `neighbours`."""
-    weights = [FALLING**distance for distance, _ in near]
+    weights = [FALLING**apart for apart, _ in near]
     logs = [math.log(measured.ratio) for _, measured in near]
-    return math.exp(sum(map(operator.mul, weights, logs)) / sum(weights))
+    weighted = sum(weight * log for weight, log in zip(weights, logs, strict=True))
+    return math.exp(weighted / sum(weights))
 
 
 def distance(problem: Problem, gpu: str, measured: Measured) -> float:
@@ -165,7 +170,8 @@ def distance(problem: Problem, gpu: str, measured: Measured) -> float:
     sizes, properties = _place(problem)
     others, other_properties = _place(measured.problem)
     doublings = sum(abs(x - y) for x, y in zip(sizes, others, strict=True))
-    return round(doublings, 6) + sum(map(operator.ne, (*properties, gpu), (*other_properties, measured.gpu)))
+    differences = sum(x != y for x, y in zip(properties, other_properties, strict=True)) + (gpu != measured.gpu)
+    return round(doublings, 6) + differences
 
 
 def _tiles(problem: Problem) -> int:
@@ -198,7 +204,14 @@ def measurements() -> tuple[Measured, ...]:
 
 
 def _measured(row: dict[str, str]) -> Measured:
-    m, n, k, devices = (int(row[name]) for name in ("m", "n", "k", "devices"))
-    layout = cast(Layout, row["layout"])
-    problem = Problem(row["op"], m, n, k, row["dtype"], row["out_dtype"], devices=devices, layout=layout)
+    problem = Problem(
+        op=row["op"],
+        m=int(row["m"]),
+        n=int(row["n"]),
+        k=int(row["k"]),
+        dtype=row["dtype"],
+        out_dtype=row["out_dtype"],
+        devices=int(row["devices"]),
+        layout=cast(Layout, row["layout"]),
+    )
     return Measured(problem, float(row["fused_us"]), float(row["xla_us"]), row["gpu"])

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -72,10 +72,14 @@ class Explanation:
     @property
     def why(self) -> str:
         """The reason, and what a fused kernel needs."""
-        transport = f"; transport {self.transport}: {self.transport_reason}" if self.transport else ""
-        needs = f"; needs {self.ctas_at_once} CTAs at the same time" if self.ctas_at_once > 1 else ""
-        scratch = f"; scratch: {self.scratch_bytes:,} bytes" if self.scratch_bytes else ""
-        return f"{self.reason}{transport}{needs}{scratch}"
+        words = [self.reason]
+        if self.transport:
+            words.append(f"transport {self.transport}: {self.transport_reason}")
+        if self.ctas_at_once > 1:
+            words.append(f"needs {self.ctas_at_once} CTAs at the same time")
+        if self.scratch_bytes:
+            words.append(f"scratch: {self.scratch_bytes:,} bytes")
+        return "; ".join(words)
 
     def __str__(self) -> str:
         config = f" with {self.config} ({self.source})" if self.config else ""
@@ -123,35 +127,37 @@ def target(mesh: Mesh | AbstractMesh | None = None) -> Target:
     return current_target(mesh)
 
 
+class Chosen(NamedTuple):
+    """A configuration of the fused kernel, where it comes from, and why the kernel refuses it; None if it does not."""
+
+    config: Config
+    source: str
+    refusal: ValueError | NotImplementedError | None
+
+
+def checked(config: Config, source: str, device: Target, check: Callable[[Config, Target], None]) -> Chosen:
+    """Returns a configuration with what `check` raises for it."""
+    try:
+        check(config, device)
+    except (ValueError, NotImplementedError) as refusal:
+        return Chosen(config, source, refusal)
+    return Chosen(config, source, None)
+
+
 def first_that_fits(
     config: Config, source: str, problem: Problem, device: Target, check: Callable[[Config, Target], None]
-) -> tuple[Config, str]:
-    """Returns (config, source) if `check` accepts `config`, else the best candidate that it accepts and "heuristic".
+) -> Chosen:
+    """Returns `config` if it does not contradict the call, else the best candidate that does not.
 
     `check` may refuse a configuration that was chosen for the `Problem`, since a `Problem` does not describe all of a
-    call. If `check` accepts no candidate either, the result is (config, source).
+    call. After NotImplementedError no candidate is tried, since it would not help. If all contradict the call, `config`
+    is returned.
     """
-
-    def fits(config: Config) -> bool:
-        try:
-            check(config, device)
-        except ValueError:
-            return False
-        except NotImplementedError:
-            # Another configuration would not help.
-            return True
-        return True
-
-    if fits(config):
-        return config, source
-    other = next((other for other in candidates(problem, device) if fits(other)), None)
-    return (config, source) if other is None else (other, "heuristic")
-
-
-def _require_valid(config: Config, device: Target, check: Callable[[Config, Target], None]) -> None:
-    """Raises ValueError for a configuration that the fused kernel would refuse. Call it where XLA runs instead."""
-    with contextlib.suppress(NotImplementedError):
-        check(config, device)
+    chosen = checked(config, source, device, check)
+    if not isinstance(chosen.refusal, ValueError):
+        return chosen
+    others = (checked(other, "heuristic", device, check) for other in candidates(problem, device))
+    return next((other for other in others if not isinstance(other.refusal, ValueError)), chosen)
 
 
 def decide(
@@ -177,15 +183,13 @@ def decide(
       ValueError: whatever `check` raises.
       NotImplementedError: `implementation="fused"` and the fused kernel cannot serve the call.
     """
-    config = asked.config
     implementation = asked.implementation
+    given = None if asked.config is None else checked(asked.config, "given", device, check)
+    if given is not None and isinstance(given.refusal, ValueError):
+        raise given.refusal
     if implementation == "xla":
-        if config is not None:
-            _require_valid(config, device, check)
         return Explanation(op, "xla", None, "asked for", Cause.ASKED_FOR, device)
-    source = "given"
-    if config is None:
-        config, source = first_that_fits(*choose_config(problem, device), problem, device, check)
+    config, source, refusal = given or first_that_fits(*choose_config(problem, device), problem, device, check)
 
     def fused(reason: str, cause: Cause) -> Explanation:
         at_once = device.num_cores if circumstances.needs_all_ctas else config.cluster * config.stream_k
@@ -197,7 +201,8 @@ def decide(
         )  # fmt: skip
 
     if implementation == "fused":
-        check(config, device)
+        if refusal is not None:
+            raise refusal
         if device.platform == "cpu" and jax.process_count() > 1:
             raise NotImplementedError(
                 f"the emulator runs all devices in one process, and there are {jax.process_count()}: start one "
@@ -205,23 +210,22 @@ def decide(
             )
         return fused("asked for", Cause.ASKED_FOR)
     if device.platform == "cpu" and not is_collecting() and settled(problem) is None:
-        if source == "given":
-            _require_valid(config, device, check)
-        choice = Explanation(op, "xla", None, Cause.EMULATED.value, Cause.EMULATED, device)
+        found = Verdict(True, Cause.EMULATED.value, Cause.EMULATED)
+    elif isinstance(refusal, ValueError):
+        raise refusal
+    elif refusal is not None:
+        found = Verdict(True, str(refusal), Cause.NOT_SERVED)
+    elif given is not None:
+        found = Verdict(False, "the fused kernel serves this problem", Cause.ASKED_FOR)
+    elif circumstances.why_not_by_default:
+        found = Verdict(True, circumstances.why_not_by_default, Cause.NOT_BY_DEFAULT)
+    elif is_collecting():  # The session measures XLA itself.
+        found = Verdict(False, "the fused kernel serves this problem", Cause.ASKED_FOR)
     else:
-        try:
-            check(config, device)
-            # A caller who names a configuration wants the kernel. A session that collects problems measures XLA itself.
-            found = Verdict(False, "the fused kernel serves this problem", Cause.ASKED_FOR)
-            if source != "given" and circumstances.why_not_by_default:
-                found = Verdict(True, circumstances.why_not_by_default, Cause.NOT_BY_DEFAULT)
-            elif source != "given" and not is_collecting():
-                found = verdict(problem, device)
-        except NotImplementedError as cannot:
-            found = Verdict(True, str(cannot), Cause.NOT_SERVED)
-        by_xla = Explanation(op, "xla", None, found.reason, found.cause, device)
-        choice = by_xla if found.xla_runs else fused(found.reason, found.cause)
-        choice = dataclasses.replace(choice, ratio=found.ratio)
+        found = verdict(problem, device)
+    by_xla = Explanation(op, "xla", None, found.reason, found.cause, device)
+    choice = by_xla if found.xla_runs else fused(found.reason, found.cause)
+    choice = dataclasses.replace(choice, ratio=found.ratio)
     log(choice, problem)
     return choice
 

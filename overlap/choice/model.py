@@ -280,6 +280,8 @@ def _with_scatter(us: float, work: StreamK, config: Config, problem: Problem, ra
 def _with_one_shot(us: float, work: StreamK, config: Config, problem: Problem, rates: Rates) -> float:
     """Returns the time of the products (`us`) and of the exchange of parts (one shot) after each wave of tiles."""
     rows, columns, products = problem.grid(config)
-    of_wave = min(work.tiles, work.num_ctas) * min(rows, config.tile_m) * config.tile_n
-    sent = min(of_wave, products * rows * columns) * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)
-    return us + ceil_div(work.tiles, work.num_ctas) * (ONE_SHOT_US + sent / rates.sent_bytes_per_us)
+    elements_of_tile = min(rows, config.tile_m) * config.tile_n
+    elements_of_wave = min(min(work.tiles, work.num_ctas) * elements_of_tile, products * rows * columns)
+    sent_bytes = elements_of_wave * jnp.dtype(problem.out_dtype).itemsize * (problem.devices - 1)
+    waves_in_all = ceil_div(work.tiles, work.num_ctas)
+    return us + waves_in_all * (ONE_SHOT_US + sent_bytes / rates.sent_bytes_per_us)

@@ -62,13 +62,20 @@ class Problem:
             raise ValueError(f"`layout` must be one of {LAYOUTS}, got {self.layout!r}: name one of these")
 
     def __str__(self) -> str:
-        dtypes = self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}"
-        devices = f" on {self.devices} devices" if self.devices > 1 else ""
-        layout = f" {self.layout}" if self.layout != "nn" else ""
-        batch = f"{self.batch} × " if self.batch > 1 else ""
-        scales = " with scales of blocks" if self.block_scaled else ""
-        sides = f" of {self.sides} right operands side by side" if self.sides > 1 else ""
-        return f"{self.spec} {batch}{self.shape} {dtypes}{layout}{scales}{sides}{devices}"
+        words = [str(self.spec)]
+        if self.batch > 1:
+            words.append(f"{self.batch} ×")
+        words.append(self.shape)
+        words.append(self.dtype if self.dtype == self.out_dtype else f"{self.dtype}->{self.out_dtype}")
+        if self.layout != "nn":
+            words.append(self.layout)
+        if self.block_scaled:
+            words.append("with scales of blocks")
+        if self.sides > 1:
+            words.append(f"of {self.sides} right operands side by side")
+        if self.devices > 1:
+            words.append(f"on {self.devices} devices")
+        return " ".join(words)
 
     @property
     def shape(self) -> str:
@@ -220,9 +227,16 @@ class Problem:
         m = self.m if transport == "one_shot" else self.block[0]
         if self.spec.groups == "m":
             m *= self.batch  # All groups lie in one operand.
-        of_scales = self.block_scaled, self.sides
         return OperandTypes(
-            m, self.dtype, self.dtype, out_dtype, layouts, transport, False, *of_scales, grouped=self.spec.groups
+            m,
+            self.dtype,
+            self.dtype,
+            out_dtype,
+            layouts,
+            transport,
+            block_scaled=self.block_scaled,
+            sides=self.sides,
+            grouped=self.spec.groups,
         )
 
     def check(self, config: Config, target: Target, transport: Transport = "") -> None:

@@ -23,6 +23,7 @@ from overlap.kernels.config import Config, tile_k
 from overlap.kernels.hopper.limits import accumulator_registers, spills
 from overlap.kernels.placement import clusters_at_once
 from overlap.kernels.target import Target
+from overlap.primitives.integers import ceil_div
 
 TILE_M = (128, 256, 64)
 TILE_N = (256, 192, 128, 64)
@@ -139,27 +140,34 @@ def _unmeasured_factor(config: Config, problem: Problem) -> float:
 def differences(config: Config) -> str:
     """Returns a configuration as text: its tile, and the other fields in which it differs from `Config()`."""
     usual = vars(Config())
-    tile = ("tile_m", "tile_n")
-    rest = [f"{name}={value}" for name, value in vars(config).items() if name not in tile and value != usual[name]]
-    return " ".join([f"{config.tile_m}x{config.tile_n}", *rest])
+    words = [f"{config.tile_m}x{config.tile_n}"]
+    for name, value in vars(config).items():
+        if name not in ("tile_m", "tile_n") and value != usual[name]:
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
 @functools.lru_cache(maxsize=1024)
 def _candidates(problem: Problem, target: Target) -> tuple[Config, ...]:
-    found = (_base(shape, problem, target) for shape in _shapes(problem, target))
-    bases = [(expected_us(base, problem, target), base) for base in found if base is not None]
-    # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right operand's
-    # rows.
-    bases.sort(key=lambda pair: (pair[0], -pair[1].tile_n))
-    ranked: dict[Config, float] = {}
+    us_of: dict[Config, float] = {}
+
+    def rank(config: Config) -> tuple[float, int]:
+        # Of configurations with equal times, prefer the wider tile: it reads longer contiguous parts of the right
+        # operand's rows.
+        return us_of[config], -config.tile_n
+
+    bases = [base for shape in _shapes(problem, target) if (base := _base(shape, problem, target)) is not None]
+    us_of |= {base: expected_us(base, problem, target) for base in bases}
+    found: list[Config] = []
     seen: set[Config] = set()
-    for place, (us, base) in enumerate(bases):
+    for place, base in enumerate(sorted(bases, key=rank)):
         for config in _variations(base, problem) if place < MOST_VARIED else (base,):
             same = _on_grid(config, problem)
             if same not in seen and problem.accepts(config, target):
                 seen.add(same)
-                ranked[config] = us if config == base else us * _VARIED
-    return tuple(sorted(ranked, key=lambda config: (ranked[config], -config.tile_n)))
+                found.append(config)
+                us_of.setdefault(config, us_of[base] * _VARIED)
+    return tuple(sorted(found, key=rank))
 
 
 def _shapes(problem: Problem, target: Target) -> Iterator[Config]:
@@ -197,12 +205,12 @@ def _along_k(problem: Problem, target: Target) -> Iterator[Config]:
     if problem.communicates or problem.spec.groups or not target.is_hopper:
         return
     usual = _usual(problem)
-    k_steps = -(-problem.k // tile_k(problem.dtype))
+    k_steps = ceil_div(problem.k, tile_k(problem.dtype))
     upright = itertools.product((False,), TILE_M, TILE_N)
     swapped = itertools.product((True,), _rows_of_swapped(problem, LEAST_ROWS_ALONG_K), TILE_N_OF_SWAPPED)
     tiles = itertools.chain(upright, swapped if _may_swap(problem, target) else ())
     for (swap, rows, columns), cluster in itertools.product(tiles, CLUSTERS_ALONG_K):
-        count = problem.batch * -(-problem.m // rows) * -(-problem.n // columns)
+        count = problem.batch * ceil_div(problem.m, rows) * ceil_div(problem.n, columns)
         if count <= clusters_at_once(target.num_cores, cluster) and k_steps >= LEAST_K_STEPS * cluster:
             shape = dict(tile_m=rows, tile_n=columns, swap_operands=swap)
             config = dataclasses.replace(usual, **shape, cluster=cluster, cluster_along="k")
@@ -244,8 +252,8 @@ def _rows_of_swapped(problem: Problem, least_rows: int = LEAST_ROWS_OF_SWAPPED) 
     # Do this for the rows of one shard, and for the rows of all shards together, which are tiled if rows are joined.
     for m in {problem.m, problem.m * problem.devices * problem.batch} - {0}:
         least = min(least_rows, m)
-        counts = range(-(-m // MOST_ROWS_OF_SWAPPED), -(-m // least) + 1)
-        found |= {-(-m // (count * SWAPPED_UNIT)) * SWAPPED_UNIT for count in counts}
+        counts = range(ceil_div(m, MOST_ROWS_OF_SWAPPED), ceil_div(m, least) + 1)
+        found |= {ceil_div(m, count * SWAPPED_UNIT) * SWAPPED_UNIT for count in counts}
     return tuple(sorted(rows for rows in found if rows <= MOST_ROWS_OF_SWAPPED))
 
 
@@ -261,7 +269,7 @@ def _usual(problem: Problem) -> Config:
 def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     """Whether a shape is not worth trying: equal to another one, known to be slower, or without effect here."""
     rows, *_ = problem.grid(shape)
-    if shape.cluster > min(target.num_cores, -(-rows // shape.tile_m)):
+    if shape.cluster > min(target.num_cores, ceil_div(rows, shape.tile_m)):
         return True
     if shape.swap_operands and not accumulator_registers(shape):
         return True
@@ -279,7 +287,7 @@ def _is_pointless(shape: Config, problem: Problem, target: Target) -> bool:
     # Join rows only if that makes fewer tiles and there are few rows. Otherwise it is better to multiply each shard's
     # rows as they arrive.
     shards = problem.batch * problem.devices
-    filled = -(-problem.m // shape.tile_m) * shards <= -(-problem.m * shards // shape.tile_m)
+    filled = ceil_div(problem.m, shape.tile_m) * shards <= ceil_div(problem.m * shards, shape.tile_m)
     few = problem.m * shards <= MOST_JOINED_ROWS
     return filled or not few
 
@@ -330,7 +338,7 @@ def _on_grid(config: Config, problem: Problem) -> Config:
     Two configurations that are equal after this run the same kernel.
     """
     m, n, _ = problem.grid(config)
-    tiles = {"m": -(-m // config.cluster_tile_m), "n": -(-n // config.tile_n)}
-    minor = config.order_minor if min(tiles.values()) > 1 else "m"
-    width = min(config.order_width, tiles[minor]) if min(tiles.values()) > 1 else 1
-    return dataclasses.replace(config, order_minor=minor, order_width=width)
+    tiles = {"m": ceil_div(m, config.cluster_tile_m), "n": ceil_div(n, config.tile_n)}
+    if min(tiles.values()) == 1:  # There is one order only.
+        return dataclasses.replace(config, order_minor="m", order_width=1)
+    return dataclasses.replace(config, order_width=min(config.order_width, tiles[config.order_minor]))

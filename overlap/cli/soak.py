@@ -90,7 +90,8 @@ def _run_all(
         is_last = arguments.programs is not None and number >= arguments.first + arguments.programs
         if len(pending) < _BLOCK and not is_last:
             continue
-        failed = [(at, drawn, int(jax.device_get(wrong))) for at, drawn, wrong in pending if int(jax.device_get(wrong))]
+        ended = [(at, drawn, int(jax.device_get(wrong))) for at, drawn, wrong in pending]
+        failed = [(at, drawn, wrong) for at, drawn, wrong in ended if wrong]
         done.update(drawn[0][0].name for _, drawn, _ in pending)
         pending = []
         elapsed = 1 - (end - time.monotonic()) / (60 * arguments.minutes)

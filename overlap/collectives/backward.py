@@ -42,7 +42,7 @@ def backward(
         return None
     dtype = given.preferred_element_type if given.preferred_element_type in FLOAT16 else jnp.float32
     given = dataclasses.replace(given, preferred_element_type=dtype)
-    if not operation.spec.sums:
+    if not operation.after.takes_pairs:
         given = dataclasses.replace(given, lhs=given.lhs[0])
     transposed = normalize(operation, given)
     if passenger is not None:

@@ -228,12 +228,23 @@ def why_symbolic(what: str, sizes: Iterable[Given]) -> str:
     return f"the fused kernel is built for sizes that are numbers, got {what}: export a program for each size"
 
 
+def why_not_fused(named: Iterable[tuple[str, Leaf]]) -> str:
+    """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be.
+
+    Each operand comes after its name. Sizes of groups may lie in any memory, since XLA computes with them first.
+    """
+    named = [(name, x) for name, x in named if name != "group_sizes"]
+    if (memory := one_memory(named)) != "device":
+        return f"the fused kernel reads device memory, got operands in {memory} memory: jax.device_put them first"
+    shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in named]
+    return next(filter(None, (why_symbolic(*shape) for shape in shapes)), "")
+
+
 def bound(
     name: str,
     signature: inspect.Signature,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    more: tuple[str, ...] = (),
 ) -> None:
     """Checks that a call has all arguments that the called function needs, and none that it does not know.
 
@@ -242,12 +253,11 @@ def bound(
       signature: its parameters.
       args: the arguments by position.
       kwargs: the arguments by keyword.
-      more: keywords that are allowed in addition to those of `signature`.
 
     Raises:
       TypeError: an argument is missing, unknown or given twice. The message names public functions and arguments.
     """
-    known = [*signature.parameters, *more]
+    known = signature.parameters
     for keyword in kwargs:
         if keyword not in known:
             near = difflib.get_close_matches(keyword, known, 1)

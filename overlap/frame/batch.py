@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from overlap.choice.choose import is_collecting
 from overlap.frame import arguments, by_xla
 from overlap.frame.explain import record_as_batched
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Leaf, Operands, Results
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import launch
@@ -39,7 +41,7 @@ def batched(
     if operands.group_sizes is not None:
         return _one_by_one(operands, is_batched, plan, fused)
     symbolic = arguments.why_symbolic(f"`jax.vmap` over {axis_size} elements", [axis_size])
-    if cannot := symbolic or plan.operation.kernel.why_not_batched(is_batched, axis_size, plan):
+    if cannot := symbolic or kernel_of(plan.operation).why_not_batched(is_batched, axis_size, plan):
         if plan.must_fuse or not is_collecting():
             launch.leave_to_xla(plan.operation.name, cannot, must_fuse=plan.must_fuse)
         record_as_batched(plan.operation.name, plan.config, cannot)
@@ -51,12 +53,29 @@ def batched(
     if axis_size == 0:
         return tuple(jnp.zeros((*leading, plan.form.m, n), plan.out_dtype) for n in plan.result_widths), None
     if any(jax.tree.leaves((is_batched.biases, is_batched.column_scales, is_batched.scalars))):
-        bare = plan.in_f32
+        bare = kernel_of(plan.operation).in_f32(plan)
         if bare is None:
             return _by_xla(operands, is_batched, axis_size, plan)
         return _epilogue_by_xla(operands, is_batched, axis_size, plan, bare, fused)
-    together = plan.operation.kernel.batched_together
-    folded = {name: _folded(name, operands, is_batched, axis_size, batch, name in together) for name in _RANKS}
+    together = kernel_of(plan.operation).batched_together
+
+    def fold(x: Leaf, is_mapped: bool, rank: int, *, always: bool) -> Leaf:
+        """Folds the mapped dimension into the kernel's batch dimension.
+
+        `rank`: the dimensions of `x` without a batch. `always`: whether it gets a batch even if it is not mapped.
+        """
+        has_batch = x.ndim - is_mapped > rank
+        if not always and (batch is None or not (is_mapped or has_batch)):
+            return x
+        x = x if is_mapped else jnp.broadcast_to(x, (axis_size, *x.shape))
+        if batch is not None and not has_batch:
+            x = jnp.broadcast_to(x[:, None], (axis_size, batch, *x.shape[1:]))
+        return x.reshape(-1, *x.shape[x.ndim - rank :])
+
+    folded = {}
+    for name, rank in _RANKS.items():
+        fold_one = functools.partial(fold, rank=rank, always=name in together)
+        folded[name] = jax.tree.map(fold_one, getattr(operands, name), getattr(is_batched, name))
     of_all = dataclasses.replace(operands, **folded)
     outs, kept = fused(of_all, plan.of(of_all))
 
@@ -87,34 +106,6 @@ def _axes(is_batched: Operands) -> Operands:
     return jax.tree.map(lambda b: 0 if b else None, is_batched)
 
 
-def _folded(
-    name: str, operands: Operands, is_batched: Operands, axis_size: int, batch: int | None, together: bool
-) -> Leaf:
-    """Returns a field of `operands` with the mapped dimension folded into the kernel's batch dimension.
-
-    Args:
-      name: the field's name.
-      operands: as for `batched`.
-      is_batched: as for `batched`.
-      axis_size: as for `batched`.
-      batch: the size of the kernel's batch dimension for one element of the mapped axis; None if it has no such
-        dimension.
-      together: whether the field gets a batch dimension even if it is not mapped itself.
-    """
-
-    def fold(x: Leaf, batched: bool) -> Leaf:
-        rank = _RANKS[name]
-        has_inner = x.ndim - batched > rank
-        if not (batched or has_inner or together) or (batch is None and not together):
-            return x
-        x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        if batch is not None and not has_inner:
-            x = jnp.broadcast_to(x[:, None], (axis_size, batch, *x.shape[1:]))
-        return x.reshape(-1, *x.shape[x.ndim - rank :])
-
-    return jax.tree.map(fold, getattr(operands, name), getattr(is_batched, name))
-
-
 def _epilogue_by_xla(
     operands: Operands,
     is_batched: Operands,
@@ -129,26 +120,30 @@ def _epilogue_by_xla(
 
     `bare` is the plan of the products without their epilogue. The other arguments are those of `batched`.
     """
-    axis = None
-    nothing = dict[str, Leaf](lhs=None, rhs_list=(None,) * len(operands.rhs_list))
-    nothing |= dict(lhs_block_scale=None, rhs_block_scales=None)
-    matrices, is_batched_matrices = operands.matrices, is_batched.matrices
-    if plan.operation.spec.sums:
-        # Each device scales its own product before the sum over the devices. So the scales stay with the products.
-        scales = ("row_scale", "column_scales")
-        matrices, is_batched_matrices = (
-            dataclasses.replace(x.matrices, **{name: getattr(x, name) for name in scales})
-            for x in (operands, is_batched)
+    # Where products move, each device scales its own one before. So the scales then stay with the products.
+    scales_first = plan.operation.after.moves
+
+    def of_products(x: Operands) -> Operands:
+        matrices = x.matrices
+        if not scales_first:
+            return matrices
+        return dataclasses.replace(matrices, row_scale=x.row_scale, column_scales=x.column_scales)
+
+    def of_epilogue(x: Operands) -> Operands:
+        rest = dataclasses.replace(
+            x, lhs=None, rhs_list=(None,) * len(x.rhs_list), lhs_block_scale=None, rhs_block_scales=None
         )
-        nothing |= dict.fromkeys(scales)
-    if any(jax.tree.leaves(is_batched_matrices)):
-        products, _ = batched(matrices, is_batched_matrices, axis_size, bare, fused)
-        axis = 0
+        return dataclasses.replace(rest, row_scale=None, column_scales=None) if scales_first else rest
+
+    matrices = of_products(operands)
+    is_mapped = any(jax.tree.leaves(of_products(is_batched)))
+    if is_mapped:
+        products, _ = batched(matrices, of_products(is_batched), axis_size, bare, fused)
     else:
         products, _ = fused(matrices, bare.of(matrices))
-    rest, axes = (dataclasses.replace(x, **nothing) for x in (operands, _axes(is_batched)))
 
     def finish(products: tuple[jax.Array, ...], rest: Operands) -> tuple[jax.Array, ...]:
         return by_xla.finish(products, rest, plan.out_dtype, plan.bound_activation(rest))
 
-    return jax.vmap(finish, in_axes=(axis, axes), axis_size=axis_size)(products, rest), None
+    in_axes = 0 if is_mapped else None, of_epilogue(_axes(is_batched))
+    return jax.vmap(finish, in_axes=in_axes, axis_size=axis_size)(products, of_epilogue(operands)), None

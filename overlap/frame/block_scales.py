@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from overlap.frame import arguments
-from overlap.frame.operands import Leaf, Operands
+from overlap.frame.operands import Leaf, Operands, to_rank
 from overlap.kernels.block_scales import BLOCK, SCALE_DTYPE
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.operations import OperandLayouts
@@ -127,14 +127,17 @@ def normalize(
     """
     left = _Operand("lhs", "lhs_scale", lhs, -2 if layouts.transpose_lhs else -1)
     k_axis = -1 if layouts.transpose_rhs else -2
-    names = [f"[{index}]" for index in range(len(rhs_list))] if several else [""]
-    right = [_Operand(f"rhs{x}", f"rhs_scale{x}", rhs, k_axis) for x, rhs in zip(names, rhs_list, strict=True)]
+    indices = [f"[{index}]" for index in range(len(rhs_list))] if several else [""]
+    right = [
+        _Operand(f"rhs{index}", f"rhs_scale{index}", rhs, k_axis) for index, rhs in zip(indices, rhs_list, strict=True)
+    ]
     given = list(rhs_scale) if several and isinstance(rhs_scale, (list, tuple)) else [rhs_scale]
     # (A list of the wrong length, and one array for several right operands, are refused below or in `scales.py`.)
     of_right = [operand.is_scaled_by_blocks(scale) for operand, scale in zip(right, given, strict=False)]
     if not left.is_scaled_by_blocks(lhs_scale) and not any(of_right):
         return None
-    for operand, scale in ((left, lhs_scale), *zip(right, [*given, *[None] * len(right)], strict=False)):
+    missing = [None] * (len(right) - len(given))
+    for operand, scale in ((left, lhs_scale), *zip(right, [*given, *missing], strict=False)):
         if not operand.is_scaled_by_blocks(scale):
             was = "nothing" if scale is None else arguments.shown(scale)
             raise ValueError(
@@ -185,9 +188,8 @@ def dequantized(operands: Operands, layouts: OperandLayouts) -> Operands:
 
 def _scaled(x: jax.Array, scale: jax.Array, k_axis: int) -> jax.Array:
     factor = jnp.repeat(scale.astype(_DEQUANTIZED), BLOCK, axis=scale.ndim + k_axis)
-    rank = max(x.ndim, factor.ndim)
-    x, factor = (lax.expand_dims(y, range(rank - y.ndim)) for y in (x.astype(_DEQUANTIZED), factor))
-    return x * factor
+    rank = max(x.ndim, factor.ndim)  # One of both may lack the batch dimension.
+    return to_rank(x.astype(_DEQUANTIZED), rank) * to_rank(factor, rank)
 
 
 @jax.custom_jvp

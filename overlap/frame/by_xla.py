@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -12,7 +14,7 @@ from jax.typing import DTypeLike
 from overlap.frame import arguments, block_scales
 from overlap.frame import products as of_products
 from overlap.frame.activation import BoundActivation
-from overlap.frame.operands import Operands, accumulator
+from overlap.frame.operands import Operands, accumulator, to_rank
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import FLOAT8
 from overlap.kernels.operations import OperandLayouts
@@ -35,9 +37,9 @@ def products(
     def multiply(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return times(lhs, rhs, layouts, wide) if sizes is None else times_of_groups(lhs, rhs, sizes, layouts, wide)
 
-    outs = tuple(multiply(operands.lhs, rhs) for rhs in operands.rhs_list)
-    for lhs, rhs in zip(operands.more_lefts, operands.more_rights, strict=True):
-        outs = (outs[0] + multiply(lhs, rhs),)
+    outs = tuple(multiply(*pair) for pair in operands.pairs)
+    if operands.more_lefts:
+        outs = (functools.reduce(operator.add, outs),)
     return outs if bare else finish(outs, operands, out_dtype, activation)
 
 
@@ -51,7 +53,7 @@ def finish(
         z = z if operands.row_scale is None else z * product.of_rows(operands.row_scale, z)
         z = z if column_scale is None else z * product.of_columns(column_scale, z)
         z = z if bias is None else z + product.of_columns(bias, z)
-        z = z if addend is None else z + of_products.to_rank(addend.astype(z.dtype), z.ndim)
+        z = z if addend is None else z + to_rank(addend.astype(z.dtype), z.ndim)
         values.append(z)
     applied = product.guarded(activation)
     if applied is not None:
@@ -63,14 +65,16 @@ def finish(
 
 def times(lhs: jax.Array, rhs: jax.Array, layouts: OperandLayouts, dtype: DTypeLike) -> jax.Array:
     """Returns one product, [(batch,) m, n] of `dtype`, of operands with or without a leading dimension."""
-    dimensions = (((0 if layouts.transpose_lhs else 1,), (1 if layouts.transpose_rhs else 0,)), ((), ()))
+    k_of_lhs = 0 if layouts.transpose_lhs else 1
+    k_of_rhs = 1 if layouts.transpose_rhs else 0
+    numbers = (((k_of_lhs,), (k_of_rhs,)), ((), ()))
 
     def one(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         rhs = guarded(rhs) if lhs.size else rhs
-        return lax.dot_general(lhs, rhs, dimensions, preferred_element_type=dtype)
+        return lax.dot_general(lhs, rhs, numbers, preferred_element_type=dtype)
 
-    axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
-    return (jax.vmap(one, in_axes=axes) if 0 in axes else one)(lhs, rhs)
+    batch_axes = tuple(0 if x.ndim == 3 else None for x in (lhs, rhs))
+    return jax.vmap(one, in_axes=batch_axes)(lhs, rhs) if 0 in batch_axes else one(lhs, rhs)
 
 
 def times_of_groups(

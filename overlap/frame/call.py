@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import importlib
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ from overlap.frame import arguments, mesh_axes, products
 from overlap.frame.by_xla import in_device_memory
 from overlap.frame.explain import record
 from overlap.frame.form import Form
-from overlap.frame.kernel import kernel_class
+from overlap.frame.kernel import kernel_class, kernel_of
 from overlap.frame.normalize import normalize
-from overlap.frame.operands import Leaf, Operands, Results, accumulator
+from overlap.frame.operands import Operands, Results, accumulator
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import peer_group_of
 from overlap.frame.primitive import fused, require_same_devices
@@ -37,25 +37,29 @@ from overlap.kernels.operations import OperationSpec
 from overlap.kernels.target import Target
 
 
+def _operation(spec: OperationSpec, given: Arguments) -> Operation:
+    """Returns the operation of a call that communicates nothing."""
+    return Operation(spec, combines=spec.takes_activation_of_all and activations.takes_all(given.activation, given.rhs))
+
+
 def prepare(spec: OperationSpec, given: Arguments) -> tuple[Operation, Call]:
     """Checks the arguments of a call. Returns the operation with what is static, and the checked call.
 
     Raises:
       ValueError: an argument is wrong, or arguments do not fit each other.
     """
-    operation = Operation(spec)
+    operation = _operation(spec, given)
     if spec.transports:
         # `dimension` has a default in all operations but those that gather the right operand.
         more = ", dimension=…" if spec.gathers_rhs else ""
         group = peer_group_of(spec.function, arguments.axis_name(given.axis_name), more=more)
         operation = dataclasses.replace(operation, group=group, transport=spec.transports[0])
     if "ring" in spec.transports:
-        chosen: Any = arguments.one_of("transport", given.transport, spec.transports)
-        reason = "asked for" if chosen else kernel_class(spec.kernel).why_usual
+        chosen = arguments.one_of("transport", given.transport, spec.transports)
+        reason = "asked for" if chosen else kernel_class(spec).why_usual
         operation = dataclasses.replace(operation, transport=chosen or spec.transports[0], transport_reason=reason)
     operation = dataclasses.replace(
         operation,
-        combines=spec.takes_activation_of_all and activations.takes_all(given.activation, given.rhs),
         returns_gathered=given.return_gathered,
         clears=(True, True) if checks_numbers() else given.clears,
     )
@@ -70,32 +74,20 @@ def check_choice(given: Arguments) -> None:
 
 def decide(operation: Operation, call: Call, asked: dispatch.Asked) -> dispatch.Explanation:
     """Returns what would run, and why. Raises as the operation does."""
+    kernel = kernel_of(operation)
 
     def check(config: Config, target: Target) -> None:
-        operation.check_keywords(call)
-        operation.kernel.check(call, config, target)
+        kernel.check_keywords(call)
+        kernel.check(call, config, target)
 
     _settings.require_valid()
     target = dispatch.target()
-    if reason := why_not_fused(call.operands.named):
+    if reason := arguments.why_not_fused(call.operands.named):
         choice = dispatch.leave_to_xla(operation.name, asked.implementation, target, reason)
     else:
-        problem = operation.kernel.problem(call.form)
-        circumstances = operation.kernel.circumstances(call)
-        choice = dispatch.decide(operation.name, asked, target, check, problem, circumstances)
+        problem = kernel.problem(call.form)
+        choice = dispatch.decide(operation.name, asked, target, check, problem, kernel.circumstances(call))
     return dataclasses.replace(choice, shapes=str(call.form))
-
-
-def why_not_fused(named: Sequence[tuple[str, Leaf]]) -> str:
-    """Says why no kernel can be built for operands of these types, whatever the device; empty if one might be.
-
-    Each operand comes after its name. Sizes of groups may lie in any memory, since XLA computes with them first.
-    """
-    named = [(name, x) for name, x in named if name != "group_sizes"]
-    if (memory := arguments.one_memory(named)) != "device":
-        return f"the fused kernel reads device memory, got operands in {memory} memory: jax.device_put them first"
-    shapes = [(f"`{name}` of shape {tuple(x.shape)}", x.shape) for name, x in named]
-    return next(filter(None, (arguments.why_symbolic(*shape) for shape in shapes)), "")
 
 
 def run(spec: OperationSpec, given: Arguments) -> Any:
@@ -112,9 +104,16 @@ def run(spec: OperationSpec, given: Arguments) -> Any:
 
 
 def run_on_each_device(spec: OperationSpec, given: Arguments) -> Any:
-    """As `run`, for an operation that communicates nothing. Operands may be sharded along Explicit axes."""
-    operation = Operation(spec, combines=activations.takes_all(given.activation, given.rhs))
-    return mesh_axes.on_each_device(operation, given, functools.partial(run, spec))
+    """As `run`, for an operation that communicates nothing: on each device's parts, if types say how these lie."""
+    mesh = mesh_axes.mesh_of(*jax.tree.leaves(given.arrays))
+    if mesh is None and spec.groups:  # XLA cannot shard these, nor run them on one device of such a mesh.
+        context = jax.sharding.get_abstract_mesh()
+        mesh = context if mesh_axes.explicit_axes(context) and not context.manual_axes else None
+    if mesh is None:
+        return run(spec, given)
+    # Products of global arrays are on a floor above, since most of them communicate. So the module is found by name.
+    explicit = importlib.import_module("overlap.sharded.explicit")
+    return explicit.run(_operation(spec, given), given, mesh, functools.partial(run, spec))
 
 
 def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -> jax.Array:
@@ -123,19 +122,25 @@ def _activated_by_xla(operation: Operation, call: Call, asked: dispatch.Asked) -
     XLA's own product takes long. So the kernel computes the values, in float32 (or float64, by XLA).
     """
     sizes = groups.clipped(call.operands.group_sizes, call.form.m)
-    call = dataclasses.replace(call, operands=dataclasses.replace(call.operands, group_sizes=sizes))
-    product = products.of(call.operands)
+    whole = dataclasses.replace(call.operands, group_sizes=sizes)
     wide = accumulator(call.form.dtype)
-    names = tuple(name for name in call.given if name != "activation")
-    bare = dataclasses.replace(
-        call, activation=None, by_xla=None, container=None, given=names, combines=False, not_elementwise=""
+    of_products = dataclasses.replace(
+        call,
+        activation=None,
+        by_xla=None,
+        container=None,
+        given=tuple(name for name in call.given if name != "activation"),
+        combines=False,
+        not_elementwise="",
     )
     values = []
-    for index in range(len(call.operands.rhs_list)):
-        operands = dataclasses.replace(call.operands.for_rhs(index), scalars=())
-        one = dataclasses.replace(bare, operands=operands, form=Form.of(operands, call.form.layouts, wide))
-        values.append(run_prepared(operation.apart, one, asked))
-    applied = product.guarded(call.by_xla)
+    for index in range(len(whole.rhs_list)):
+        operands = dataclasses.replace(whole.for_rhs(index), scalars=())
+        form = Form.of(operands, call.form.layouts, wide)
+        values.append(
+            run_prepared(operation.apart, dataclasses.replace(of_products, operands=operands, form=form), asked)
+        )
+    applied = products.of(whole).guarded(call.by_xla)
     assert applied is not None
     return applied(values)[0].astype(call.form.out_dtype)
 
@@ -171,6 +176,6 @@ def run_prepared(
     plan = LaunchPlan(operation, call.form, choice.target, choice.config, call.activation, must_fuse)
 
     def run(operands: Operands) -> Results:
-        return mesh_axes.in_enterable_axes(functools.partial(fused, plan=plan), operation.kernel.typed(operands))
+        return mesh_axes.in_enterable_axes(functools.partial(fused, plan=plan), kernel_of(operation).typed(operands))
 
     return call.restore(in_device_memory(run, call.operands) if operation.spec.groups else run(call.operands))

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame import by_xla, products
 from overlap.frame.activation import BEFORE_ACTIVATION
+from overlap.frame.kernel import kernel_of
 from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, Leaf, Operands, Results, accumulator
 from overlap.frame.operation import LaunchPlan
@@ -55,11 +56,11 @@ def derivative(
     else:
         # The activation's derivative needs z. So the kernel stores z, and XLA applies the activation to it. (A kernel
         # that stored z and the result was no faster.)
-        bare = plan.operation.kernel.before_activation(plan)
+        bare = kernel_of(plan.operation).before_activation(plan)
         sums = dataclasses.replace(operands, scalars=())
-        several = plan.operation.combines and not bare.operation.takes_lists
-        each = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if several else [sums]
-        runs = [fused(x, bare.of(x)) for x in each]
+        needs_a_call_for_each = plan.operation.combines and not bare.operation.takes_lists
+        calls = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if needs_a_call_for_each else [sums]
+        runs = [fused(given, bare.of(given)) for given in calls]
         products = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs)
         kept = runs[0][1]
         results = plan.activated(operands, products), kept
@@ -67,7 +68,7 @@ def derivative(
         results,
         operands,
         tangents,
-        by_xla=plan.operation.kernel.of_tangents(plan),
+        by_xla=kernel_of(plan.operation).of_tangents(plan),
         backward=functools.partial(_cotangents, plan),
         saved=(products, results[1]),
     )
@@ -111,22 +112,20 @@ def _cotangents(
       wanted: the dtype in the place of each operand; None for operands whose cotangent is not asked for.
     """
     operation = plan.operation
+    kernel = kernel_of(operation)
     d_outs, d_kept = cotangents
-    products, gathered = saved
-    is_kept = gathered is not None and operands.passenger is None
     d_outs = tuple(map(ad.instantiate_zeros, d_outs))
     d_kept = None if isinstance(d_kept, ad.Zero) else d_kept
-    # (jax and XLA remove gathers that turn out to be unused.)
-    whole = operation.before.gathered(dataclasses.replace(operands, lhs=None) if is_kept else operands, plan.layouts)
-    if is_kept:
-        whole = dataclasses.replace(whole, lhs=gathered)
+    products, gathered = saved
+    saved_lhs = gathered if operands.passenger is None else None
+    whole = _gathered(plan, operands, saved_lhs)
     d_scalars = operands.scalars
     if products is not None:
         d_outs, d_scalars = _through_activation(plan, products, operands, d_outs)
     d_parts = d_outs
     d_lefts = None
-    if operation.spec.sums:
-        d_part, d_lefts = _through_sum(plan, d_outs[0], whole, wanted)
+    if operation.after.moves:
+        d_part, d_lefts = _through_move(plan, d_outs[0], whole, wanted)
         d_parts = (d_part,)
     parts = [
         _through_epilogue(plan, whole, wanted, index, *d) for index, d in enumerate(zip(d_outs, d_parts, strict=True))
@@ -134,25 +133,26 @@ def _cotangents(
     gs = [part.g for part in parts]
     direct = None
     wanted_rights = (*wanted.rhs_list, *wanted.more_rights)
-    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.spec.sums and d_kept is None:
+    if wanted.lhs is not None and len(whole.lefts) == 1 and not operation.after.moves and d_kept is None:
         # The gathered left operand, if the right operands' cotangents need it, may travel with this kernel.
-        passenger = None if is_kept or all(x is None for x in wanted_rights) else operands.lhs
-        if (one := operation.kernel.lhs_cotangent(gs, whole, passenger, wanted.lhs, plan)) is not None:
-            direct, gathered = one
-            whole = whole if gathered is None else dataclasses.replace(whole, lhs=gathered)
-    # One product, a sum of products with one cotangent, or several products of one left operand.
-    rights = (*whole.rhs_list, *whole.more_rights)
-    pairs = [_pair(whole, *both) for both in zip(whole.lefts * len(gs), rights, strict=True)]
-    with_gs = list(zip(pairs, gs * len(whole.lefts), strict=True))
+        needs_lhs = saved_lhs is None and any(x is not None for x in wanted_rights)
+        both = kernel.lhs_cotangent(gs, whole, operands.lhs if needs_lhs else None, wanted.lhs, plan)
+        if both is not None:
+            direct, arrived = both
+            whole = whole if arrived is None else dataclasses.replace(whole, lhs=arrived)
+    # Several results have one left operand. Products that are added have one cotangent.
+    g_of_pair = gs if len(gs) > 1 else gs * len(whole.pairs)
+    pairs = [(_pair(whole, *pair), g) for pair, g in zip(whole.pairs, g_of_pair, strict=True)]
     if d_lefts is None:
+        wanted_lefts = (wanted.lhs, *wanted.more_lefts) * len(gs)
         d_lefts = [
             None if dtype is None or direct is not None else _lhs_cotangent(plan, pair, g, dtype)
-            for (pair, g), dtype in zip(with_gs, (wanted.lhs, *wanted.more_lefts) * len(gs), strict=True)
+            for (pair, g), dtype in zip(pairs, wanted_lefts, strict=True)
         ]
     d_lhs, *more_lefts = d_lefts if len(whole.lefts) > 1 else [functools.reduce(_add, d_lefts)]
     d_rights = tuple(
         None if dtype is None else _rhs_cotangent(plan, pair, g, dtype)
-        for (pair, g), dtype in zip(with_gs, wanted_rights, strict=True)
+        for (pair, g), dtype in zip(pairs, wanted_rights, strict=True)
     )
     found = Operands(
         d_lhs,
@@ -171,15 +171,27 @@ def _cotangents(
     return dataclasses.replace(found, lhs=_add(found.lhs, direct))
 
 
-def _through_sum(
-    plan: LaunchPlan, d_sum: jax.Array, whole: Operands, wanted: Operands
+def _gathered(plan: LaunchPlan, operands: Operands, saved_lhs: jax.Array | None) -> Operands:
+    """The operands of one device's product. The left one is not gathered anew if it was saved.
+
+    (jax and XLA remove gathers that turn out to be unused.)
+    """
+    before = plan.operation.before
+    if saved_lhs is None:
+        return before.gathered(operands, plan.layouts)
+    rest = before.gathered(dataclasses.replace(operands, lhs=None), plan.layouts)
+    return dataclasses.replace(rest, lhs=saved_lhs)
+
+
+def _through_move(
+    plan: LaunchPlan, d_result: jax.Array, whole: Operands, wanted: Operands
 ) -> tuple[jax.Array, Sequence[jax.Array] | None]:
-    """The cotangent of a device's part of a sum over devices; and of all left operands, if one kernel computes both."""
-    # Each device's product needs the cotangent of the whole sum. It travels in the dtype of the result.
-    own = d_sum.astype(plan.out_dtype)
+    """The cotangent of a device's product, which has moved; and of all left operands, if one kernel computes both."""
+    # Where products are summed, each needs the cotangent of the whole sum. It travels in the dtype of the result.
+    own = d_result.astype(plan.out_dtype)
     wanted_lefts = [x for x in (wanted.lhs, *wanted.more_lefts) if x is not None]
     if wanted_lefts and not whole.is_scaled:
-        both = plan.operation.kernel.lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
+        both = kernel_of(plan.operation).lhs_and_product_cotangents(own, whole.rights, wanted_lefts[0], plan)
         if both is not None:
             d_lefts, d_part = both
             return d_part, d_lefts
@@ -205,17 +217,17 @@ def _through_epilogue(
     `whole` are the operands, gathered. `d_out` is the cotangent of what goes into the activation, and `d_part` that of
     this device's part of it: another one where products are summed over devices.
     """
-    rhs, column_scale, _, addend = whole.per_rhs[index]
+    _, column_scale, _, addend = whole.per_rhs[index]
     _, wants_column, wants_bias, wants_addend = wanted.per_rhs[index]
     product = products.of(whole)
     wide = accumulator(plan.form.dtype)
-    d_sum, d_z = d_out.astype(wide), d_part.astype(wide)
+    d_z = d_part.astype(wide)
     row = 1.0 if whole.row_scale is None else product.of_rows(whole.row_scale, d_z)
     column = 1.0 if column_scale is None else product.of_columns(column_scale, d_z)
     d_row = d_column = None
     if wanted.row_scale is not None or wants_column is not None:
-        pairs = [(whole.lhs, rhs), *zip(whole.more_lefts, whole.more_rights, strict=True)]
-        weighted = product.cleared(d_z) * sum(_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in pairs)
+        terms = [_times(plan, _pair(whole, *pair), plan.layouts, wide) for pair in whole.for_rhs(index).pairs]
+        weighted = product.cleared(d_z) * functools.reduce(_add, terms)
         if wants_column is not None:
             d_column = product.sum_of_rows(weighted * row, wide)
         if wanted.row_scale is not None and whole.row_scale is not None:
@@ -223,11 +235,11 @@ def _through_epilogue(
     return _Part(
         # Where no scale has changed the cotangent, take it as it came: then it may have the operands' dtype, which a
         # kernel needs, and not f32.
-        d_z * row * column if whole.is_scaled else d_part,
-        d_row,
-        d_column,
-        None if wants_bias is None else product.sum_of_rows(d_out, wide),
-        None if wants_addend is None else _sum_to_rank(d_sum, addend.ndim),
+        g=d_z * row * column if whole.is_scaled else d_part,
+        row_scale=d_row,
+        column_scale=d_column,
+        bias=None if wants_bias is None else product.sum_of_rows(d_out, wide),
+        addend=None if wants_addend is None else _sum_to_rank(d_out.astype(wide), addend.ndim),
     )
 
 
@@ -265,11 +277,10 @@ def _pair(whole: Operands, lhs: jax.Array, rhs: jax.Array) -> Operands:
 
 
 def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (
-        pair.group_sizes is not None
-        and (one := plan.operation.kernel.lhs_cotangent([g], pair, None, dtype, plan)) is not None
-    ):
-        return one[0]
+    if pair.group_sizes is not None:
+        by_kernel = kernel_of(plan.operation).lhs_cotangent([g], pair, None, dtype, plan)
+        if by_kernel is not None:
+            return by_kernel[0]
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     layouts = plan.layouts
     dtype = F32 if g.ndim > lhs.ndim else dtype
@@ -281,8 +292,9 @@ def _lhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeL
 
 
 def _rhs_cotangent(plan: LaunchPlan, pair: Operands, g: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if (one := plan.operation.kernel.rhs_cotangent(pair, g, dtype, plan)) is not None:
-        return one
+    by_kernel = kernel_of(plan.operation).rhs_cotangent(pair, g, dtype, plan)
+    if by_kernel is not None:
+        return by_kernel
     lhs, rhs = pair.lhs, pair.rhs_list[0]
     layouts = plan.layouts
     if lhs.ndim > rhs.ndim and not layouts.transpose_lhs:
@@ -302,14 +314,18 @@ def _times(plan: LaunchPlan, pair: Operands, layouts: OperandLayouts, dtype: DTy
     Operands of different dtypes are converted to one that holds both.
     """
     if pair.group_sizes is not None:
-        return plan.operation.kernel.times(pair, layouts, dtype, plan)
+        return kernel_of(plan.operation).times(pair, layouts, dtype, plan)
     lhs, rhs = pair.lhs, pair.rhs_list[0]
-    if lhs.dtype != rhs.dtype and {lhs.dtype, rhs.dtype} & set(FLOAT16):
-        # All 8-bit floats are exact in 16 bits.
-        lhs, rhs = (x.astype(y.dtype) if x.dtype in FLOAT8 else x for x, y in ((lhs, rhs), (rhs, lhs)))
+    # All 8-bit floats are exact in 16 bits.
+    if lhs.dtype in FLOAT8 and rhs.dtype in FLOAT16:
+        lhs = lhs.astype(rhs.dtype)
+    if rhs.dtype in FLOAT8 and lhs.dtype in FLOAT16:
+        rhs = rhs.astype(lhs.dtype)
     if lhs.dtype != rhs.dtype:
-        if not (lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8):
-            lhs, rhs = lhs.astype(F32), rhs.astype(F32)
+        both_in_8_bits = lhs.dtype in FLOAT8 and rhs.dtype in FLOAT8
+        if not both_in_8_bits:
+            lhs = lhs.astype(F32)
+            rhs = rhs.astype(F32)
         return by_xla.times(lhs, rhs, layouts, F32)
     dtype = jnp.dtype(dtype if dtype in FLOAT16 else F32)
-    return plan.operation.kernel.times(Operands(lhs, (rhs,)), layouts, dtype, plan)
+    return kernel_of(plan.operation).times(Operands(lhs, (rhs,)), layouts, dtype, plan)

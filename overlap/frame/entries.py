@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from overlap import _compat
+from overlap.frame.linear import mapped_in_front
 from overlap.frame.signatures import Leaf
 from overlap.kernels.varying import alike
 
@@ -96,12 +97,11 @@ def _partial(of_entry: Any, index: int) -> ClosedJaxpr:
 def _batched(
     operands: Sequence[jax.Array], dims: Sequence[int | None], *, of_entry: ClosedJaxpr
 ) -> tuple[jax.Array, int]:
-    (size,) = {x.shape[dim] for x, dim in zip(operands, dims, strict=True) if dim is not None}
-    in_front = [
-        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for x, dim in zip(operands, dims, strict=True)
+    size, in_front = mapped_in_front(operands, dims)
+    of_all = [
+        jnp.broadcast_to(x, (size, *x.shape)) if dim is None else x for x, dim in zip(in_front, dims, strict=True)
     ]
-    return elementwise_map(of_entry, *in_front), 0
+    return elementwise_map(of_entry, *of_all), 0
 
 
 ad.primitive_jvps[_entries_p] = _jvp

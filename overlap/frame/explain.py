@@ -19,6 +19,7 @@ from overlap.choice.space import differences
 from overlap.frame import arguments
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.config import Config
+from overlap.kernels.target import Target
 
 _found: ContextVar[list[Explanation] | None] = ContextVar("found", default=None)
 _mesh: ContextVar[AnyMesh | None] = ContextVar("mesh", default=None)
@@ -62,6 +63,15 @@ def record(choice: Explanation) -> None:
     """Adds a decision, if decisions are collected."""
     if (found := _found.get()) is not None:
         found.append(choice)
+
+
+def record_backward(
+    op: str, target: Target, reason: str, shapes: str, config: Config | None = None, source: str = ""
+) -> None:
+    """Adds the decision that a kernel computes a product of a backward pass."""
+    record(
+        Explanation(op, "fused", config, reason, Cause.PREDICTED, target, source, plan="backward pass", shapes=shapes)
+    )
 
 
 def record_as_batched(op: str, config: Config, reason: str) -> None:

@@ -42,13 +42,15 @@ class Form:
     @classmethod
     def of(cls, operands: Operands, layouts: OperandLayouts, out_dtype: DTypeLike) -> Form:
         """Returns the form of a product of these operands, which may be types."""
-        blocks = (operands.lhs_block_scale, *(operands.rhs_block_scales or ()))
-        ranks = [(x, 2) for x in (*operands.lefts, *operands.rhs_list, *(operands.addends or ()), *blocks)]
-        ranks.append((operands.row_scale, 1))
-        batches = {x.shape[0] for x, rank in ranks if x is not None and len(x.shape) > rank}
-        groups = None if operands.group_sizes is None else operands.group_sizes.shape[0]
+        matrices = [*operands.lefts, *operands.rhs_list, *(operands.addends or ())]
+        matrices += [operands.lhs_block_scale, *(operands.rhs_block_scales or ())]
+        leading = [x.shape[:-2] for x in matrices if x is not None]
+        if operands.row_scale is not None:
+            leading.append(operands.row_scale.shape[:-1])
+        sizes = operands.group_sizes
+        batches = [size for dimensions in leading for size in dimensions] if sizes is None else []
         return cls(
-            batch=next(iter(batches), None) if groups is None else None,
+            batch=batches[0] if batches else None,
             m=layouts.m_k(operands.lhs.shape)[0],
             widths=tuple(layouts.k_n(rhs.shape)[1] for rhs in operands.rhs_list),
             depths=tuple(layouts.m_k(lhs.shape)[1] for lhs in operands.lefts),
@@ -56,7 +58,7 @@ class Form:
             dtype=jnp.dtype(operands.lhs.dtype),
             out_dtype=jnp.dtype(out_dtype),
             is_block_scaled=operands.is_block_scaled,
-            groups=groups,
+            groups=None if sizes is None else sizes.shape[0],
             folds=can_fold(operands, layouts),
         )
 

@@ -94,10 +94,14 @@ def _jvp(
 def _transposed(
     cotangents: Sequence[Leaf], *values: Leaf, forward: ClosedJaxpr, transpose: Transpose, count: int
 ) -> list[jax.Array | None]:
-    types = [operand.aval if ad.is_undefined_primal(operand) else None for operand in values[count:]]
-    wanted = [None if aval is None else aval.dtype for aval in types]
+    # Operands whose cotangents are asked for are `UndefinedPrimal`s, which have a type only.
+    operands = values[count:]
+    wanted = [x.aval.dtype if ad.is_undefined_primal(x) else None for x in operands]
     results = transpose(values[:count], wanted, cotangents)
-    found = [None if aval is None else _as_operand(result, aval) for aval, result in zip(types, results, strict=True)]
+    found = [
+        None if dtype is None else _as_operand(result, operand.aval)
+        for operand, dtype, result in zip(operands, wanted, results, strict=True)
+    ]
     return [None] * count + found
 
 
@@ -107,12 +111,19 @@ def _as_operand(cotangent: jax.Array, operand: Leaf) -> jax.Array:
     return summed_like(cotangent.astype(travels), operand).astype(operand.dtype)
 
 
+def mapped_in_front(values: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[int, list[jax.Array]]:
+    """For batching rules: returns the size of the mapped dimension, and the values with that dimension in front.
+
+    None in `dims` means that a value is the same for all elements. It has no such dimension, and stays as it is.
+    """
+    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+    return size, [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(values, dims, strict=True)]
+
+
 def _batched(
     values: Sequence[jax.Array], dims: Sequence[int | None], *, forward: ClosedJaxpr, transpose: Transpose, count: int
 ) -> tuple[list[jax.Array], list[int]]:
-    # None in `dims` means that the value is the same for all elements.
-    (size,) = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
-    values = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in zip(values, dims, strict=True)]
+    size, values = mapped_in_front(values, dims)
     axes = [None if dim is None else 0 for dim in dims]
 
     def forward_of_all(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:
@@ -123,9 +134,10 @@ def _batched(
     ) -> list[jax.Array | None]:
         # An operand that all elements share gets the sum of their cotangents. Ask for f32, so that they are not rounded
         # before they are added.
+        axes_of_operands = axes[count:]
         dtypes = [
             dtype if axis == 0 or dtype is None else jnp.dtype(jnp.float32)
-            for dtype, axis in zip(wanted, axes[count:], strict=True)
+            for dtype, axis in zip(wanted, axes_of_operands, strict=True)
         ]
 
         def of_one(residuals: Sequence[jax.Array], cotangents: Sequence[Leaf]) -> list[jax.Array | None]:
@@ -135,7 +147,7 @@ def _batched(
         results = jax.vmap(of_one, in_axes=(axes[:count], 0), axis_size=size)(list(residuals), given)
         return [
             result if axis == 0 or result is None else result.sum(axis=0)
-            for result, axis in zip(results, axes[count:], strict=True)
+            for result, axis in zip(results, axes_of_operands, strict=True)
         ]
 
     outs = linear_map(forward_of_all, transpose_of_all, values[:count], values[count:])
@@ -188,10 +200,11 @@ def tangents_of(
     def transpose(
         residuals: Sequence[jax.Array], wanted: Sequence[Wanted], cotangents: Sequence[Leaf]
     ) -> list[jax.Array | None]:
-        given, saved = jax.tree.unflatten(all_structure, residuals)
-        dtypes = dict(zip(moved, wanted, strict=True))
-        asked = jax.tree.unflatten(structure, [dtypes.get(i) for i in range(len(leaves))])
-        found = structure.flatten_up_to(backward(given, saved, jax.tree.unflatten(out_structure, cotangents), asked))
-        return [None if dtypes[i] is None else found[i] for i in moved]
+        operands, saved = jax.tree.unflatten(all_structure, residuals)
+        wanted_at = dict(zip(moved, wanted, strict=True))
+        wanted_of_all = jax.tree.unflatten(structure, [wanted_at.get(i) for i in range(len(leaves))])
+        of_outs = jax.tree.unflatten(out_structure, cotangents)
+        found = structure.flatten_up_to(backward(operands, saved, of_outs, wanted_of_all))
+        return [None if wanted_at[i] is None else found[i] for i in moved]
 
     return jax.tree.unflatten(out_structure, linear_map(forward, transpose, residuals, [directions[i] for i in moved]))

@@ -6,22 +6,17 @@ need there. Calls on global arrays, outside of it, are cut into one for each dev
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 from jax.sharding import AxisType
 
-from overlap.frame.signatures import AnyMesh, Arguments, Leaf
+from overlap.frame.signatures import AnyMesh, Leaf
 from overlap.kernels.varying import axes_of
 from overlap.primitives.types import Tree
-
-if TYPE_CHECKING:
-    from overlap.frame.operation import Operation
 
 Axes = tuple[str, ...]
 
@@ -93,28 +88,32 @@ def enter(
         return run
 
     def cotangents(operands: Tree, of_results: Tree) -> Tree:
+        _, pull = jax.vjp(function, operands)
         if checks or not isinstance(in_specs, dict):
-            (found,) = jax.vjp(function, operands)[1](of_results)
+            (found,) = pull(of_results)
             return found
         # Without `check_vma`, jax knows neither which operands are the same on several devices, so that their
         # cotangents must be summed over these, nor which results are the same on several devices, so that each device
         # must take a share of their cotangent. Both follow from the partitions.
-        within = {name: set(itertools.chain(*axes_of_spec(spec))) for name, spec in in_specs.items()}
-        cut = set().union(*within.values())
-        in_out = set(itertools.chain(*axes_of_spec(out_spec)))
-        sharers = math.prod(mesh.shape[axis] for axis in cut - in_out)
+        axes_of_operand = {name: set(itertools.chain(*axes_of_spec(spec))) for name, spec in in_specs.items()}
+        axes_of_operands = set().union(*axes_of_operand.values())
+        axes_of_result = set(itertools.chain(*axes_of_spec(out_spec)))
+        sharers = math.prod(mesh.shape[axis] for axis in axes_of_operands - axes_of_result)
         shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
-        (found,) = jax.vjp(function, operands)[1](shares)
-        uncut = {name: tuple((cut | in_out) - axes) for name, axes in within.items()}
-        return {name: lax.psum(d, uncut[name]) if uncut[name] else d for name, d in found.items()}
+        (found,) = pull(shares)
+        summed = {name: tuple((axes_of_operands | axes_of_result) - axes) for name, axes in axes_of_operand.items()}
+        return {name: lax.psum(d, summed[name]) if summed[name] else d for name, d in found.items()}
 
     # jax 0.11 and 0.12 cannot lower the gradient of a nested `shard_map` that saves anything but its operands for the
     # backward pass. So save the operands, and run the forward pass again.
+    def forward(operands: Tree) -> tuple[Tree, Tree]:
+        return run(operands), operands
+
+    def backward(operands: Tree, of_results: Tree) -> tuple[Tree]:
+        return (mapped(cotangents, (in_specs, out_spec), in_specs)(operands, of_results),)
+
     nested = jax.custom_vjp(run)
-    nested.defvjp(
-        lambda operands: (run(operands), operands),
-        lambda operands, of_results: (mapped(cotangents, (in_specs, out_spec), in_specs)(operands, of_results),),
-    )
+    nested.defvjp(forward, backward)
     return nested
 
 
@@ -140,21 +139,6 @@ def spec(along: Iterable[Axes]) -> jax.P:
 
 
 # ---- Global arrays ---------------------------------------------------------------------------------------------------
-
-
-def on_each_device(operation: Operation, given: Arguments, run: Callable[[Arguments], Any]) -> Any:
-    """Runs a call of an operation that communicates nothing: on each device's parts, if types say how these lie.
-
-    `run` runs a call on one device.
-    """
-    mesh = mesh_of(*jax.tree.leaves(given.arrays))
-    if mesh is None and operation.spec.groups:  # XLA cannot shard these, nor run them on one device of such a mesh.
-        context = jax.sharding.get_abstract_mesh()
-        mesh = context if explicit_axes(context) and not context.manual_axes else None
-    if mesh is None:
-        return run(given)
-    # Products of global arrays are on a floor above, since most of them communicate. So the module is found by name.
-    return importlib.import_module("overlap.sharded.explicit").run(operation, given, mesh, run)
 
 
 def outside_shard_map(name: str, mesh: AnyMesh) -> NotImplementedError:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from overlap.frame.operands import Operands, summed_as
 from overlap.frame.signatures import Leaf
@@ -24,7 +25,15 @@ _ONCE = MappingProxyType({"m": 1, "n": 1, "k": 1})
 
 
 class Move:
-    """Moves nothing. The other moves say what they do instead."""
+    """Moves nothing. The other moves say what they do instead.
+
+    Attributes:
+      moves: whether anything moves.
+      takes_pairs: whether several products, of as many pairs of operands, may be added before the move.
+    """
+
+    moves = False
+    takes_pairs = False
 
     # --- Sizes ---
 
@@ -84,6 +93,10 @@ class Move:
 
     # --- After the product, by XLA ---
 
+    def sent_as(self, out_dtype: DTypeLike) -> jnp.dtype:
+        """The dtype in which products travel, for results of `out_dtype`."""
+        return jnp.dtype(out_dtype)
+
     def reduced(self, product: jax.Array) -> jax.Array:
         """This device's part of the sum of all devices' products."""
         return product
@@ -110,6 +123,8 @@ class Gather(Move):
 
     along: Dimension
     group: PeerGroup
+
+    moves = True
 
     @property
     def factors(self) -> Mapping[str, int]:
@@ -189,6 +204,9 @@ class Sum(Move):
     along: Dimension
     group: PeerGroup
 
+    moves = True
+    takes_pairs = True
+
     @property
     def summed_over(self) -> int:
         return self.group.size
@@ -210,6 +228,10 @@ class Sum(Move):
                 f"{scattered_size}: pad it to a multiple of {size}"
             )
         return (m // size, n) if self.along == "m" else (m, n // size)
+
+    def sent_as(self, out_dtype: DTypeLike) -> jnp.dtype:
+        # Not as float16, in which sums could overflow.
+        return summed_as(out_dtype)
 
     def _dimension(self, product: jax.Array) -> int:
         return product.ndim - (2 if self.along == "m" else 1)

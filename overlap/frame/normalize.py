@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from overlap.frame import activation as activations
 from overlap.frame import arguments, block_scales, scales
 from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Leaf, Operands, accumulator, rhs_names
 from overlap.frame.operation import Call, Operation
 from overlap.frame.signatures import Arguments
@@ -33,23 +34,17 @@ def normalize(operation: Operation, given: Arguments) -> Call:
         arguments.flag("transpose_lhs", given.transpose_lhs), arguments.flag("transpose_rhs", given.transpose_rhs)
     )
     (lhs, rhs), *more = _pairs(operation, given.lhs, given.rhs, layouts)
-    more_lefts, more_rights = zip(*more, strict=True) if more else ((), ())
     container, rhs_list = _several(operation, rhs)
-    sizes, groups = None, None
+    several = container is not None
+    sizes = None
     if operation.spec.groups:
         sizes = _group_sizes(given.group_sizes)
-        (groups,) = sizes.shape
-        _check_groups(lhs, dict(zip(rhs_names(container, len(rhs_list)), rhs_list, strict=True)), groups, layouts)
+        rights = dict(zip(rhs_names(container, len(rhs_list)), rhs_list, strict=True))
+        _check_groups(lhs, rights, sizes.shape[0], layouts)
     out_dtype = _checked(operation, lhs, rhs_list, container, given.preferred_element_type, layouts)
-    matrices = (lhs, *more_lefts, *rhs_list, *more_rights) if groups is None else ()
-    batches = {tuple(x.shape[:-2]): None for x in matrices if len(x.shape) > 2}
-    if len(batches) > 1:
-        first, second, *_ = batches
-        raise ValueError(
-            "`lhs` and `rhs` must have the same leading dimensions, or one of them none, got "
-            f"{first} and {second}: broadcast one of them"
-        )
-    batch = next(iter(batches), ())
+    more_lefts = [left for left, _ in more]
+    more_rights = [right for _, right in more]
+    batch = _batch_of([lhs, *more_lefts, *rhs_list, *more_rights]) if sizes is None else ()
     m, _ = layouts.m_k(lhs.shape)
     widths = [layouts.k_n(x.shape)[1] for x in rhs_list]
     if operation.combines and len(set(widths)) > 1:
@@ -57,28 +52,29 @@ def normalize(operation: Operation, given: Arguments) -> Call:
             f"`activation` takes {len(widths)} arrays, so the matrices of `rhs` must have the same number of columns, "
             f"got {' and '.join(map(str, widths))}: pad them, or give a function of one array"
         )
-    result = [operation.result_shape(m, n) for n in widths]
+    results = [operation.result_shape(m, n) for n in widths]
     wide = accumulator(lhs.dtype)
-    scaled = scales.Scaled(batch, m, widths, container is not None, groups, operation.spec.gathers == "m")
+    groups = None if sizes is None else sizes.shape[0]
+    scaled = scales.Scaled(batch, m, widths, several, groups, operation.spec.gathers == "m")
     blocks = None
     has_scales = given.lhs_scale is not None or given.rhs_scale is not None
-    if has_scales and groups is None:
-        blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, container is not None, layouts)
+    if has_scales and sizes is None:
+        blocks = block_scales.normalize(given.lhs_scale, given.rhs_scale, lhs, rhs_list, several, layouts)
     left_blocks, right_blocks = blocks or (None, None)
     row_scale, column_scales = None, None
     if blocks is None:
         row_scale, column_scales = scales.normalize(given.lhs_scale, given.rhs_scale, scaled, wide)
     operands = Operands(
         lhs=_flat(lhs, 2),
-        rhs_list=tuple(_flat(x, 2 if groups is None else 3) for x in rhs_list),
+        rhs_list=_all_flat(rhs_list, 2 if sizes is None else 3),
         row_scale=None if row_scale is None else _flat(row_scale, 1),
         column_scales=column_scales,
-        biases=_biases(operation, given.bias, [scaled.of_columns(n) for _, n in result], container, wide),
-        addends=_addends(operation, given.addend, result, batch, container, out_dtype),
+        biases=_biases(operation, given.bias, [scaled.of_columns(n) for _, n in results], container, wide),
+        addends=_addends(operation, given.addend, results, batch, container, out_dtype),
         lhs_block_scale=None if left_blocks is None else _flat(left_blocks, 2),
-        rhs_block_scales=None if right_blocks is None else tuple(_flat(x, 2) for x in right_blocks),
-        more_lefts=tuple(_flat(x, 2) for x in more_lefts),
-        more_rights=tuple(_flat(x, 2) for x in more_rights),
+        rhs_block_scales=None if right_blocks is None else _all_flat(right_blocks, 2),
+        more_lefts=_all_flat(more_lefts, 2),
+        more_rights=_all_flat(more_rights, 2),
         group_sizes=sizes,
     )
     names = tuple(name for name in EPILOGUE if getattr(given, name) is not None)
@@ -87,39 +83,53 @@ def normalize(operation: Operation, given: Arguments) -> Call:
     return call if given.activation is None else _with_activation(operation, call, given, given.activation)
 
 
+def _batch_of(matrices: list[Leaf]) -> tuple[int, ...]:
+    """Returns the leading dimensions, which all matrices that have any must share."""
+    batches = list(dict.fromkeys(tuple(x.shape[:-2]) for x in matrices if len(x.shape) > 2))
+    if len(batches) > 1:
+        raise ValueError(
+            "`lhs` and `rhs` must have the same leading dimensions, or one of them none, got "
+            f"{batches[0]} and {batches[1]}: broadcast one of them"
+        )
+    return batches[0] if batches else ()
+
+
 def _with_activation(operation: Operation, call: Call, given: Arguments, activation: Callable[..., jax.Array]) -> Call:
     """Returns `call` with its activation, which is traced here unless the caller has traced it (`scalars`)."""
     if given.config is not None:
-        operation.require_config(call, given.config)
+        kernel_of(operation).require_config(call, given.config)
     if given.scalars is not None:
-        applied, scalars = activation, given.scalars
-        by_xla = functools.partial(activation, scalars=scalars)
-    else:
-        arrays = len(call.operands.rhs_list) if operation.combines else 1
-        try:
-            applied, scalars = activations.traced(activation, accumulator(call.operands.lhs.dtype), arrays)
-            by_xla = activation
-        except activations.NotElementwise as why:
-            call = dataclasses.replace(call, not_elementwise=str(why))
-            applied, scalars = None, ()
-            by_xla = activations.by_itself(activation, call.batch)
-            for shape in {operation.result_shape(call.form.m, n) for n in call.form.widths}:
-                types = [jax.ShapeDtypeStruct((*call.batch, *shape), accumulator(call.operands.lhs.dtype))] * arrays
-                jax.eval_shape(by_xla, *types)  # Raises here what the call would raise, for `explain`.
+        by_xla = functools.partial(activation, scalars=given.scalars)
+        return _activated(call, activation, given.scalars, by_xla)
+    wide = accumulator(call.form.dtype)
+    arrays = len(call.operands.rhs_list) if operation.combines else 1
+    try:
+        applied, scalars = activations.traced(activation, wide, arrays)
+    except activations.NotElementwise as why:
+        by_xla = activations.by_itself(activation, call.batch)
+        for shape in {operation.result_shape(call.form.m, n) for n in call.form.widths}:
+            values = [jax.ShapeDtypeStruct((*call.batch, *shape), wide)] * arrays
+            jax.eval_shape(by_xla, *values)  # Raises here what the call would raise, for `explain`.
+        return _activated(dataclasses.replace(call, not_elementwise=str(why)), None, (), by_xla)
+    return _activated(call, applied, scalars, activation)
+
+
+def _activated(call: Call, activation: Leaf, scalars: tuple[jax.Array, ...], by_xla: Callable[..., jax.Array]) -> Call:
+    """Returns `call` with an activation: as kernels take it, with its scalars, and as XLA applies it."""
     operands = dataclasses.replace(call.operands, scalars=scalars)
     of_all = activations.on_all(by_xla, call.combines)
-    return dataclasses.replace(call, operands=operands, activation=applied, by_xla=of_all)
+    return dataclasses.replace(call, operands=operands, activation=activation, by_xla=of_all)
 
 
 def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) -> list[tuple[Leaf, Leaf]]:
     """Returns the pairs of operands whose products are added: one pair, if the caller gave no lists of pairs."""
     counts = [len(x) if type(x) in (list, tuple) else None for x in (lhs, rhs)]
-    if counts[0] is not None and not operation.spec.sums:
+    if counts[0] is not None and not operation.after.takes_pairs:
         raise ValueError(
             f"`lhs` of `{operation.name}` must be one array, got a {type(lhs).__name__} of {counts[0]}: only "
             "`matmul_reduce_scatter` and `matmul_all_reduce` take lists, of pairs whose products are added"
         )
-    if not operation.spec.sums or counts == [None, None]:
+    if not operation.after.takes_pairs or counts == [None, None]:
         return [(arguments.array("lhs", lhs), rhs)]
     if counts[0] != counts[1] or not counts[0]:
         left, right = ("one array" if count is None else f"a list of {count}" for count in counts)
@@ -136,16 +146,22 @@ def _pairs(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayouts) 
             _check_pair(operation, left, right, layouts)
         except ValueError as wrong:
             raise ValueError(f"pair {index} of {len(pairs)}: {wrong}") from None
-        for name, x, first in (("lhs", left, pairs[0][0]), ("rhs", right, pairs[0][1])):
-            rows = layouts.m_k if name == "lhs" else lambda shape: layouts.k_n(shape)[::-1]
-            of_result = [(x.dtype.name, *x.shape[:-2], rows(x.shape)[0]) for x in (x, first)]
-            if of_result[0] != of_result[1]:
-                raise ValueError(
-                    f"the matrices of `{name}` must have the same dtype, leading dimensions and "
-                    f"{'rows' if name == 'lhs' else 'columns'}, got {x.dtype.name} {tuple(x.shape)} in {name}[{index}] "
-                    f"and {first.dtype.name} {tuple(first.shape)} in {name}[0]: only k may differ"
-                )
+    lefts, rights = zip(*pairs, strict=True)
+    _check_alike("lhs", "rows", lefts, lambda shape: layouts.m_k(shape)[0])
+    _check_alike("rhs", "columns", rights, lambda shape: layouts.k_n(shape)[1])
     return pairs
+
+
+def _check_alike(name: str, what: str, matrices: tuple[Leaf, ...], size: Callable[[tuple[int, ...]], int]) -> None:
+    """Raises ValueError if matrices of pairs differ in more than k: in dtype, leading dimensions, rows or columns."""
+    first = matrices[0]
+    for index, x in enumerate(matrices):
+        if (x.dtype, x.shape[:-2], size(x.shape)) != (first.dtype, first.shape[:-2], size(first.shape)):
+            raise ValueError(
+                f"the matrices of `{name}` must have the same dtype, leading dimensions and {what}, got "
+                f"{x.dtype.name} {tuple(x.shape)} in {name}[{index}] and {first.dtype.name} {tuple(first.shape)} in "
+                f"{name}[0]: only k may differ"
+            )
 
 
 def _several(operation: Operation, rhs: Leaf) -> tuple[type | None, list[Leaf]]:
@@ -160,7 +176,7 @@ def _several(operation: Operation, rhs: Leaf) -> tuple[type | None, list[Leaf]]:
             "as many arrays (there, in `matmul` and in `grouped_matmul`), and for pairs that are added "
             "(`matmul_reduce_scatter`, `matmul_all_reduce`)"
         )
-    given = [rhs] if container is None else list(rhs)
+    given = [rhs] if container is None else rhs
     names = rhs_names(container, len(given))
     return container, [arguments.array(name, x) for name, x in zip(names, given, strict=True)]
 
@@ -206,11 +222,12 @@ def _check_pair(operation: Operation, lhs: Leaf, rhs: Leaf, layouts: OperandLayo
             f"{tuple(rhs.shape)} of rhs: is it sharded along its other dimension (`dimension`), or is one of "
             "them transposed?"
         )
-    if operation.spec.sums and max(lhs_k, rhs_k) == operation.after.summed_over * min(lhs_k, rhs_k):
+    devices = operation.after.summed_over
+    if devices > 1 and max(lhs_k, rhs_k) == devices * min(lhs_k, rhs_k):
         raise ValueError(
             f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
             f"k={rhs_k} in rhs {tuple(rhs.shape)}: one of them is not sharded along it over the "
-            f"{operation.after.summed_over} devices (`in_specs` of `jax.shard_map`)"
+            f"{devices} devices (`in_specs` of `jax.shard_map`)"
         )
     raise ValueError(
         f"`lhs` and `rhs` must agree in the contraction dimension, got k={lhs_k} in lhs {tuple(lhs.shape)} and "
@@ -278,11 +295,8 @@ def _biases(
 ) -> tuple[Leaf, ...] | None:
     if bias is None:
         return None
-    biases = []
-    for (name, x), shape in zip(_per_rhs("bias", bias, len(shapes), container), shapes, strict=True):
-        if x is None:  # One of several right operands has none.
-            biases.append(None)
-            continue
+
+    def checked(name: str, x: Leaf, shape: tuple[int, ...]) -> Leaf:
         x = arguments.array(name, x)
         if tuple(x.shape) != shape:
             of = "one value per group and column" if len(shape) > 1 else "one value per column"
@@ -291,8 +305,11 @@ def _biases(
                 f"{"this device's" if operation.takes_parts else 'the'} result, got {tuple(x.shape)}: reshape "
                 f"{_or_part(operation)}"
             )
-        biases.append(arguments.each(lambda x: x.astype(dtype), x))
-    return tuple(biases)
+        return arguments.each(lambda x: x.astype(dtype), x)
+
+    entries = zip(_per_rhs("bias", bias, len(shapes), container), shapes, strict=True)
+    # One of several right operands may have none.
+    return tuple(None if x is None else checked(name, x, shape) for (name, x), shape in entries)
 
 
 def _addends(
@@ -305,11 +322,8 @@ def _addends(
 ) -> tuple[Leaf, ...] | None:
     if addend is None:
         return None
-    addends = []
-    for (name, x), shape in zip(_per_rhs("addend", addend, len(result), container), result, strict=True):
-        if x is None:
-            addends.append(None)
-            continue
+
+    def checked(name: str, x: Leaf, shape: tuple[int, int]) -> Leaf:
         x = arguments.array(name, x)
         if tuple(x.shape) not in {shape, (*batch, *shape)}:
             for_all = f", or {shape}" if batch else ""
@@ -317,8 +331,10 @@ def _addends(
                 f"`{name}` must have the shape of the result, {(*batch, *shape)}{for_all}, got {tuple(x.shape)}: "
                 f"reshape or broadcast {_or_part(operation)}"
             )
-        addends.append(_flat(arguments.each(lambda x: x.astype(dtype), x), 2))
-    return tuple(addends)
+        return _flat(arguments.each(lambda x: x.astype(dtype), x), 2)
+
+    entries = zip(_per_rhs("addend", addend, len(result), container), result, strict=True)
+    return tuple(None if x is None else checked(name, x, shape) for (name, x), shape in entries)
 
 
 def _or_part(operation: Operation) -> str:
@@ -331,3 +347,7 @@ def _flat(x: Leaf, rank: int) -> Leaf:
     if len(leading) < 2:
         return x
     return arguments.each(lambda x: x.reshape(math.prod(leading), *rest), x)  # (Not -1: a size may be 0.)
+
+
+def _all_flat(arrays: Iterable[Leaf], rank: int) -> tuple[Leaf, ...]:
+    return tuple(_flat(x, rank) for x in arrays)

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
@@ -107,6 +108,13 @@ class Operands:
         return self.rhs_list[0], *self.more_rights
 
     @property
+    def pairs(self) -> list[tuple[Leaf, Leaf]]:
+        """The operands of each product: one left operand with all right ones, or the pairs whose products are added."""
+        rights = (*self.rhs_list, *self.more_rights)
+        lefts = self.lefts if self.more_lefts else (self.lhs,) * len(rights)
+        return list(zip(lefts, rights, strict=True))
+
+    @property
     def has_epilogue(self) -> bool:
         """Whether the product has an epilogue, apart from an activation."""
         return any(x is not None for x in (self.row_scale, self.column_scales, self.biases, self.addends))
@@ -157,6 +165,14 @@ def summed_as(dtype: DTypeLike) -> jnp.dtype:
     return F32 if jnp.dtype(dtype) == jnp.float16 else jnp.dtype(dtype)
 
 
+def to_rank(x: jax.Array, rank: int) -> jax.Array:
+    """Returns `x` with dimensions of size 1 in front, so that it has `rank` dimensions.
+
+    jax would add them itself, but the setting `jax_numpy_rank_promotion` may forbid that.
+    """
+    return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
+
+
 def can_fold(operands: Operands, layouts: OperandLayouts) -> bool:
     """Whether the leading dimension of the left operand can be folded into its rows. Arrays may be types."""
     addend, *_ = operands.addends or (None,)
@@ -171,50 +187,43 @@ def as_rows(operands: Operands, layouts: OperandLayouts) -> Operands:
 
     A tile can then have rows of several batch elements. Arrays may be types.
     """
-    if not can_fold(operands, layouts):
-        return operands
-    lhs = operands.lhs
-    rows = operands.row_scale
-    addend, *_ = operands.addends or (None,)
-    if rows is not None:
-        rows = arguments.each(lambda x: jnp.broadcast_to(x, lhs.shape[:-1]), rows)
-    blocks = operands.lhs_block_scale
-    if blocks is not None:
-        blocks = arguments.each(lambda x: jnp.broadcast_to(x, (*lhs.shape[:-1], x.shape[-1])), blocks)
+    return folded(operands) if can_fold(operands, layouts) else operands
 
-    def folded(x: Leaf, *last: int) -> Leaf:
-        shape = math.prod(lhs.shape[:-1]), *last
-        return None if x is None else arguments.each(lambda x: x.reshape(shape), x)
+
+def folded(operands: Operands) -> Operands:
+    """Returns operands with the leading dimensions of the left operand folded into its rows. Arrays may be types.
+
+    Its scales, the addends and further left operands are folded alike.
+    """
+    spread = with_scales_of_all_rows(operands)
+    rows = math.prod(operands.lhs.shape[:-1])
+
+    def fold(x: Leaf, *last: int) -> Leaf:
+        return None if x is None else arguments.each(lambda x: x.reshape(rows, *last), x)
+
+    def fold_matrix(x: Leaf) -> Leaf:
+        return None if x is None else fold(x, x.shape[-1])
 
     return dataclasses.replace(
-        operands,
-        lhs=folded(lhs, lhs.shape[-1]),
-        row_scale=folded(rows),
-        addends=None if addend is None else (folded(addend, addend.shape[-1]),),
-        lhs_block_scale=None if blocks is None else folded(blocks, blocks.shape[-1]),
-        more_lefts=tuple(folded(x, x.shape[-1]) for x in operands.more_lefts),
+        spread,
+        lhs=fold_matrix(spread.lhs),
+        row_scale=fold(spread.row_scale),
+        addends=spread.addends and tuple(map(fold_matrix, spread.addends)),
+        lhs_block_scale=fold_matrix(spread.lhs_block_scale),
+        more_lefts=tuple(map(fold_matrix, spread.more_lefts)),
     )
 
 
-def folded(operands: Operands, *, keep: bool) -> Operands:
-    """Returns the operands with scales that have the leading dimensions of the left operand.
+def with_scales_of_all_rows(operands: Operands) -> Operands:
+    """Returns operands whose left scales, of rows or of blocks, have all leading dimensions of the left operand.
 
-    This applies to the left operand's scales, of rows or of blocks.
-
-    Args:
-      operands: the operands. Their scales may lack the leading dimensions.
-      keep: whether to keep the leading dimensions. Otherwise these are folded into the rows, of the operand and of its
-        scales.
+    Arrays may be types.
     """
-    lhs = operands.lhs
-    rows = operands.row_scale
+    leading = operands.lhs.shape[:-1]
+
+    def spread(x: Leaf, *last: int) -> Leaf:
+        return None if x is None else arguments.each(lambda x: jnp.broadcast_to(x, (*leading, *last)), x)
+
     blocks = operands.lhs_block_scale
-    if blocks is not None:
-        blocks = jnp.broadcast_to(blocks, (*lhs.shape[:-1], blocks.shape[-1]))
-    if rows is not None and rows.ndim < lhs.ndim - 1:
-        rows = jnp.broadcast_to(rows, lhs.shape[:-1])
-    if not keep:
-        lhs = lhs.reshape(-1, lhs.shape[-1])
-        rows = None if rows is None else rows.reshape(-1)
-        blocks = None if blocks is None else blocks.reshape(-1, blocks.shape[-1])
-    return dataclasses.replace(operands, lhs=lhs, row_scale=rows, lhs_block_scale=blocks)
+    of_blocks = None if blocks is None else spread(blocks, blocks.shape[-1])
+    return dataclasses.replace(operands, row_scale=spread(operands.row_scale), lhs_block_scale=of_blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -12,14 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from overlap.choice import dispatch
-from overlap.choice.choose import choose_config
 from overlap.frame import block_scales, by_xla
 from overlap.frame.activation import Activation, BoundActivation, on_all
 from overlap.frame.form import Form
-from overlap.frame.kernel import Kernel, kernel_class
 from overlap.frame.moves import NOTHING, Gather, Move, Sum
-from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names, summed_as
+from overlap.frame.operands import F32, Operands, Results, accumulator, rhs_names
 from overlap.frame.products import of as products_of
 from overlap.kernels import epilogue
 from overlap.kernels.config import Config
@@ -27,14 +23,6 @@ from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts, OperationSpec, Transport
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup
-
-_WAYS_AROUND = {
-    "bias": "add it to the result",
-    "addend": "add it to the result",
-    "activation": "apply it to the result",
-    "lhs_scale": "multiply the result by it",
-    "rhs_scale": "multiply the result by it",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,11 +149,17 @@ class LaunchPlan:
 
         `m`: rows of the matrix that is cut into tiles. `out_dtype`: what the kernel stores, if not the plan's dtype.
         """
-        dtypes = operands.lhs.dtype, operands.rhs_list[0].dtype, jnp.dtype(out_dtype or self.out_dtype)
-        has_addend = operands.addends is not None
-        scaled = self.form.is_block_scaled
-        sides = len(operands.rhs_list) if self.operation.combines else 1
-        return OperandTypes(m, *dtypes, self.layouts, transport, has_addend, scaled, sides)
+        return OperandTypes(
+            m,
+            operands.lhs.dtype,
+            operands.rhs_list[0].dtype,
+            jnp.dtype(out_dtype or self.out_dtype),
+            self.layouts,
+            transport,
+            addend=operands.addends is not None,
+            block_scaled=self.form.is_block_scaled,
+            sides=len(operands.rhs_list) if self.operation.combines else 1,
+        )
 
     def vectors(self, operands: Operands, row_scale: jax.Array | None = None) -> epilogue.Vectors:
         """Returns the vectors that the epilogue reads, padded to whole tiles. `row_scale` must be padded already."""
@@ -187,22 +181,6 @@ class LaunchPlan:
         assert applied is not None
         wide = accumulator(self.form.dtype)
         return tuple(x.astype(self.out_dtype) for x in applied([z.astype(wide) for z in products]))
-
-    @property
-    def in_f32(self) -> LaunchPlan | None:
-        """The plan for f32 results, without the activation; None if no kernel has such results.
-
-        f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
-        another one is chosen.
-        """
-        form = dataclasses.replace(self.form, out_dtype=F32)
-        problem = self.operation.kernel.problem(form)
-        config = self.config
-        if not problem.accepts(config, self.target):
-            config, _ = choose_config(problem, self.target)
-        if self.operation.combines or not problem.accepts(config, self.target):
-            return None
-        return dataclasses.replace(self, activation=None, form=form, chosen=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,11 +230,6 @@ class Operation:
         return self.before if self.spec.gathers else self.after
 
     @property
-    def kernel(self) -> Kernel:
-        """What checks, launches and differentiates the operation's kernel. It is found by the name in the spec."""
-        return kernel_class(self.spec.kernel)(self)
-
-    @property
     def peers(self) -> PeerGroup:
         """The devices of an operation that communicates."""
         assert self.group is not None
@@ -280,53 +253,24 @@ class Operation:
         """
         return self.after.result_shape(self.name, *self.before.result_shape(self.name, m, n))
 
-    def check_keywords(self, call: Call) -> None:
-        """Raises NotImplementedError if the fused kernel does not take the call's epilogue or its scales of blocks."""
-        if call.form.is_block_scaled and not self.kernel.takes_block_scales:
-            raise NotImplementedError(
-                f"the fused kernel of `{self.name}` takes no `lhs_scale` and `rhs_scale` of blocks yet: "
-                'use implementation="xla", which runs by default'
-            )
-        for name in call.given:
-            if name not in self.spec.epilogue:
-                raise NotImplementedError(
-                    f"the fused kernel of `{self.name}` takes no `{name}` yet: {_WAYS_AROUND[name]}, or use "
-                    'implementation="xla"'
-                )
-        if self.combines and ("addend" in call.given or call.form.is_block_scaled):
-            what = "`addend`" if "addend" in call.given else "scales of blocks"
-            raise NotImplementedError(
-                f"the fused kernel takes no {what} with an `activation` of {len(call.operands.rhs_list)} arrays yet: "
-                'use implementation="xla", which runs by default'
-            )
-        if call.not_elementwise:
-            raise NotImplementedError(call.not_elementwise)
-
-    def require_config(self, call: Call, config: Config) -> None:
-        """Raises ValueError if a configuration contradicts itself, the call (but for its activation) or the device."""
-        with contextlib.suppress(NotImplementedError):
-            self.check_keywords(call)
-            self.kernel.check(call, config, dispatch.target())
-
     def by_xla(self, operands: Operands, form: Form, activation: BoundActivation) -> Results:
         """Runs the whole operation by XLA: gathers operands, multiplies, and sums over the devices.
 
-        Products that are summed over devices are rounded to the results' dtype before they are sent, but not to
-        float16, in which sums could overflow.
+        Products that travel are rounded before they are sent (`Move.sent_as`).
         """
         layouts = form.layouts
         out_dtype = form.out_dtype
         gathered = block_scales.gathered(operands, lambda given: self.before.gathered(given, layouts))
-        if not self.spec.sums:
+        if not self.after.moves:
             outs = by_xla.products(gathered, layouts, out_dtype, activation)
             kept = self.before.kept(gathered.lhs, operands.lhs) if self.returns_gathered else None
             return outs, kept
         bare = dataclasses.replace(gathered, biases=None, addends=None)
-        sent = by_xla.products(bare, layouts, summed_as(out_dtype), None)
-        sums = tuple(self.after.reduced(x).astype(out_dtype) for x in sent)
+        sent = by_xla.products(bare, layouts, self.after.sent_as(out_dtype), None)
+        arrived = tuple(self.after.reduced(x).astype(out_dtype) for x in sent)
         travelled = self.after.gathered_passenger(operands)
         if gathered.biases is None and gathered.addends is None and activation is None:
-            return sums, travelled
+            return arrived, travelled
         rest = dataclasses.replace(gathered, row_scale=None, column_scales=None)
         wide = accumulator(operands.lhs.dtype)
-        return by_xla.finish(tuple(x.astype(wide) for x in sums), rest, out_dtype, activation), travelled
+        return by_xla.finish(tuple(x.astype(wide) for x in arrived), rest, out_dtype, activation), travelled

@@ -26,6 +26,8 @@ from overlap.choice.session import explaining
 from overlap.frame.activation import BoundActivation
 from overlap.frame.batch import batched
 from overlap.frame.derivative import derivative
+from overlap.frame.kernel import kernel_of
+from overlap.frame.linear import mapped_in_front
 from overlap.frame.operands import Leaf, Operands, Results, Structure
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels.varying import varying
@@ -43,7 +45,7 @@ def fused(operands: Operands, plan: LaunchPlan) -> Results:
     if marks.current() is not None:
         # Do not bind the primitive: while marks are recorded, the kernel has further outputs, which leave it as a side
         # effect of tracing. A primitive would not let them through.
-        return plan.operation.kernel.launch(operands, plan)
+        return kernel_of(plan.operation).launch(operands, plan)
     leaves, structure = jax.tree.flatten(operands)
     traced, types = tracer_of(plan.without_function, structure)(*leaves)
     static = _Static(traced, plan, structure, jax.tree.structure(types))
@@ -63,7 +65,7 @@ def tracer_of(plan: LaunchPlan, structure: Structure) -> Callable[..., tuple[cor
         if explaining.value is not None:  # Only types are wanted, and to trace a kernel takes longer.
             return plan.operation.by_xla(operands, plan.form, _stand_in(plan, operands))
         with _timed(plan):
-            return plan.operation.kernel.launch(operands, plan)
+            return kernel_of(plan.operation).launch(operands, plan)
 
     return jax.make_jaxpr(of_leaves, return_shape=True)
 
@@ -75,7 +77,7 @@ def _timed(plan: LaunchPlan) -> AbstractContextManager[object]:
     """
     if plan.chosen is None or plan.form.groups is not None:  # (Products of groups were measured without.)
         return contextlib.nullcontext()
-    problem = plan.operation.kernel.problem(plan.form)
+    problem = kernel_of(plan.operation).problem(plan.form)
     ns = round(1e3 * predicted_us(plan.config, problem, plan.target))
     return set_xla_metadata(latency_metadata=str(ns))
 
@@ -158,8 +160,9 @@ def _jvp(
     def evaluate() -> Results:
         return jax.tree.unflatten(static.results, _operation_p.bind(*leaves, static=static))
 
-    operands, moved = (jax.tree.unflatten(static.operands, values) for values in (leaves, tangents))
-    outs, of_outs = derivative(operands, moved, static.plan, evaluate, fused)
+    operands = jax.tree.unflatten(static.operands, leaves)
+    directions = jax.tree.unflatten(static.operands, tangents)
+    outs, of_outs = derivative(operands, directions, static.plan, evaluate, fused)
     return jax.tree.leaves(outs), jax.tree.leaves(of_outs)
 
 
@@ -184,12 +187,10 @@ def _transposed(cotangents: Sequence[Leaf], *leaves: Leaf, static: _Static) -> l
 def _batched(
     leaves: Sequence[jax.Array], dims: Sequence[int | None], *, static: _Static
 ) -> tuple[list[jax.Array], list[int]]:
-    # None in `dims` means that the operand is the same for all elements.
-    (size,) = {x.shape[dim] for x, dim in zip(leaves, dims, strict=True) if dim is not None}
-    in_front = [x if dim is None else jnp.moveaxis(x, dim, 0) for x, dim in zip(leaves, dims, strict=True)]
-    is_batched = [dim is not None for dim in dims]
-    operands, flags = (jax.tree.unflatten(static.operands, values) for values in (in_front, is_batched))
-    outs = jax.tree.leaves(batched(operands, flags, size, static.plan, fused))
+    size, in_front = mapped_in_front(leaves, dims)
+    operands = jax.tree.unflatten(static.operands, in_front)
+    is_batched = jax.tree.unflatten(static.operands, [dim is not None for dim in dims])
+    outs = jax.tree.leaves(batched(operands, is_batched, size, static.plan, fused))
     return outs, [0] * len(outs)
 
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from overlap.frame.activation import BoundActivation
 from overlap.frame.linear import Wanted, linear_map
-from overlap.frame.operands import Operands
+from overlap.frame.operands import Operands, to_rank
 from overlap.frame.signatures import Leaf
 from overlap.kernels import groups
 
@@ -24,14 +24,6 @@ from overlap.kernels import groups
 def of(operands: Operands) -> Dense | Groups:
     """Returns which kind of product these operands are of."""
     return DENSE if operands.group_sizes is None else Groups(operands.group_sizes)
-
-
-def to_rank(x: jax.Array, rank: int) -> jax.Array:
-    """Returns `x` with dimensions of size 1 in front, so that it has `rank` dimensions.
-
-    jax would add them itself, but the setting `jax_numpy_rank_promotion` may forbid that.
-    """
-    return lax.expand_dims(x, range(rank - x.ndim)) if x.ndim < rank else x
 
 
 class Dense:

@@ -56,7 +56,6 @@ class Arguments:
     config: Config | None = None
     implementation: Implementation | None = None
     transport: str | None = None
-    dimension: int | None = None
     return_gathered: bool = False
     scalars: tuple[jax.Array, ...] | None = None
     clears: tuple[bool, bool] = (True, True)

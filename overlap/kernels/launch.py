@@ -48,20 +48,22 @@ def sealed(
     """Returns a function that computes the same as `kernel`, as one operation of jax.
 
     Args:
-      kernel: a function from arrays to a tree of arrays.
+      kernel: a function from trees of arrays to a tree of arrays.
       name: the kernel's name, for messages.
       otherwise: a function that computes the same by XLA, in operations that XLA can partition, with results of the
         same shapes and dtypes. None: the caller asked for the kernel, so a call that cannot run it is refused.
       patches: the changes of jax that the kernel needs on a GPU.
     """
 
-    def run(*operands: jax.Array) -> Tree:
-        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    def run(*operands: Tree) -> Tree:
+        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
         # Inside `jax.disable_jit()`, jax would unroll the loops of the kernel.
         with jax.disable_jit(False):
             traced, types = jax.make_jaxpr(kernel, return_shape=True)(*plain)
             by_xla = None if otherwise is None or _all_manual() else jax.make_jaxpr(otherwise)(*plain)
-        results = _kernel_p.bind(*alike(operands), kernel=traced, otherwise=by_xla, name=name, patches=patches)
+        results = _kernel_p.bind(
+            *jax.tree.leaves(alike(operands)), kernel=traced, otherwise=by_xla, name=name, patches=patches
+        )
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
     return run

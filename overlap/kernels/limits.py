@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from overlap.kernels.config import FLOAT8, FLOAT16, SIDE_COLUMNS, SWIZZLE_BYTES, Config, tile_k
-from overlap.kernels.operations import EXCHANGING, Dimension
+from overlap.kernels.operations import TRANSPORTS, Dimension
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -38,8 +38,6 @@ MAIL_BARRIERS = 5
 # In a product of groups of rows, a box of zeros of this many rows lies in shared memory, with its barrier.
 ZERO_ROWS = 8
 ZEROS_BYTES = ZERO_ROWS * SWIZZLE_BYTES + BARRIER_BYTES
-# The transports whose data pass through shared memory in chunks.
-IN_CHUNKS = ("pull", "push", "broadcast")
 
 
 def check(
@@ -72,7 +70,7 @@ def check(
     if config.split_k > 1 and (types.transport or config.stream_k > 1):
         where = "in a fused collective" if types.transport else f"with stream_k={config.stream_k}"
         raise ValueError(f"`split_k` must be 1 {where}, got {config.split_k}: leave it out of `config`")
-    if types.transport in EXCHANGING and (config.cluster > 1 or config.stream_k > 1):
+    if types.travel.exchanges and (config.cluster > 1 or config.stream_k > 1):
         raise ValueError(
             "`cluster` and `stream_k` must be 1 where results are exchanged (each CTA draws whole tiles), got "
             f"{config.cluster} and {config.stream_k}: leave them out of `config`"
@@ -138,17 +136,16 @@ def rows_loaded(config: Config, m: int, dtype: DTypeLike, transpose_lhs: bool = 
 
 def transport_bytes(config: Config, out_dtype: jnp.dtype, transport: str, wg_rows: int) -> int:
     """Returns a transport's bytes of shared memory, with its barriers; `wg_rows`: rows of a box that is exchanged."""
-    exchanges = transport in EXCHANGING
-    pulls = transport in IN_CHUNKS
+    travel = TRANSPORTS[transport]
     # When devices exchange parts of a tile, a chunk is at most one box.
-    largest = wg_rows * SWIZZLE_BYTES if exchanges else config.chunk_bytes
-    chunk_bytes = min(config.chunk_bytes, largest) if pulls else 0
-    if transport == "broadcast":
+    largest = wg_rows * SWIZZLE_BYTES if travel.exchanges else config.chunk_bytes
+    chunk_bytes = min(config.chunk_bytes, largest) if travel.in_chunks else 0
+    if travel.in_strips:
         itemsize = out_dtype.itemsize
         chunk_bytes = max(chunk_bytes, config.strip_rows(itemsize) * config.tile_n * itemsize)
     chunk_bytes *= config.chunk_buffers
-    barriers = (config.chunk_buffers if pulls else 0) + (MAIL_BARRIERS if exchanges else 0)
-    return chunk_bytes + (MAIL_BYTES if exchanges else 0) + barriers * BARRIER_BYTES
+    barriers = (config.chunk_buffers if travel.in_chunks else 0) + (MAIL_BARRIERS if travel.exchanges else 0)
+    return chunk_bytes + (MAIL_BYTES if travel.exchanges else 0) + barriers * BARRIER_BYTES
 
 
 def stages_bytes(config: Config) -> int:
@@ -171,7 +168,7 @@ def check_dtypes(types: OperandTypes) -> None:
     dtype = jnp.dtype(types.dtype)
     out_dtype = jnp.dtype(types.out_dtype)
     in_dtypes = FLOAT16 + FLOAT8
-    out_dtypes = FLOAT16 if types.transport in ("pull", "ring") else (*FLOAT16, jnp.dtype(jnp.float32))
+    out_dtypes = FLOAT16 if types.travel.of_operand else (*FLOAT16, jnp.dtype(jnp.float32))
     if dtype not in in_dtypes:
         raise NotImplementedError(
             f"the fused kernel multiplies {_names(in_dtypes)}, got {dtype.name} operands: cast them, or use "
@@ -213,7 +210,7 @@ def check_fits(needed: int, types: OperandTypes, config: Config, target: Target)
         # Blackwell's tiles have 128 rows.
         fewest = SWIZZLE_ROWS if config.swap_operands else 64 if target.is_hopper else config.tile_m
         least = {"stages": 2, "tile_n": TILE_N_UNIT, "tile_m": fewest}
-        chunks = ("chunk_bytes", "chunk_buffers") if types.transport in IN_CHUNKS else ()
+        chunks = ("chunk_bytes", "chunk_buffers") if types.travel.in_chunks else ()
         fields = {**least, **dict.fromkeys(chunks, 1)}
         given = vars(config)
         larger = [f"`{name}` ({given[name]})" for name, size in fields.items() if given[name] > size]

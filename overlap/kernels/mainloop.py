@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from overlap import _compat
 from overlap.kernels.config import Config
 from overlap.kernels.hooks import Hooks, Tile
-from overlap.kernels.operations import EXCHANGING, PLAIN, Dimension, OperandLayouts, Transport
+from overlap.kernels.operations import PLAIN, TRANSPORTS, Dimension, OperandLayouts, Transport, Travel
 from overlap.kernels.partial_sums import PartialSums
 from overlap.kernels.stream_k import StreamK
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
@@ -37,9 +37,7 @@ class OperandTypes:
       rhs_dtype: the dtype of the right operand.
       out_dtype: the dtype of the result.
       layouts: how the operands lie in memory.
-      transport: how data travels between devices. "pull" and "ring" move an operand. "push" moves parts of sums;
-        "broadcast" moves parts, and then the sums to all devices; "one_shot" moves all parts to all devices. Empty:
-        nothing moves.
+      transport: how data travels between devices; empty: nothing travels.
       addend: whether the epilogue has an addend (`Hooks.addend_at`).
       block_scaled: whether the operands have block scales (`Hooks.block_scales_at`).
       sides: how many right operands a tile has columns of (`SideBySide`).
@@ -62,19 +60,9 @@ class OperandTypes:
     grouped: Dimension = ""
 
     @property
-    def forwards(self) -> bool:
-        """Whether the forwarder warp passes operand tiles on (`Hooks.in_smem`)."""
-        return self.transport == "ring"
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether parts of tiles are exchanged with peers (`Hooks.exchange`)."""
-        return self.transport in EXCHANGING
-
-    @property
-    def direct_sends(self) -> bool:
-        """Whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`)."""
-        return self.transport == "one_shot"
+    def travel(self) -> Travel:
+        """What the transport asks of the mainloop."""
+        return TRANSPORTS[self.transport]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,41 @@ from typing import Any, Literal
 
 Dimension = Literal["", "m", "n", "k"]
 Layout = Literal["nn", "nt", "tn", "tt"]
-Transport = Literal["", "pull", "ring", "push", "broadcast", "one_shot"]
-# The transports that exchange parts of tiles, in products that are summed over devices.
-EXCHANGING: tuple[Transport, ...] = ("push", "broadcast", "one_shot")
+# How data travel between devices: a name in TRANSPORTS.
+Transport = str
 LAYOUTS: tuple[Layout, ...] = ("nn", "nt", "tn", "tt")
 EPILOGUE = ("lhs_scale", "rhs_scale", "bias", "addend", "activation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """What a transport asks of a mainloop and of its shared memory.
+
+    Attributes:
+      of_operand: whether shards of an operand travel. Such kernels write results of 16 bits only.
+      in_chunks: whether communicator warps copy chunks through shared memory.
+      forwards: whether the forwarder warp passes operand tiles on (`Hooks.in_smem`).
+      exchanges: whether parts of tiles are exchanged with peers (`Hooks.exchange`).
+      direct_sends: whether the parts are sent to the peers from shared memory (`Exchange.direct_sends`).
+      in_strips: whether finished tiles travel as well, in strips of rows.
+    """
+
+    of_operand: bool = False
+    in_chunks: bool = False
+    forwards: bool = False
+    exchanges: bool = False
+    direct_sends: bool = False
+    in_strips: bool = False
+
+
+TRANSPORTS = {
+    "": Travel(),  # Nothing travels.
+    "pull": Travel(of_operand=True, in_chunks=True),
+    "ring": Travel(of_operand=True, forwards=True),
+    "push": Travel(exchanges=True, in_chunks=True),
+    "broadcast": Travel(exchanges=True, in_chunks=True, in_strips=True),
+    "one_shot": Travel(exchanges=True, direct_sends=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)

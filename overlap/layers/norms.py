@@ -21,7 +21,24 @@ from overlap.layers.parallel import Options, Parallel, metadata, placed, spec_be
 _ONES, _ZEROS = initializers.ones_init(), initializers.zeros_init()
 
 
-class RMSNorm(Parallel, nnx.RMSNorm):
+class _Norm(Parallel):
+    """What both norms have in common. The second base of a norm is that of flax."""
+
+    num_features: int
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+        """Normalizes [..., rows, num_features], sharded P(batch_axis, axis, None); so is the result.
+
+        Raises:
+          TypeError: `x` is no array.
+          ValueError: `x` has another number of features; or, on an Explicit mesh, its type has another sharding.
+        """
+        check_features(self.title, x, "num_features", self.num_features)
+        with jax.named_scope(self.name):
+            return super().__call__(placed(self, x, spec_between_layers(self, x.shape)), mask=mask)
+
+
+class RMSNorm(_Norm, nnx.RMSNorm):
     """Root-mean-square norm over the features.
 
     scale: [num_features], whole on all devices. Checkpoints can be exchanged with nnx.RMSNorm.
@@ -68,15 +85,8 @@ class RMSNorm(Parallel, nnx.RMSNorm):
             scale_metadata=metadata(self, P(None)),
         )
 
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: jax.Array, *, mask: jax.Array | None = None
-    ) -> jax.Array:
-        """Normalizes [..., rows, num_features], sharded P(batch_axis, axis, None); so is the result."""
-        with jax.named_scope(self.name):
-            return nnx.RMSNorm.__call__(self, _placed(self, x), mask=mask)
 
-
-class LayerNorm(Parallel, nnx.LayerNorm):
+class LayerNorm(_Norm, nnx.LayerNorm):
     """Norm by mean and variance over the features.
 
     scale, bias: [num_features] each, whole on all devices. Checkpoints can be exchanged with nnx.LayerNorm.
@@ -117,21 +127,3 @@ class LayerNorm(Parallel, nnx.LayerNorm):
             scale_metadata=metadata(self, P(None)),
             bias_metadata=metadata(self, P(None)),
         )
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: jax.Array, *, mask: jax.Array | None = None
-    ) -> jax.Array:
-        """Normalizes [..., rows, num_features], sharded P(batch_axis, axis, None); so is the result."""
-        with jax.named_scope(self.name):
-            return nnx.LayerNorm.__call__(self, _placed(self, x), mask=mask)
-
-
-def _placed(layer: RMSNorm | LayerNorm, x: jax.Array) -> jax.Array:
-    """The activations, sharded as they are between layers: see `placed`.
-
-    Raises:
-      TypeError: `x` is no array.
-      ValueError: `x` has another number of features; or, on an Explicit mesh, its type has another sharding.
-    """
-    check_features(layer.title, x, "num_features", layer.num_features)
-    return placed(layer, x, spec_between_layers(layer, x.shape))

@@ -52,7 +52,6 @@ def look_until(
     *,
     operation: int,
     role: int,
-    fences: Sequence[str] = _FENCES,
     expected_constant: int | None = None,
 ) -> None:
     """Emits a wait by all lanes of a warp: no lane proceeds before all lanes have seen what they wait for.
@@ -63,7 +62,6 @@ def look_until(
         of this device, and as i32 values this device's position, the peer's position and the expected value.
       operation: the number of the kernel, from `stalls.describe`.
       role: what the wait is for: `stalls.BEGUN` and so on.
-      fences: PTX behind the last look, which makes the wait an acquire.
       expected_constant: the expected value for the record, where it is known only at lowering; in place of the operand.
     """
     where = stalls.address()
@@ -104,7 +102,7 @@ def look_until(
         *clock, "sub.u32 waited, clock, since;",
         f"setp.lt.u32 early, waited, {_ticks(stalls.LINGER_S)};", "@early bra LINGER;",
         "trap;",
-        "THERE:", *fences,
+        "THERE:", *_FENCES,
         # The lanes of the warp may read the word at different times. If the first lane that sees the expected value
         # went on alone, what it does next may change the value: a peer lowers its ready flag once it knows that the
         # ready flag has been seen. The other lanes, which have not read the word yet, would then wait for ever. The

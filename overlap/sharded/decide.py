@@ -43,8 +43,14 @@ def decide(
         return _by_xla(first, _OF_WEIGHTS, Cause.PREDICTED)
     # Only behind a kernel is the backward pass decided: behind a product by XLA, XLA computes it.
     run = runs(dataclasses.replace(first, implementation="fused"))
-    both = _decisions(lambda: jax.eval_shape(lambda x: (jax.vjp(run, x)[1](run(x)), ())[1], operands))
-    ratio = _together(forward, [choice for choice in both if choice.plan != first.plan])
+
+    def both_passes(operands: Operands) -> None:
+        outs, pull = jax.vjp(run, operands)
+        pull(outs)
+
+    both = _decisions(lambda: jax.eval_shape(both_passes, operands))
+    backward = [choice for choice in both if choice.plan != first.plan]
+    ratio = _together(forward, backward)
     least = 1.0 if plan.spec.transports else LEAST_GAIN
     reason = f"{first.reason}; forward and backward together {ratio:.2f} x"
     if ratio < least:

@@ -28,6 +28,7 @@ from overlap.choice.dispatch import Explanation
 from overlap.frame import activation as activations
 from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.explain import settled
+from overlap.frame.kernel import kernel_of
 from overlap.frame.mesh_axes import Axes
 from overlap.frame.normalize import normalize
 from overlap.frame.operands import Leaf, accumulator
@@ -82,7 +83,7 @@ def _on_parts(operation: Operation, given: Arguments, mesh: AnyMesh, of_part: Ca
     types: dict[str, Leaf] = jax.tree.map(arguments.without_mesh, given.arrays)
     whole = normalize(operation, dataclasses.replace(given, **types, activation=None))
     if given.config is not None:
-        operation.require_config(whole, given.config)
+        kernel_of(operation).require_config(whole, given.config)
     wide = accumulator(whole.form.dtype)
     arrays = {name: x for name, x in given.arrays.items() if x is not None}
     if given.activation is not None:

@@ -124,20 +124,8 @@ def _prepare(
             out_dtype = wide
             implementation = "xla"
     operands |= {f"scalars[{i}]": scalar for i, scalar in enumerate(scalars)}
-    order = slice(None, None, -1) if dimensions.transpose_rhs else slice(None)
-    partition = {"lhs": plan.lhs, "rhs": plan.rhs[order], "bias": plan.out[-1:], "scalars": ()}
-    specs = {}
-    for name, x in operands.items():
-        kind = name.split("[")[0]
-        # An addend may lack the leading dimensions.
-        merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
-        parts = dimensions.split(name, x.shape, merged, used.shape)
-        partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, used)
-        specs[name] = mesh_axes.spec(parts)
-    columns = []
-    for shape in _result_shapes(operands, dimensions):
-        kept = list(zip(shape, out, strict=True))[-dimensions.n :]
-        columns.append(tuple(size // math.prod(used.shape[axis] for axis in axes) for size, axes in kept))
+    specs = _specs_of(operands, plan, whole, dimensions, used)
+    columns = _columns_of(operands, out, dimensions, used)
     product = Product(
         plan, dimensions.transpose_rhs, out_dtype, applied, given.config, implementation, keep_gathered,
         whole.not_elementwise,
@@ -145,6 +133,39 @@ def _prepare(
     columns = columns[:1] if product.combines else columns
     out_spec = mesh_axes.spec(out)
     return GlobalProduct(product, used, tuple(specs.items()), out_spec, dimensions, tuple(columns)), operands, whole
+
+
+def _specs_of(
+    operands: dict[str, Any], plan: ShardingPlan, whole: Call, dimensions: Dimensions, mesh: AnyMesh
+) -> dict[str, jax.P]:
+    """The partition of each operand, as the plan wants it.
+
+    Raises:
+      ValueError: a dimension cannot be cut into equal parts.
+    """
+    rhs = plan.rhs[::-1] if dimensions.transpose_rhs else plan.rhs
+    partition = {"lhs": plan.lhs, "rhs": rhs, "bias": plan.out[-1:], "scalars": ()}
+    specs = {}
+    for name, x in operands.items():
+        kind = name.split("[")[0]
+        # An addend may lack the leading dimensions.
+        merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
+        parts = dimensions.split(name, x.shape, merged, mesh.shape)
+        partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, mesh)
+        specs[name] = mesh_axes.spec(parts)
+    return specs
+
+
+def _columns_of(
+    operands: dict[str, Any], out: Partition, dimensions: Dimensions, mesh: AnyMesh
+) -> list[tuple[int, ...]]:
+    """For each right operand, a device's sizes of the dimensions that the result has from it."""
+
+    def part(size: int, axes: tuple[str, ...]) -> int:
+        return size // math.prod(mesh.shape[axis] for axis in axes)
+
+    shapes = _result_shapes(operands, dimensions)
+    return [tuple(map(part, shape[-dimensions.n :], out[-dimensions.n :])) for shape in shapes]
 
 
 def _of_each_rhs(given: Any, count: int) -> list[Any]:

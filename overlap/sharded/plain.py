@@ -24,8 +24,7 @@ from jax.typing import DTypeLike
 from overlap.frame import by_xla, mesh_axes
 from overlap.frame.activation import BEFORE_ACTIVATION, on_all
 from overlap.frame.linear import Wanted, tangents_of
-from overlap.frame.operands import F32, Leaf, Operands, accumulator
-from overlap.frame.products import to_rank
+from overlap.frame.operands import F32, Leaf, Operands, accumulator, to_rank
 from overlap.frame.signatures import AnyMesh
 from overlap.kernels.operations import SCATTER_N
 from overlap.sharded import partitions

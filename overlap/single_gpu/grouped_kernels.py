@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,24 +23,21 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch, space
 from overlap.choice.choose import choose_config
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla, mesh_axes, primitive
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.form import Form
 from overlap.frame.kernel import Kernel
 from overlap.frame.operands import F32, Operands, Results, accumulator
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import Leaf
-from overlap.kernels import groups, launch, limits
+from overlap.kernels import groups, limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import CONTRACTION, GROUPED, OperandLayouts
 from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
-from overlap.primitives import marks
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
 
@@ -53,22 +51,12 @@ class GroupsKernel(Kernel):
         # The sizes of the groups are data. The model is asked for the time of equal groups.
         assert form.groups is not None
         sides = len(form.widths) if self.operation.combines else 1
-        m, k = form.m, form.k
+        n = form.widths[0] * sides
         if self.operation.spec.groups == "m":
-            m = max(ceil_div(m, form.groups), 1)
-        else:
-            k = max(ceil_div(k, form.groups), 1)
-        return Problem(
-            op=self.operation.spec.name,
-            m=m,
-            n=form.widths[0] * sides,
-            k=k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            layout=form.layouts.name,
-            batch=form.groups,
-            sides=sides,
-        )
+            m = max(ceil_div(form.m, form.groups), 1)
+            return self.problem_of_sizes(form, m, n, form.k, batch=form.groups, sides=sides)
+        k = max(ceil_div(form.k, form.groups), 1)
+        return self.problem_of_sizes(form, form.m, n, k, batch=form.groups, sides=sides)
 
     def check_form(
         self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False
@@ -92,11 +80,12 @@ class GroupsKernel(Kernel):
                 "the fused kernel reads matrices of 8 bits as [groups, n, k] only, got transpose_rhs=False: store them "
                 'so and pass transpose_rhs=True, or use implementation="xla"'
             )
-        dtypes = form.dtype, rhs_dtype, form.out_dtype
         grouped = self.operation.spec.groups
+        dtypes = form.dtype, rhs_dtype, form.out_dtype
         types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=grouped, boxes=boxes, addend=addend)
-        names = ("m", "n", "k") if by_rows else ("k", "n", "m")
-        sizes = dict(zip("mnk", zip(names, (form.m, form.widths[0], form.k), strict=True), strict=True))
+        # What is contracted by rows is m of the forward pass.
+        m_name, k_name = ("m", "k") if by_rows else ("k", "m")
+        sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
         zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
         limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
 
@@ -126,12 +115,8 @@ class GroupsKernel(Kernel):
             first, source = space.heuristic(problem, target), "heuristic"
         if first is None:
             return None
-        config, _ = dispatch.first_that_fits(first, source, problem, target, check)
-        try:
-            check(config, target)
-        except (ValueError, NotImplementedError):
-            return None
-        return config
+        chosen = dispatch.first_that_fits(first, source, problem, target, check)
+        return chosen.config if chosen.refusal is None else None
 
     def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
         """Runs a product of a derivative."""
@@ -148,9 +133,7 @@ class GroupsKernel(Kernel):
         if like.chosen is not None:
             pairs = f" of {len(operands.lefts)} pairs" if operands.more_lefts else ""
             shapes = f"to {'x'.join(map(str, out.shape))}{pairs} {narrow.name}"
-            why = "the kernels of the forward pass serve this product"
-            record(Explanation(NAME, "fused", None, why, Cause.PREDICTED, like.target, plan="backward pass",
-                               shapes=shapes))  # fmt: skip
+            record_backward(NAME, like.target, "the kernels of the forward pass serve this product", shapes)
         return out.astype(wanted)
 
     def typed(self, operands: Operands) -> Operands:
@@ -159,22 +142,16 @@ class GroupsKernel(Kernel):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         if plan.chosen is None:
             return by_xla.products(operands, plan.layouts, plan.out_dtype, plan.kernel_activation(operands)), None
-        # What is recorded while a kernel is traced would be lost in a function that is sealed.
-        if marks.current() is not None:
-            return (self.by_kernel(operands, plan),), None
-        leaves, structure = jax.tree.flatten(operands)
+        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
+            return (jnp.zeros(self.result_shape(plan.form), plan.out_dtype),), None
+        return (self.sealed(self.runner(plan), NAME, operands, plan),), None
 
-        def kernel(*leaves: jax.Array) -> jax.Array:
-            return self.by_kernel(jax.tree.unflatten(structure, leaves), plan)
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        """Returns the shape of the result."""
+        raise NotImplementedError
 
-        def otherwise(*leaves: jax.Array) -> jax.Array:
-            given = jax.tree.unflatten(structure, leaves)
-            return by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
-
-        return (launch.sealed(kernel, NAME, None if plan.must_fuse else otherwise)(*leaves),), None
-
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        """Runs the kernel."""
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        """Returns the function that runs the kernel on operands."""
         raise NotImplementedError
 
 
@@ -194,26 +171,26 @@ class RowsOfGroups(GroupsKernel):
         sizes = groups.clipped(operands.group_sizes, operands.lhs.shape[0])
         return alike(dataclasses.replace(operands, group_sizes=sizes))
 
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
-            return jnp.zeros((plan.form.m, plan.form.widths[0]), plan.out_dtype)
-        (out,) = grouped_product.rows(operands, plan, clears=self.operation.clears[0])
-        return out
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        return form.m, form.widths[0]
+
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        return lambda operands: grouped_product.rows(operands, plan, clears=self.operation.clears[0])[0]
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
+        apart = self.apart
         dtype = plan.out_dtype if self.operation.combines else accumulator(plan.form.dtype)
         form = dataclasses.replace(plan.form, out_dtype=dtype, widths=plan.form.widths[:1])
-        bare = dataclasses.replace(plan, operation=self.operation.apart, form=form, activation=None)
-        return dataclasses.replace(bare, chosen=self.apart._config(form, form.dtype, plan))
+        config = apart._config(form, form.dtype, plan)
+        return dataclasses.replace(plan, operation=apart.operation, form=form, chosen=config, activation=None)
 
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
         def of_operands(operands: Operands) -> Results:
             has_epilogue = plan.activation is not None or operands.has_epilogue
-            how = self.before_activation(plan) if has_epilogue else plan
-            rights = (*operands.rhs_list, *operands.more_rights)
-            lefts = operands.lefts * (len(rights) if len(operands.lefts) == 1 else 1)
-            outs: list[Leaf] = [_bilinear(how, operands.group_sizes, *pair) for pair in zip(lefts, rights, strict=True)]
-            outs = [sum(outs[1:], outs[0])] if operands.more_lefts else outs
+            bare = self.before_activation(plan) if has_epilogue else plan
+            outs: list[Leaf] = [_bilinear(bare, operands.group_sizes, *pair) for pair in operands.pairs]
+            if operands.more_lefts:
+                outs = [functools.reduce(operator.add, outs)]
             wide = accumulator(plan.form.dtype)
             values = tuple(z.astype(wide) for z in outs)
             return by_xla.finish(values, operands, plan.out_dtype, plan.bound_activation(operands)), None
@@ -249,10 +226,12 @@ class RowsOfGroups(GroupsKernel):
 class Contraction(GroupsKernel):
     """The kernel that contracts the rows of each group, in the backward pass."""
 
-    def by_kernel(self, operands: Operands, plan: LaunchPlan) -> jax.Array:
-        if 0 in (*operands.lhs.shape, *operands.rhs_list[0].shape):
-            return jnp.zeros((plan.form.groups, plan.form.m, plan.form.n), plan.out_dtype)
-        return grouped_product.contraction(operands, plan)
+    def result_shape(self, form: Form) -> tuple[int, ...]:
+        assert form.groups is not None
+        return form.groups, form.m, form.n
+
+    def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
+        return functools.partial(grouped_product.contraction, plan=plan)
 
     def of_tangents(self, plan: LaunchPlan) -> Callable[[Operands], Results]:
         return lambda operands: ((_bilinear(plan, operands.group_sizes, operands.lhs, operands.rhs_list[0]),), None)
@@ -286,10 +265,13 @@ def _bilinear(plan: LaunchPlan, sizes: jax.Array, lhs: jax.Array, rhs: jax.Array
 def _bilinear_jvp(plan: LaunchPlan, primals: tuple[jax.Array, ...], tangents: tuple[Leaf, ...]) -> tuple[Leaf, Leaf]:
     sizes, lhs, rhs = primals
     _, d_lhs, d_rhs = tangents
-    pairs = [pair for pair in ((d_lhs, rhs), (lhs, d_rhs)) if not any(isinstance(x, SymbolicZero) for x in pair)]
-    parts: list[Leaf] = [_bilinear(plan, sizes, *pair) for pair in pairs]
-    out: Leaf = _bilinear(plan, *primals)
-    return out, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(out)
+    out: Leaf = _bilinear(plan, sizes, lhs, rhs)
+    terms: list[Leaf] = []
+    if not isinstance(d_lhs, SymbolicZero):
+        terms.append(_bilinear(plan, sizes, d_lhs, rhs))
+    if not isinstance(d_rhs, SymbolicZero):
+        terms.append(_bilinear(plan, sizes, lhs, d_rhs))
+    return out, functools.reduce(operator.add, terms) if terms else jnp.zeros_like(out)
 
 
 _bilinear.defjvp(_bilinear_jvp, symbolic_zeros=True)

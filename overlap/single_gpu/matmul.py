@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 from jax.typing import DTypeLike
 
 from overlap.choice import choose
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation, Implementation
+from overlap.choice.dispatch import Implementation
 from overlap.choice.problem import Problem
 from overlap.frame import by_xla, call, mesh_axes, primitive
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.form import Form
-from overlap.frame.kernel import Kernel
+from overlap.frame.kernel import Kernel, kernel_of
 from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.signatures import AnyArray, Arguments, Scale
-from overlap.kernels import launch
 from overlap.kernels.config import Config
 from overlap.kernels.operations import MATMUL, OperandLayouts
 from overlap.kernels.target import Target
-from overlap.primitives import marks
 from overlap.single_gpu import product
 
 
@@ -34,18 +32,8 @@ class MatmulKernel(Kernel):
 
     def problem(self, form: Form) -> Problem:
         form = form.folded
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m,
-            n=form.n,
-            k=form.k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            layout=form.layouts.name,
-            batch=form.batch or 1,
-            block_scaled=form.is_block_scaled,
-            sides=len(form.widths),
-        )
+        sides = len(form.widths)
+        return self.problem_of_sizes(form, form.m, form.n, form.k, batch=form.batch or 1, sides=sides)
 
     def check(self, call: Call, config: Config, target: Target) -> None:
         if call.form.batch == 0:
@@ -64,7 +52,7 @@ class MatmulKernel(Kernel):
             return by_xla.times(lhs, rhs, layouts, dtype)
         form = Form.of(pair, layouts, dtype)
         alone = Operation(MATMUL)
-        problem = alone.kernel.problem(form)
+        problem = kernel_of(alone).problem(form)
         config, source = choose.choose_config(problem, plan.target)
         try:
             problem.check(config, plan.target)
@@ -72,36 +60,17 @@ class MatmulKernel(Kernel):
             return by_xla.times(lhs, rhs, layouts, dtype)
         reason = "the kernel of the forward pass serves this product"
         shapes = f"{problem.shape} {problem.dtype}"
-        chosen = Explanation(self.operation.name, "fused", config, reason, Cause.PREDICTED, plan.target, source)
-        record(dataclasses.replace(chosen, plan="backward pass", shapes=shapes))
+        record_backward(self.operation.name, plan.target, reason, shapes, config, source)
         (out,), _ = primitive.fused(pair, LaunchPlan(alone, form, plan.target, config))
         return out
 
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         rows = as_rows(operands, plan.layouts)
         plan = dataclasses.replace(plan, form=plan.form.folded)
-        # While a recording runs, tracing the kernel also adds the kernel's entries to the recording. This side effect
-        # would be lost in a function that is sealed.
-        out = (_sealed if marks.current() is None else product.launch)(rows, plan)
-        return (out if rows is operands else out.reshape(*operands.lhs.shape[:-1], out.shape[-1]),), None
-
-
-def _sealed(operands: Operands, plan: LaunchPlan) -> jax.Array:
-    """Runs the kernel as one opaque operation.
-
-    If XLA's partitioner might have to split that operation, XLA's own product is computed instead, unless the caller
-    asked for the kernel.
-    """
-    leaves, structure = jax.tree.flatten(operands)
-
-    def of_leaves(run: Callable[[Operands], jax.Array]) -> Callable[..., jax.Array]:
-        return lambda *leaves: run(jax.tree.unflatten(structure, leaves))
-
-    otherwise = of_leaves(
-        lambda given: by_xla.products(given, plan.layouts, plan.out_dtype, plan.kernel_activation(given))[0]
-    )
-    kernel = of_leaves(lambda given: product.launch(given, plan))
-    return launch.sealed(kernel, "matmul", None if plan.must_fuse else otherwise)(*leaves)
+        out = self.sealed(functools.partial(product.launch, plan=plan), "matmul", rows, plan)
+        if rows is not operands:
+            out = out.reshape(*operands.lhs.shape[:-1], out.shape[-1])
+        return (out,), None
 
 
 def matmul(

@@ -20,17 +20,17 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.frame import arguments, call
-from overlap.frame.signatures import AnyArray, Arguments, AxisName, Scale
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Given, Scale
 from overlap.kernels.config import Config
 from overlap.kernels.operations import GATHER_RHS_K, GATHER_RHS_N, OperationSpec
 
 
-def _spec(given: Arguments) -> OperationSpec:
-    """Returns along which dimension of the product `rhs` is gathered: n or k."""
-    transposed = arguments.flag("transpose_rhs", given.transpose_rhs)
+def _spec(dimension: Given, transpose_rhs: Given) -> OperationSpec:
+    """Returns the operation: it gathers `rhs` along n or k of the product."""
+    transposed = arguments.flag("transpose_rhs", transpose_rhs)
     first, second = ("[n / D, k]", "[n, k / D]") if transposed else ("[k / D, n]", "[k, n / D]")
     meaning = f"0 (`rhs` is {first} per shard) or 1 ({second})"
-    is_first = arguments.index("dimension", given.dimension, (0, 1), meaning) == 0
+    is_first = arguments.index("dimension", dimension, (0, 1), meaning) == 0
     along_k = not is_first if transposed else is_first
     return GATHER_RHS_K if along_k else GATHER_RHS_N
 
@@ -117,6 +117,5 @@ def all_gather_rhs_matmul(
         preferred_element_type=preferred_element_type,
         config=config,
         implementation=implementation,
-        dimension=dimension,
     )
-    return call.run(_spec(given), given)
+    return call.run(_spec(dimension, transpose_rhs), given)

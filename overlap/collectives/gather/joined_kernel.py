@@ -65,7 +65,7 @@ def launch(operands: Operands, plan: LaunchPlan, group: PeerGroup, *, returns_ga
     """
     config = plan.config
     *batch, rows_shard, k = operands.lhs.shape
-    of_rows = folded(operands, keep=False)
+    of_rows = folded(operands)
     lhs = of_rows.lhs
     rhs_list = of_rows.rhs_list
     scaled = of_rows.row_scale is not None

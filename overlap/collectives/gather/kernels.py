@@ -18,7 +18,8 @@ from overlap.collectives.gather.ring import RingTransport
 from overlap.collectives.gather.transport import Transport
 from overlap.collectives.kernel import XLA, CollectiveKernel
 from overlap.frame.form import Form
-from overlap.frame.operands import Operands, Results, folded
+from overlap.frame.kernel import kernel_of
+from overlap.frame.operands import Operands, Results, folded, with_scales_of_all_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import untried
 from overlap.frame.signatures import Arguments
@@ -40,19 +41,12 @@ class GatherKernel(CollectiveKernel):
 
     def problem(self, form: Form) -> Problem:
         batch = 1 if form.batch is None else form.batch
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m if self.has_batch else batch * form.m,
-            n=form.n,  # Several right operands count as one of their total width.
-            k=form.k // self.operation.before.factors["k"],
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            devices=self.group.size,
-            layout=form.layouts.name,
-            batch=max(batch, 1) if self.has_batch else 1,
-            block_scaled=form.is_block_scaled,
-            sides=len(form.widths) if self.operation.combines else 1,
-        )
+        k = form.k // self.operation.before.factors["k"]
+        sides = len(form.widths) if self.operation.combines else 1
+        # Several right operands count as one of their total width.
+        if self.has_batch:
+            return self.problem_of_sizes(form, form.m, form.n, k, batch=max(batch, 1), sides=sides)
+        return self.problem_of_sizes(form, batch * form.m, form.n, k, sides=sides)
 
     def circumstances(self, call: Call) -> dispatch.Circumstances:
         return dispatch.Circumstances(why_not_by_default=untried(self.group))
@@ -141,7 +135,7 @@ class GatherLhs(GatherKernel):
             )
         else:
             outs, gathered = lhs_kernel.launch(
-                folded(operands, keep=True),
+                with_scales_of_all_rows(operands),
                 plan,
                 self.group,
                 TRANSPORTS[self.operation.transport],
@@ -151,15 +145,14 @@ class GatherLhs(GatherKernel):
 
     def _on_one_device(self, operands: Operands, plan: LaunchPlan) -> Results:
         """Computes the products on a single device, which gathers nothing. Leading dimensions are folded into rows."""
-        of_one = Operation(MATMUL, combines=self.operation.combines)
-        of_rows = folded(operands, keep=False)
-        plan = dataclasses.replace(plan, operation=of_one)
-        each = (
-            [of_rows] if self.operation.combines else [of_rows.for_rhs(index) for index in range(len(of_rows.rhs_list))]
-        )
-        outs = [out for given in each for out in of_one.kernel.launch(given, plan.of(given))[0]]
+        alone = Operation(MATMUL, combines=self.operation.combines)
+        plan = dataclasses.replace(plan, operation=alone)
+        rows = folded(operands)
+        calls = [rows] if alone.combines else [rows.for_rhs(index) for index in range(len(rows.rhs_list))]
+        outs = [out for given in calls for out in kernel_of(alone).launch(given, plan.of(given))[0]]
         lhs = operands.lhs
-        return tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs), lhs if self.operation.returns_gathered else None
+        unfolded = tuple(out.reshape(*lhs.shape[:-1], -1) for out in outs)
+        return unfolded, lhs if self.operation.returns_gathered else None
 
     def lhs_cotangent(
         self,
@@ -198,10 +191,11 @@ class GatherRhs(GatherKernel):
     def launch(self, operands: Operands, plan: LaunchPlan) -> Results:
         # Leading dimensions are folded into the rows. That is possible for a transposed `lhs` as well, because it has
         # at most one batch element.
-        rows = folded(operands, keep=False)
+        rows = folded(operands)
         plan = plan.of(rows)
         if self.group.size == 1:
-            (out,), _ = Operation(MATMUL).kernel.launch(rows, dataclasses.replace(plan, operation=Operation(MATMUL)))
+            alone = Operation(MATMUL)
+            (out,), _ = kernel_of(alone).launch(rows, dataclasses.replace(plan, operation=alone))
         else:
             out = rhs_kernel.launch(rows, plan, self.group, self.operation.spec.gathers)
         leading = operands.lhs.shape[:-2]

@@ -16,6 +16,7 @@ from overlap.collectives.backward import AS_FORWARD, backward
 from overlap.collectives.kernel import XLA, CollectiveKernel
 from overlap.collectives.reduce import blocks_kernel, one_shot_kernel
 from overlap.frame.form import Form
+from overlap.frame.kernel import kernel_of
 from overlap.frame.operands import Operands, Results, as_rows
 from overlap.frame.operation import Call, LaunchPlan, Operation
 from overlap.frame.peers import untried
@@ -41,17 +42,7 @@ class SumKernel(CollectiveKernel):
 
     def problem(self, form: Form) -> Problem:
         form = self._folded(form)
-        return Problem(
-            op=self.operation.spec.name,
-            m=form.m,
-            n=form.n,
-            k=form.k,
-            dtype=form.dtype.name,
-            out_dtype=form.out_dtype.name,
-            devices=self.group.size,
-            layout=form.layouts.name,
-            batch=max(form.batch or 1, 1),
-        )
+        return self.problem_of_sizes(form, form.m, form.n, form.k, batch=max(form.batch or 1, 1))
 
     def _folded(self, form: Form) -> Form:
         return form.folded if self.takes_more_rows else form
@@ -114,7 +105,9 @@ class SumKernel(CollectiveKernel):
             passenger=None,
         )
         alone = Operation(MATMUL)
-        return alone.kernel.launch(joined, dataclasses.replace(plan, operation=alone).of(joined))[0], operands.passenger
+        return kernel_of(alone).launch(joined, dataclasses.replace(plan, operation=alone).of(joined))[
+            0
+        ], operands.passenger
 
     def why_not_batched(self, is_batched: Operands, axis_size: int, plan: LaunchPlan) -> str | None:
         if axis_size < 1:

@@ -129,7 +129,6 @@ def matmul_reduce_scatter(
         preferred_element_type=preferred_element_type,
         config=config,
         implementation=implementation,
-        dimension=dimension,
         transport=transport,
     )
     return call.run(spec, given)

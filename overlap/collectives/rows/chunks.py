@@ -10,6 +10,7 @@ counter, so one running CTA on each device suffices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -327,17 +328,14 @@ def launch(
     told = (sorted(inputs).index(peers_read),) if plan.group is not None and peers_read is not None else ()
 
     def kernel(*refs: GmemRef) -> None:
-        given, refs = refs[: len(leaves)], refs[len(leaves) :]
-        outs, (number, posted, done, chunk, *more) = refs[: len(types)], refs[len(types) :]
-        shapes = ((1,),) if plan.group is None else ((plan.devices, plan.chunks), HANDSHAKE_FLAGS)
-        flags = shared_semaphores(*shapes, told=bool(told))
-        trees = jax.tree.unflatten(structure, given), jax.tree.unflatten(out_structure, outs)
+        rest = iter(refs)
+        given = jax.tree.unflatten(structure, itertools.islice(rest, len(leaves)))
+        outs = jax.tree.unflatten(out_structure, itertools.islice(rest, len(types)))
+        number, posted, done, chunk, *more = rest
+        flag_shapes = ((1,),) if plan.group is None else ((plan.devices, plan.chunks), HANDSHAKE_FLAGS)
+        flags = shared_semaphores(*flag_shapes, told=bool(told))
         title = f"{name.removeprefix('overlap_')} {plan.tokens}x{plan.features}"
-        body(Refs(plan, title, own_later, *trees, flags[0], flags[-1], number, posted, done, chunk, more))
-
-    def by_xla(*given: jax.Array) -> list[jax.Array]:
-        assert otherwise is not None
-        return jax.tree.leaves(dict(otherwise(jax.tree.unflatten(structure, given))))
+        body(Refs(plan, title, own_later, given, outs, flags[0], flags[-1], number, posted, done, chunk, more))
 
     kernel.__name__ = name
     params = {"lowering_semantics": plgpu.LoweringSemantics.Warpgroup, "skip_device_barrier": True}
@@ -357,5 +355,8 @@ def launch(
         compiler_params=addresses.Params(**params, peers_read=told) if told else plgpu.CompilerParams(**params),
     )
     patches = ON_HOST_MESHES, _compat.WARP_LOOPS
-    outs = sealed(launched, name, None if otherwise is None else by_xla, patches)(*leaves)
-    return jax.tree.unflatten(out_structure, outs)
+
+    def of_tree(inputs: dict[str, jax.Array]) -> Mapping[str, jax.Array]:
+        return jax.tree.unflatten(out_structure, launched(*jax.tree.leaves(inputs)))
+
+    return sealed(of_tree, name, otherwise, patches)(dict(inputs))

@@ -240,7 +240,7 @@ def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) ->
     mesh_axes.require_one_device(op, [x for _, x in with_routes], given.implementation)
     if not arguments.is_in_jit():
         require_same_devices(with_routes)
-    return call.why_not_fused(named)
+    return arguments.why_not_fused(named)
 
 
 def _movement(

@@ -33,12 +33,10 @@ from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from overlap.choice.crossover import Cause
-from overlap.choice.dispatch import Explanation
 from overlap.collectives.rows import row_kernels
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing, gathered
-from overlap.frame.explain import record
+from overlap.frame.explain import record_backward
 from overlap.frame.linear import Wanted, linear_map
 from overlap.frame.signatures import AxisName, Leaf
 from overlap.kernels.launch import checks_numbers
@@ -116,11 +114,12 @@ def _derivative(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _F
 
 def _plan_of(movement: Movement, factors: _Factors, routing: Routing) -> RowsPlan | None:
     """The plan of the kernel; None if XLA computes the map."""
-    given = [x for x in factors[:GATES] if x is not None]
     if movement.target is None or not routing.tokens.size or not routing.positions.size:
         return None
-    plan = movement.plan(given[0].shape[1], given[0].dtype, routing)
-    return plan if plan.why_not() is None and all(x.dtype == plan.dtype for x in given) else None
+    first, *others = [x for x in (factors[TOKENS], factors[ROWS]) if x is not None]
+    plan = movement.plan(first.shape[1], first.dtype, routing)
+    has_one_dtype = all(x.dtype == plan.dtype for x in others)
+    return plan if has_one_dtype and plan.why_not() is None else None
 
 
 def _tangent(
@@ -165,9 +164,7 @@ def _linear(
         if (plan := _plan_of(movement, given, routing)) is not None:
             name = ("rows added to tokens", "tokens copied to rows", "tokens times their rows")[index]
             shapes = f"{plan.rows} rows of {plan.features} {plan.dtype}"
-            why = "the kernels of the forward pass serve these rows"
-            record(Explanation(name, "fused", None, why, Cause.PREDICTED, plan.target, plan="backward pass",
-                               shapes=shapes))  # fmt: skip
+            record_backward(name, plan.target, "the kernels of the forward pass serve these rows", shapes)
         return [_derivative(index, wanted[0], movement, given, routing)]
 
     return linear_map(forward, transpose, residuals, [direction])[0]
@@ -182,31 +179,35 @@ def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
 
 def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Factors, routing: Routing) -> jax.Array:
     tokens, rows, gates = factors
-    given = {"tokens": tokens, "rows": rows, "positions": routing.positions}
-    given["gates"] = None if gates is None else gates.astype(jnp.float32)
-    if by == ROWS and checks_numbers():
-        given["filled"] = routing.filled
-    return _launched(by, plan, movement.must_fuse, {name: x for name, x in given.items() if x is not None})
+    inputs = {"positions": routing.positions}
+    if tokens is not None:
+        inputs["tokens"] = tokens
+    if rows is not None:
+        inputs["rows"] = rows
+    if gates is not None:
+        inputs["gates"] = gates.astype(jnp.float32)
+    filled = routing.filled if by == ROWS and checks_numbers() else None
+    return _launched(by, plan, movement.must_fuse, inputs, filled)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # Equal kernels are traced once, and lowered once per program.
-def _launched(by: _Argument, plan: RowsPlan, must_fuse: bool, given: dict[str, jax.Array]) -> jax.Array:
+def _launched(
+    by: _Argument, plan: RowsPlan, must_fuse: bool, inputs: dict[str, jax.Array], filled: jax.Array | None
+) -> jax.Array:
     """Runs the kernel of the derivative by one argument. Returns sums by tokens, rows by rows, and products by gates.
 
-    `given` are the kernel's inputs. It also has "filled", which rows are in use, if the others must be zero: the kernel
-    leaves them undefined.
+    `filled`: which rows are in use, if the others must be zero: the kernel leaves them undefined.
     """
     kernel = (row_kernels.added, row_kernels.copied, row_kernels.products)[by]
-    filled = given.get("filled")
-    given = {name: x for name, x in given.items() if name != "filled"}
+    result = ("sums", "rows", "products")[by]
     # If XLA's partitioner might have to split a kernel that has no peers, XLA computes the map.
     otherwise = None if must_fuse or plan.group is not None else functools.partial(_on_one_device, by, plan)
 
     @sequential_vmap  # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
-    def run(given: dict[str, jax.Array]) -> jax.Array:
-        return kernel(given, plan, otherwise)[("sums", "rows", "products")[by]]
+    def run(inputs: dict[str, jax.Array]) -> jax.Array:
+        return kernel(inputs, plan, otherwise)[result]
 
-    return run(given) if filled is None else jnp.where(filled[:, None], run(given), 0)
+    return run(inputs) if filled is None else jnp.where(filled[:, None], run(inputs), 0)
 
 
 def _on_one_device(by: _Argument, plan: RowsPlan, given: row_kernels.Arrays) -> row_kernels.Arrays:

@@ -11,7 +11,7 @@ from overlap.kernels import limits
 from overlap.kernels.block_scales import SCALE_TILE_BLOCKS, SCALE_TILE_BYTES, SCALE_TILE_ROWS
 from overlap.kernels.config import FLOAT8, SWIZZLE_BYTES, Config
 from overlap.kernels.limits import BARRIER_BYTES, RESERVED_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
-from overlap.kernels.operations import EXCHANGING
+from overlap.kernels.operations import TRANSPORTS
 from overlap.primitives.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "", *, blo
     """Returns the shared memory of one CTA in bytes, with its barriers and the buffers of the transport."""
     operand_bytes = config.stages * (config.tile_m + rhs_columns(config)) * SWIZZLE_BYTES
     epilogue_bytes = limits.epilogue_bytes(config.tile_m, jnp.dtype(out_dtype))
-    term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if transport in EXCHANGING else 0
+    exchanges = TRANSPORTS[transport].exchanges
+    term_bytes = TERM_BUFFERS * config.tile_m * SWIZZLE_BYTES if exchanges else 0
     # Each buffer for terms has two barriers. One more is the second `stored` barrier; the first is counted in
     # `transport_bytes`.
-    term_barriers = 2 * TERM_BUFFERS + 1 if transport in EXCHANGING else 0
+    term_barriers = 2 * TERM_BUFFERS + 1 if exchanges else 0
     barriers = 2 * config.stages + 2 * ACCUMULATORS + term_barriers
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, config.tile_m)
     # The compiler rounds up the scale buffer of each operand.
@@ -103,7 +104,7 @@ def check_config(types: OperandTypes, config: Config, target: Target, beside_byt
             f"`tile_n` must be a multiple of {unit} (for cluster={config.cluster} and {jnp.dtype(types.dtype).name} "
             f"operands, transpose_rhs={types.layouts.transpose_rhs}) and at most {TMA_BOX_LIMIT}, got {config.tile_n}"
         )
-    if config.cluster > 1 and types.transport == "ring":
+    if config.cluster > 1 and types.travel.forwards:
         raise ValueError(
             "`cluster` must be 1 by the transport 'ring' on Blackwell (only the first CTA of a pair knows when the "
             f"operands are there), got {config.cluster}: leave it out of `config`"

@@ -259,12 +259,14 @@ def _store(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
 def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     layouts = types.layouts
     width = staging.atom(types.dtype)
-    arrivals = 1 + types.forwards
+    arrivals = 1 + types.travel.forwards
     return staging.BufferPlan(
         wg_tile=staging.WarpgroupTile(TILE_M, config.tile_n, TILE_M, 1),
         wg_tiles=1,
         # The forwarder sends whole tiles, so all of their rows must be loaded.
-        rows=config.tile_m if types.forwards else rows_loaded(config, types.m, types.dtype, layouts.transpose_lhs),
+        rows=config.tile_m
+        if types.travel.forwards
+        else rows_loaded(config, types.m, types.dtype, layouts.transpose_lhs),
         rhs_columns=rhs_columns(config),
         lhs_tile_rows=width if layouts.transpose_lhs else staging.SMALL_TILE_ROWS,
         rhs_tile_rows=staging.SMALL_TILE_ROWS if layouts.transpose_rhs else width,
@@ -323,7 +325,7 @@ class Blackwell:
             "cleared": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
         }
         fields = staging.buffer_types(config, types, _plan(config, types))
-        fields |= (of_terms if types.exchanges else {}) | (of_rest if types.grouped == "k" else {})
+        fields |= (of_terms if types.travel.exchanges else {}) | (of_rest if types.grouped == "k" else {})
         return Buffers(
             **fields,
             accumulators=plgpu.TMEM((TILE_M, columns), jnp.float32, collective=config.cluster > 1),

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from overlap.kernels import limits
 from overlap.kernels.config import FLOAT8, Config
 from overlap.kernels.limits import BARRIER_BYTES, TILE_N_UNIT, TMA_BOX_LIMIT
-from overlap.kernels.operations import EXCHANGING
+from overlap.kernels.operations import TRANSPORTS
 from overlap.kernels.placement import clusters_at_once
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def smem_bytes(config: Config, out_dtype: DTypeLike, transport: str = "") -> int
     # Each stage has two barriers, `full` and `consumed`. If the warpgroups take turns, each of the two has its own
     # `full` barrier, so a stage has three. In an exchange each then also has its own `stored` barrier: one more than is
     # counted in `transport_bytes`.
-    barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and transport in EXCHANGING)
+    barriers = (3 if config.in_turn else 2) * config.stages + (config.in_turn and TRANSPORTS[transport].exchanges)
     barriers += limits.cluster_sums_barriers(config, COMPUTE_WARPGROUPS)
     transport_bytes = limits.transport_bytes(config, jnp.dtype(out_dtype), transport, wg_m)
     operand_bytes = max(limits.stages_bytes(config), limits.cluster_sums_bytes(config))
@@ -185,8 +185,8 @@ def _check_swapped(types: OperandTypes, config: Config) -> None:
         raise ValueError(
             f"`split_k` must be 1 with `swap_operands`, got {config.split_k}: leave one of them out of `config`"
         )
-    if types.transport not in ("", "pull"):
-        what = "with transport='ring'" if types.transport == "ring" else "where results are exchanged"
+    if types.travel.forwards or types.travel.exchanges:
+        what = "with transport='ring'" if types.travel.forwards else "where results are exchanged"
         raise ValueError(f"`swap_operands` must be False {what}, got True: {leave_out}")
     if types.layouts.transpose_lhs:
         raise ValueError(f"`swap_operands` needs `lhs` as [m, k], got transpose_lhs=True: {leave_out}")

@@ -248,7 +248,11 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
     wg_m, wg_n = warpgroup_tile(config)
     in_turn = config.in_turn
     # The forwarder sends whole tiles, so all of their rows must be loaded.
-    loaded = config.tile_m if types.forwards else rows_loaded(config, types.m, types.dtype, types.layouts.transpose_lhs)
+    loaded = (
+        config.tile_m
+        if types.travel.forwards
+        else rows_loaded(config, types.m, types.dtype, types.layouts.transpose_lhs)
+    )
     all_wg_tiles = config.tile_m * config.tile_n // (wg_m * wg_n)
     wg_tiles = all_wg_tiles if wg_m == config.tile_m else ceil_div(loaded, wg_m)
     # wgmma reads both operands in layout tiles of the same number of rows. If the rows of either operand run along m or
@@ -265,7 +269,7 @@ def _plan(config: Config, types: OperandTypes) -> staging.BufferPlan:
         lhs_tile_rows=staging.SMALL_TILE_ROWS if config.swap_operands else tile_rows,
         rhs_tile_rows=tile_rows,
         # The forwarder reads the stages as well, so it must release them, too.
-        consumed=plgpu.Barrier(num_arrivals=wg_tiles + types.forwards, num_barriers=config.stages),
+        consumed=plgpu.Barrier(num_arrivals=wg_tiles + types.travel.forwards, num_barriers=config.stages),
         mail_readers=(COMPUTE_WARPGROUPS if in_turn else wg_tiles) + 1,
         stored_barriers=COMPUTE_WARPGROUPS if in_turn else 1,
         taking_turns=COMPUTE_WARPGROUPS if in_turn else 1,

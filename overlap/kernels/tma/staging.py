@@ -215,7 +215,7 @@ def box_views(shape: tuple[int, ...], types: OperandTypes) -> tuple[ScratchType,
       types: the operands' types.
     """
     views = _views(shape, shape, types.out_dtype)
-    return (*views, _flat_boxes(shape, types.out_dtype)) if types.direct_sends else views
+    return (*views, _flat_boxes(shape, types.out_dtype)) if types.travel.direct_sends else views
 
 
 def box_shape(plan: BufferPlan, out_dtype: DTypeLike) -> tuple[int, int, int]:
@@ -243,7 +243,7 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
     lhs_has_room = config.tile_m >= wg_tiles * wg_tile.rows
     in_one = config.tile_m if lhs_has_room else config.tile_n
     term = (stages, in_one // wg_tile.rows, wg_tile.rows, out_width)
-    terms = box_views(term, types) if types.exchanges and plan.terms_in_stages else ()
+    terms = box_views(term, types) if types.travel.exchanges and plan.terms_in_stages else ()
     in_lhs, in_rhs = (terms, ()) if lhs_has_room else ((), terms)
     copies = copies_per_k_step(types, plan) + plan.copies_beside
     lhs_views = _views((stages, *lhs_box), (stages, *lhs_mma), dtype, plan.lhs_tile_rows)
@@ -273,9 +273,9 @@ def buffer_types(config: Config, types: OperandTypes, plan: BufferPlan) -> dict[
         "plan": plan,
         "copies": copies,
         "addend_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=addend_barriers) if types.addend else None,
-        "mail": _mail(plan.mail_readers) if types.exchanges else None,
+        "mail": _mail(plan.mail_readers) if types.travel.exchanges else None,
         "stored": plgpu.Barrier(num_arrivals=plan.wg_tiles, num_barriers=plan.stored_barriers)
-        if types.exchanges
+        if types.travel.exchanges
         else None,
         "cleared": plgpu.Barrier(num_arrivals=wg_tile.warpgroups) if types.grouped == "k" else None,
         "stages": stages,

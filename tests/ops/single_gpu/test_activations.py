@@ -223,8 +223,8 @@ def test_a_captured_tracer_under_jit_grad_and_vmap():
 
 
 def test_a_closure_that_changes_between_calls(monkeypatch):
-    factor, launched, launch = 2.0, [], matmul._sealed
-    monkeypatch.setattr(matmul, "_sealed", lambda x, plan: launched.append(plan) or launch(x, plan))
+    factor, launched, launch = 2.0, [], matmul.product.launch
+    monkeypatch.setattr(matmul.product, "launch", lambda x, plan: launched.append(plan) or launch(x, plan))
     activation = lambda y: y * factor  # noqa: E731
     with emulate(cores=2):
         first = product(activation)
