@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 import overlap
+from overlap.collectives.rows.mlp import expert_mlp
 from overlap.frame import mesh_axes
 from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
@@ -411,17 +412,12 @@ class ExpertMLP(Parallel):
             return same_along(gathered, set(axes) - axes_of(x))
 
         routing = overlap.route(chosen, self.num_experts, self.axis, gates=gates, **limits)
-        with_bias = "gate.bias" in parts
-        common = {"preferred_element_type": self.preferred_element_type, "implementation": self.implementation}
-        with jax.named_scope("gate_up"):
-            hidden = overlap.all_gather_lhs_grouped_matmul(
-                x, [whole("gate"), whole("up")], routing, self.axis,
-                activation=gated(self.activation),
-                bias=[parts["gate.bias"], parts["up.bias"]] if with_bias else None, **common,
-            )  # fmt: skip
-        with jax.named_scope("down"):
-            out = overlap.grouped_matmul_reduce_scatter(
-                checkpoint_name(hidden, "hidden").astype(x.dtype), whole("down"), None, routing, self.axis,
-                bias=parts["down.bias"] if with_bias else None, **common,
-            )  # fmt: skip
+        weights = {name: whole(name) for name in ("gate", "up", "down")}
+        biases = {name: part for name, part in parts.items() if name.endswith(".bias")}
+        out = expert_mlp(
+            x, weights | biases, routing, self.axis,
+            activation=gated(self.activation),
+            preferred_element_type=self.preferred_element_type,
+            implementation=self.implementation,
+        )  # fmt: skip
         return out.reshape(parts["x"].shape), routing.dropped.reshape((1,) * parts["x"].ndim)

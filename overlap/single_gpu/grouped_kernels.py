@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from overlap.choice import dispatch, space
 from overlap.choice.choose import choose_config
 from overlap.choice.problem import Problem
+from overlap.choice.session import explaining
 from overlap.frame import by_xla, mesh_axes, primitive
 from overlap.frame.explain import record_backward
 from overlap.frame.form import Form
@@ -40,6 +42,7 @@ from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
+from overlap.single_gpu.grouped_product import Through
 
 NAME = GROUPED.function
 
@@ -98,13 +101,15 @@ class GroupsKernel(Kernel):
         config = self._config(form, operands.rhs_list[0].dtype, like)
         return LaunchPlan(self.operation, form, like.target, config, activation=None, must_fuse=like.must_fuse)
 
-    def _config(self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan) -> Config | None:
+    def _config(
+        self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan, boxes: int = 1, addend: bool = False
+    ) -> Config | None:
         """Returns the kernel's configuration for a product in the derivative of that of `like`; None: XLA runs."""
         if like.chosen is None or 0 in (form.m, form.k, *form.widths):
             return None
 
         def check(config: Config, target: Target) -> None:
-            self.check_form(form, rhs_dtype, config, target)
+            self.check_form(form, rhs_dtype, config, target, boxes, addend)
 
         problem = self.problem(form)
         target = like.target
@@ -176,6 +181,31 @@ class RowsOfGroups(GroupsKernel):
 
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         return lambda operands: grouped_product.rows(operands, plan, clears=self.operation.clears[0])[0]
+
+    def through(
+        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through
+    ) -> Callable[[Operands, Through], tuple[jax.Array, ...]] | None:
+        """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
+
+        The operands may be types. The kernel takes them, and the same epilogue.
+        """
+        form = Form.of(operands, layouts, like.out_dtype)
+        if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
+            return None
+        config = self._config(form, operands.rhs_list[0].dtype, like, how.boxes, bool(how.addends))
+        if config is None:
+            return None
+        plan = LaunchPlan(self.operation, form, like.target, config)
+
+        def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+            sizes = groups.clipped(operands.group_sizes, form.m)
+            operands = dataclasses.replace(operands, group_sizes=sizes)
+            if explaining.value is not None:  # Only types are wanted.
+                out = jnp.zeros((form.m, form.widths[0]), form.out_dtype)
+                return (out,) * how.how.stored + ((jnp.zeros(form.m, F32),) if how.how.sums else ())
+            return _through(plan, *alike((operands, how)))
+
+        return run
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
         apart = self.apart
@@ -252,6 +282,16 @@ class Contraction(GroupsKernel):
     def rhs_cotangent(self, pair: Operands, g: jax.Array, dtype: DTypeLike, plan: LaunchPlan) -> jax.Array:
         of_rhs = Operands(pair.lhs, (g,), group_sizes=pair.group_sizes)
         return RowsOfGroups(Operation(GROUPED)).backward(of_rhs, OperandLayouts(), dtype, plan)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
+def _through(plan: LaunchPlan, operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+    # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
+    @sequential_vmap
+    def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+        return grouped_product.rows(operands, plan, through=how)
+
+    return run(operands, how)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

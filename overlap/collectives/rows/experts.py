@@ -88,7 +88,6 @@ def all_gather_lhs_grouped_matmul(
     Source: Shazeer et al., "Outrageously Large Neural Networks" (2017) for experts; the all-gather in place of an
     all-to-all is sequence parallelism's (Korthikanti et al., 2022).
     """
-    op = GATHER_TOKENS.name
     given = Arguments(
         lhs,
         rhs,
@@ -99,14 +98,7 @@ def all_gather_lhs_grouped_matmul(
         config=config,
         implementation=implementation,
     )
-    given, tokens = _checked(GATHER_TOKENS, routing, given)
-    why_not = _why_not_fused(op, routing, given)
-    if tokens.dtype in FLOAT8:
-        raise ValueError(
-            f"`lhs` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
-        )
-    axis_name = _require_tokens("lhs", tokens, routing, op, axis_name)
-    movement = _movement(op, tokens, routing, axis_name, implementation, why_not)
+    given, tokens, movement = gathering(given, routing, axis_name)
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
         tokens, rhs, bias = arrays
@@ -207,6 +199,22 @@ def grouped_matmul_reduce_scatter(
         return added(rows, factors, routing, _movement(op, rows, routing, axis_name, implementation, why_not))
 
     return in_device_memory(run, (products, factors, given.rhs, bias))
+
+
+def gathering(given: Arguments, routing: Routing, axis_name: AxisName | None) -> tuple[Arguments, jax.Array, Movement]:
+    """Checks a call of `all_gather_lhs_grouped_matmul`.
+
+    Returns the arguments of its product, but for the rows; the tokens that it copies to rows; and how they move.
+    """
+    op = GATHER_TOKENS.name
+    given, tokens = _checked(GATHER_TOKENS, routing, given)
+    why_not = _why_not_fused(op, routing, given)
+    if tokens.dtype in FLOAT8:
+        raise ValueError(
+            f"`lhs` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
+        )
+    axis_name = _require_tokens("lhs", tokens, routing, op, axis_name)
+    return given, tokens, _movement(op, tokens, routing, axis_name, given.implementation, why_not)
 
 
 def _checked(spec: OperationSpec, routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:

@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import sequential_vmap
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from overlap.collectives.rows import row_kernels
@@ -38,6 +37,7 @@ from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing, gathered
 from overlap.frame.explain import record_backward
 from overlap.frame.linear import Wanted, linear_map
+from overlap.frame.rules import with_rule
 from overlap.frame.signatures import AxisName, Leaf
 from overlap.kernels.launch import checks_numbers
 from overlap.kernels.target import Target
@@ -45,7 +45,9 @@ from overlap.primitives import PeerGroup
 
 # The index of an argument of the form.
 _Argument = Literal[0, 1, 2]
-TOKENS, ROWS, GATES = 0, 1, 2
+TOKENS: _Argument = 0
+ROWS: _Argument = 1
+GATES: _Argument = 2
 # The three arguments of the form; None in the place of the one by which it is derived, and for gates that are all 1.
 _Factors = tuple[Leaf, ...]
 
@@ -103,9 +105,13 @@ def added(rows: jax.Array, gates: jax.Array | None, routing: Routing, movement: 
     return _derivative(TOKENS, rows.dtype, movement, (None, rows, everywhere), routing)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _derivative(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     """The partial derivative of the form by one argument, in `dtype`."""
+    how = by, dtype, movement
+    return with_rule(functools.partial(_evaluated, *how), functools.partial(_tangent, *how), factors, routing)
+
+
+def _evaluated(by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, routing: Routing) -> jax.Array:
     plan = _plan_of(movement, factors, routing)
     if plan is not None:
         return _by_kernel(by, movement, plan, factors, routing).astype(dtype)
@@ -133,17 +139,14 @@ def _tangent(
     out: Leaf = _derivative(by, dtype, movement, factors, routing)
     parts = [
         _linear(by, dtype, movement, factors, index, direction, routing)
-        for index, direction in enumerate(tangents[0])
-        if not (direction is None or isinstance(direction, SymbolicZero))
+        for index, direction in zip((TOKENS, ROWS, GATES), tangents[0], strict=True)
+        if not (direction is None or isinstance(direction, ad.Zero))
     ]
     return out, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(out)
 
 
-_derivative.defjvp(_tangent, symbolic_zeros=True)
-
-
 def _linear(
-    by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, index: int, direction: jax.Array,
+    by: _Argument, dtype: jnp.dtype, movement: Movement, factors: _Factors, index: _Argument, direction: jax.Array,
     routing: Routing,
 ) -> jax.Array:  # fmt: skip
     """The derivative by `by`, with `direction` in the place of argument `index`. It is linear in `direction`.
@@ -165,6 +168,7 @@ def _linear(
             name = ("rows added to tokens", "tokens copied to rows", "tokens times their rows")[index]
             shapes = f"{plan.rows} rows of {plan.features} {plan.dtype}"
             record_backward(name, plan.target, "the kernels of the forward pass serve these rows", shapes)
+        assert wanted[0] is not None
         return [_derivative(index, wanted[0], movement, given, routing)]
 
     return linear_map(forward, transpose, residuals, [direction])[0]

@@ -1,0 +1,371 @@
+"""The experts' MLP: both operations of `experts.py` one after the other, with a backward pass of its own.
+
+    h = activation(gate, up), gate = rows @ w_gate + b_gate, up = rows @ w_up + b_up        rows: copies of tokens
+    out = the sums of each token's rows of h @ w_down + b_down, times their gates
+
+Each operation's own backward pass would apply the derivative of the activation by XLA, to all rows that there may be,
+and keep the rows of `out` for the gradient of the gates. Here both are part of a product, for the rows in use alone:
+
+    forward    one product stores gate, up and h
+    backward   rows of the cotangent are copied without their gates; the product with w_down gives d, and its epilogue
+               makes of d, gate, up and the row's weight w (its gate) the cotangents of gate and up, and w · h for the
+               gradient of w_down; and it sums d · h over the row, the gradient of w
+
+Forward mode and derivatives of higher orders are those of the two operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+from jax.typing import DTypeLike
+
+from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
+from overlap.collectives.rows.experts import all_gather_lhs_grouped_matmul, gathering, grouped_matmul_reduce_scatter
+from overlap.collectives.rows.routing import Routing
+from overlap.collectives.rows.rows import Movement, added, copied
+from overlap.frame import call, products
+from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all, traced
+from overlap.frame.elementwise import NotElementwise
+from overlap.frame.explain import record, recorded
+from overlap.frame.kernel import kernel_of
+from overlap.frame.linear import tangents_of
+from overlap.frame.operands import F32, Operands
+from overlap.frame.operation import LaunchPlan, Operation
+from overlap.frame.rules import with_rule
+from overlap.frame.signatures import AnyArray, Arguments, AxisName, Leaf
+from overlap.kernels import epilogue
+from overlap.kernels.config import FLOAT16
+from overlap.kernels.launch import checks_numbers
+from overlap.kernels.operations import GROUPED, OperandLayouts
+from overlap.single_gpu.grouped_kernels import RowsOfGroups
+from overlap.single_gpu.grouped_product import Through
+
+# The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
+type _Arrays = Mapping[str, Leaf]
+
+
+def expert_mlp(
+    tokens: jax.Array,
+    weights: Mapping[str, AnyArray],
+    routing: Routing,
+    axis_name: AxisName | None,
+    *,
+    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Sends tokens through the gated MLPs of their experts. Call it inside `jax.shard_map`.
+
+    Args:
+      tokens: of this device, [T, H].
+      weights: of this device's experts: "gate" and "up", [E / D, H, I], and "down", [E / D, I, H]; of the dtype of
+        `tokens`. Perhaps "gate.bias", "up.bias", [E / D, I], and "down.bias", [E / D, H].
+      routing: what `overlap.route` returned for the same axis, with gates.
+      axis_name: as for `overlap.route`.
+      activation: an elementwise function of gate and up.
+      preferred_element_type, implementation: see `overlap.grouped_matmul`.
+
+    Returns:
+      [T, H]: the gated sums.
+    """
+    static = _Static(axis_name, activation, preferred_element_type, implementation)
+    arrays = {"tokens": tokens, "gates": routing.gates, **weights}
+    routing = dataclasses.replace(routing, gates=None)
+    out_dtype = jnp.dtype(preferred_element_type or tokens.dtype)
+    if tokens.dtype not in FLOAT16 or out_dtype != tokens.dtype or implementation == "xla" or checks_numbers():
+        return _by_operations(static, arrays, routing)
+    try:
+        proven, scalars = traced(activation, arrays=2)
+    except NotElementwise:
+        return _by_operations(static, arrays, routing)
+    if scalars:  # They may be differentiated, which takes a sum over all rows.
+        return _by_operations(static, arrays, routing)
+    static = dataclasses.replace(static, proven=proven)
+    function, rule = functools.partial(_by_operations, static), functools.partial(_tangent, static)
+    return with_rule(function, rule, arrays, routing)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is static in a call: its keywords, and the activation once it is proven to be elementwise."""
+
+    axis_name: AxisName | None
+    activation: Callable[[jax.Array, jax.Array], jax.Array]
+    preferred_element_type: DTypeLike | None
+    implementation: Implementation | None
+    proven: Activation | None = None
+
+    def bound(self, groups: products.Groups) -> Callable[[Sequence[jax.Array]], tuple[jax.Array, ...]]:
+        """The activation by XLA, with derivatives of any order: from gate and up to h, zero behind all groups."""
+        assert self.proven is not None
+        applied = groups.guarded(on_all(functools.partial(self.proven, scalars=()), combines=True))
+        assert applied is not None
+        return applied
+
+    def of_first(self, arrays: _Arrays) -> dict[str, Any]:
+        """The keywords of the first operation."""
+        return {
+            "bias": [arrays["gate.bias"], arrays["up.bias"]] if "gate.bias" in arrays else None,
+            "activation": self.activation,
+            "preferred_element_type": self.preferred_element_type,
+            "implementation": self.implementation,
+        }
+
+
+def _by_operations(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
+    """The MLP by both operations, with their derivatives."""
+    tokens, gate, up = (arrays[name] for name in ("tokens", "gate", "up"))
+    with jax.named_scope("gate_up"):
+        hidden = all_gather_lhs_grouped_matmul(tokens, [gate, up], routing, static.axis_name, **static.of_first(arrays))
+    with jax.named_scope("down"):
+        return grouped_matmul_reduce_scatter(
+            checkpoint_name(hidden, "hidden").astype(tokens.dtype),
+            arrays["down"],
+            None,
+            dataclasses.replace(routing, gates=arrays["gates"]),
+            static.axis_name,
+            bias=arrays.get("down.bias"),
+            preferred_element_type=static.preferred_element_type,
+            implementation=static.implementation,
+        )
+
+
+def _tangent(
+    static: _Static, primals: tuple[_Arrays, Routing], tangents: tuple[_Arrays, Routing]
+) -> tuple[jax.Array, jax.Array]:
+    arrays, routing = primals
+    moved = {name: x for name, x in tangents[0].items() if not isinstance(x, ad.Zero)}
+    with recorded() as found:
+        run = _Run.of(static, arrays, routing)
+    if run is None:
+
+        def of_moved(moved: _Arrays) -> jax.Array:
+            return _by_operations(static, {**arrays, **moved}, routing)
+
+        return jax.jvp(of_moved, ({name: arrays[name] for name in moved},), (moved,))
+    for choice in found:
+        record(choice)
+    out, saved = run.forward(arrays, routing)
+    tangent = tangents_of(
+        out,
+        primals,
+        tangents,
+        by_xla=functools.partial(_in_forward_mode, static),
+        backward=functools.partial(_cotangents, run),
+        saved=saved,
+    )
+    return out, tangent
+
+
+def _in_forward_mode(static: _Static, operands: tuple[_Arrays, Routing]) -> jax.Array:
+    with recorded():  # It is traced for every derivative, and is part of the program in forward mode only.
+        return _by_operations(static, *operands)
+
+
+def _cotangents(
+    run: _Run, operands: tuple[_Arrays, Routing], saved: _Arrays, cotangent: Leaf, wanted: tuple[_Arrays, Routing]
+) -> tuple[dict[str, Leaf], Routing]:
+    """The backward pass, as `tangents_of` calls it."""
+    arrays, routing = operands
+    asked, nothing = wanted
+    names = tuple(name for name, dtype in asked.items() if dtype is not None)
+    found = run.backward(names, arrays, routing, saved, ad.instantiate_zeros(cotangent))
+    return {**dict.fromkeys(arrays), **found}, jax.tree.map(lambda _: None, nothing)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The MLP by kernels, with its backward pass. It holds no arrays.
+
+    Attributes:
+      static: the call.
+      movement: how tokens and rows move.
+      plan: of the first product.
+    """
+
+    static: _Static
+    movement: Movement
+    plan: LaunchPlan
+
+    @staticmethod
+    def of(static: _Static, arrays: _Arrays, routing: Routing) -> _Run | None:
+        """Returns None if XLA moves the rows or multiplies them, or there are no rows."""
+        given = Arguments(arrays["tokens"], [arrays["gate"], arrays["up"]], **static.of_first(arrays))
+        given, tokens, movement = gathering(given, routing, static.axis_name)
+        if movement.target is None or not routing.tokens.size or not tokens.size:
+            return None
+        rows = jax.eval_shape(lambda: jnp.zeros((routing.tokens.shape[0], tokens.shape[1]), tokens.dtype))
+
+        def choice_for_rows(rows: jax.Array) -> None:
+            chosen.append(_chosen(dataclasses.replace(given, lhs=rows, clears=(False, False))))
+
+        chosen: list[tuple[Operation, call.Call, dispatch.Explanation]] = []
+        jax.eval_shape(choice_for_rows, rows)
+        ((operation, checked, choice),) = chosen
+        if choice.config is None:
+            return None
+        record(choice)
+        must_fuse = static.implementation == "fused"
+        plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
+        run = _Run(static, movement, plan)
+        return run if run._has_kernels(arrays, routing) else None
+
+    def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
+        """Returns the result, and what the backward pass needs."""
+        rows = copied(arrays["tokens"], routing, self.movement)
+        with jax.named_scope("gate_up"):
+            given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
+            values = functools.partial(_values_by_products, self.static)
+            gate, up, hidden = _differentiated(self._values, values, {"rows": rows, **given}, routing)
+        gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
+        hidden = checkpoint_name(hidden, "hidden")
+        given = Arguments(
+            hidden,
+            arrays["down"],
+            group_sizes=routing.group_sizes,
+            bias=arrays.get("down.bias"),
+            implementation=self.static.implementation,
+            clears=(False, True),
+        )
+        with jax.named_scope("down"):
+            of_rows = call.run(GROUPED, given)
+            routing = dataclasses.replace(routing, gates=arrays["gates"])
+            out = added(of_rows, None, routing, self.movement)
+        return out, {"rows": rows, "gate": gate, "up": up}
+
+    def backward(
+        self, names: tuple[str, ...], arrays: _Arrays, routing: Routing, saved: _Arrays, cotangent: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Returns the cotangents of the arrays with these names, in float32 or the dtype of the array."""
+        kernel, plan = self._kernel, self.plan
+        sizes, positions = routing.group_sizes, routing.positions
+        d_out = copied(cotangent.astype(plan.out_dtype), routing, self.movement)
+        weights = jnp.zeros(d_out.shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
+        given = {"d_out": d_out, "weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
+        by_products = functools.partial(_cotangents_by_product, self.static)
+        d_gate, d_up, weighted, d_weights = _differentiated(self._cotangents, by_products, given, routing)
+        found: dict[str, jax.Array] = {}
+        rows = saved["rows"]
+        for name, lhs, d in (("gate", rows, d_gate), ("up", rows, d_up), ("down", weighted, d_out)):
+            pair = Operands(lhs, (arrays[name],), group_sizes=sizes)
+            found[name] = kernel.rhs_cotangent(pair, d, arrays[name].dtype, plan)
+        whole = Operands(rows, (arrays["gate"], arrays["up"]), group_sizes=sizes)
+        d_rows, _ = kernel.lhs_cotangent([d_gate, d_up], whole, None, plan.form.dtype, plan)
+        found["tokens"] = added(d_rows, None, routing, self.movement)
+        if "gate.bias" in arrays:
+            groups = products.Groups(sizes)
+            wide = groups.cleared(d_out).astype(F32)
+            d_weights += (wide * groups.of_columns(arrays["down.bias"].astype(F32), wide)).sum(axis=1)
+            found["gate.bias"] = groups.sum_of_rows(d_gate, F32)
+            found["up.bias"] = groups.sum_of_rows(d_up, F32)
+            found["down.bias"] = groups.sum_of_rows(wide * weights[:, None], F32)
+        found["gates"] = d_weights.at[positions].get(mode="fill", fill_value=0)
+        # XLA removes what is not wanted.
+        return {name: found[name].astype(arrays[name].dtype) for name in names}
+
+    @property
+    def _kernel(self) -> RowsOfGroups:
+        kernel = kernel_of(self.plan.operation)
+        assert isinstance(kernel, RowsOfGroups)
+        return kernel
+
+    def _has_kernels(self, arrays: _Arrays, routing: Routing) -> bool:
+        """Whether there is a kernel for both products with several results."""
+        count, (_, features, width) = routing.tokens.shape[0], arrays["up"].shape
+        type_of = lambda *shape: jax.ShapeDtypeStruct(shape, self.plan.out_dtype)  # noqa: E731
+        rows, hidden = type_of(count, features), type_of(count, width)
+        cotangent = {"d_out": rows, "weights": rows, "down": arrays["down"], "gate": hidden, "up": hidden}
+        try:
+            kernels = self._first({**arrays, "rows": rows}, routing)[0], self._second(cotangent, routing)[0]
+        except NotElementwise:
+            return False
+        return None not in kernels
+
+    def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+        """The first product by its kernel: from rows to gate, up and h."""
+        run, *operands = self._first(given, routing)
+        return run(*operands)
+
+    def _cotangents(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+        """The product d_out @ w_downᵀ by its kernel, which makes of d: d_gate, d_up, w · h, and the sums of d · h."""
+        run, *operands = self._second(given, routing)
+        return run(*operands)
+
+    def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
+        """The kernel, None if there is none, and what it takes."""
+        assert self.static.proven is not None
+        biases = tuple(given[name] for name in ("gate.bias", "up.bias") if name in given)
+        biases = tuple(bias.astype(F32) for bias in biases) or None
+        operands = Operands(given["rows"], (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
+        how = Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
+        return self._kernel.through(operands, OperandLayouts(), self.plan, how), operands, how
+
+    def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
+        """As `_first`."""
+        assert self.static.proven is not None
+        sizes = routing.group_sizes
+        operands = Operands(given["d_out"], (given["down"],), row_scale=given["weights"], group_sizes=sizes)
+        program = self.static.proven.of_cotangent()
+        how = Through(epilogue.Through(program, 3, sums=True), (given["gate"], given["up"]))
+        kernel = RowsOfGroups(Operation(GROUPED))
+        return kernel.through(operands, OperandLayouts(transpose_rhs=True), self.plan, how), operands, how
+
+
+def _differentiated(
+    kernel: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+    reference: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+    given: _Arrays,
+    routing: Routing,
+) -> tuple[jax.Array, ...]:
+    """Runs a kernel, which jax differentiates as `reference`."""
+
+    def rule(primals: tuple[_Arrays, Routing], tangents: tuple[_Arrays, Routing]) -> tuple[Leaf, Leaf]:
+        given, routing = primals
+        moved = {name: x for name, x in tangents[0].items() if not isinstance(x, ad.Zero)}
+
+        def of_moved(moved: _Arrays) -> tuple[jax.Array, ...]:
+            return reference({**given, **moved}, routing)
+
+        with recorded():
+            return jax.jvp(of_moved, ({name: given[name] for name in moved},), (moved,))
+
+    return with_rule(kernel, rule, given, routing)
+
+
+def _values_by_products(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+    """The same as `_Run._values`, by operations with derivatives of any order."""
+    groups = products.Groups(routing.group_sizes)
+
+    def product(name: str) -> jax.Array:
+        more = {"bias": given.get(f"{name}.bias"), "implementation": static.implementation}
+        return call.run(GROUPED, Arguments(given["rows"], given[name], group_sizes=groups.sizes, **more))
+
+    gate, up = product("gate"), product("up")
+    (hidden,) = static.bound(groups)([gate.astype(F32), up.astype(F32)])
+    return gate, up, hidden.astype(gate.dtype)
+
+
+def _cotangents_by_product(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+    """The same as `_Run._cotangents`, by operations with derivatives of any order."""
+    groups = products.Groups(routing.group_sizes)
+    more = {"transpose_rhs": True, "preferred_element_type": F32, "implementation": static.implementation}
+    d = call.run(GROUPED, Arguments(given["d_out"], given["down"], group_sizes=groups.sizes, **more))
+    gate, up = (groups.cleared(given[name]).astype(F32) for name in ("gate", "up"))
+    weights = groups.cleared(given["weights"][:, None])
+    (hidden,), pull = jax.vjp(lambda gate, up: static.bound(groups)([gate, up]), gate, up)
+    stored = *pull((weights * d,)), weights * hidden
+    return *(x.astype(given["gate"].dtype) for x in stored), (d * hidden).sum(axis=1)
+
+
+def _chosen(given: Arguments) -> tuple[Operation, call.Call, dispatch.Explanation]:
+    operation, checked = call.prepare(GROUPED, given)
+    return operation, checked, call.decide(operation, checked, dispatch.Asked(None, given.implementation))
