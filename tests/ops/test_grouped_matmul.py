@@ -39,11 +39,14 @@ def of_sizes(lhs, rhs, **keywords):
     return overlap.grouped_matmul(lhs, rhs, jnp.asarray(SIZES), **keywords)
 
 
-@EVERYWHERE
+FEW = [(40, 8, 64, (40,), False), (65, 64, 64, (0, 65), False), (70, 64, 64, (13, 0, 20), False),
+       (9, 200, 64, (9,), False), (40, 64, 12, (10, 25), True)]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("m", "k", "n", "sizes", "turned"),
-    [(40, 8, 64, (40,), False), (65, 64, 64, (0, 65), False), (70, 64, 64, (13, 0, 20), False),
-     (9, 200, 64, (9,), False), (40, 64, 12, (10, 25), True)],
+    ("implementation", "gpu", "m", "k", "n", "sizes", "turned"),
+    [pytest.param(*how, *case, marks=[] if how == ("fused", "hopper") or case in FEW[1:3] else pytest.mark.slow)
+     for how in (("fused", "hopper"), ("fused", "blackwell"), ("xla", "hopper")) for case in FEW],
 )  # fmt: skip
 def test_gradients_of_few_features_and_rows_of_no_group(m, k, n, sizes, turned, implementation, gpu):
     """With k ≤ 64 one warpgroup has all rows of the weights' gradient. Without an epilogue nothing else clears rows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 import secrets
 from collections.abc import Callable
@@ -78,7 +77,8 @@ def test_lists(case: Any) -> None:
         return jax.tree.map(lambda x: x[None], overlap.route(ids, experts, axis, capacity=capacity))
 
     run = jax.shard_map(lists, mesh=make_mesh(**axes), in_specs=P(axis), out_specs=P(axis)) if axes else lists
-    for kind, wide in itertools.product(KINDS if tokens < 100 else KINDS[3:4], (False, True)):
+    kinds = KINDS if tokens < 100 else KINDS[3:4]
+    for kind, wide in [*((kind, False) for kind in kinds), *[("drawn", True)] * (case is CASES[1])]:
         ids = drawn(kind, devices * tokens, k, experts, seed)
         print(kind, wide, seed)
         with jax.enable_x64(wide):
