@@ -82,41 +82,20 @@ def loss_of(outs: Any) -> Any:
 
 
 # Data and tensor devices, the kind of mesh, rows, capacity in rows, and keywords.
+SILU = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
 CASES: dict[str, Any] = {
-    "auto, masked": (
-        2,
-        2,
-        AUTO,
-        8,
-        3,
-        {
-            "capacity_factor": 0.3,
-            "masked": True,
-            "shared_features": 16,
-            "activation": lambda gate, up: jax.nn.silu(gate) * up,
-        },
-    ),
-    "explicit, dropped": (2, 2, EXPLICIT, 8, 5, {"use_bias": True, "capacity_factor": 0.6, "normalize_gates": False}),
-    "explicit, rows whole": (
-        1,
-        2,
-        EXPLICIT,
-        6,
-        6,
-        {"sequence_parallel": False, "fsdp_axis": None, "capacity_factor": 0.6},
-    ),
+    "auto, masked":
+        (2, 2, AUTO, 8, 3, {"capacity_factor": 0.3, "masked": True, "shared_features": 16, "activation": SILU}),
+    "explicit, dropped":
+        (2, 2, EXPLICIT, 8, 5, {"use_bias": True, "capacity_factor": 0.6, "normalize_gates": False}),
+    "explicit, rows whole":
+        (1, 2, EXPLICIT, 6, 6, {"sequence_parallel": False, "fsdp_axis": None, "capacity_factor": 0.6}),
     "auto, a shared expert": (2, 2, AUTO, 8, None, {"shared_features": 16}),
     "auto, rows whole": (2, 2, AUTO, 6, None, {"sequence_parallel": False}),
-    "explicit, rows whole, masked": (
-        2,
-        2,
-        EXPLICIT,
-        6,
-        2,
-        {"sequence_parallel": False, "capacity_factor": 0.4, "masked": True},
-    ),
+    "explicit, rows whole, masked":
+        (2, 2, EXPLICIT, 6, 2, {"sequence_parallel": False, "capacity_factor": 0.4, "masked": True}),
     "one device": (1, 1, AUTO, 8, None, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", [name if i < 3 else pytest.param(name, marks=pytest.mark.slow)
@@ -287,12 +266,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((6, 2), {}, ValueError, r"^ExpertMLP: num_experts=6 must be a multiple of the 4 devices.*: use more experts"),
     ((8, 9), {}, ValueError, "^ExpertMLP: experts_per_token=9 must be at most num_experts=8: a token chooses"),
     ((8, 0), {}, ValueError, "^ExpertMLP: experts_per_token must be at least 1, got 0"),
-    (
-        (8, 2),
-        {"capacity_factor": 0},
-        ValueError,
-        "^ExpertMLP: capacity_factor must be positive and finite, got 0: give 1",
-    ),
+    ((8, 2), {"capacity_factor": 0}, ValueError, "^ExpertMLP: capacity_factor must be positive and finite, got 0: giv"),
     ((8, 2), {"capacity_factor": float("inf")}, ValueError, "^ExpertMLP: capacity_factor .* finite, got inf: give"),
     ((8, 2), {"capacity_factor": "a"}, TypeError, "^ExpertMLP: capacity_factor must be a number, got 'a': give 1.25"),
     ((8, 2), {"capacity_factor": True}, TypeError, "^ExpertMLP: capacity_factor must be a number, got True"),

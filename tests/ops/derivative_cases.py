@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import oracle
 from tests.ops.contract import F16, F32, FORMS, SCALES, Arrays, Call, put, running
+from tests.ops.grouped_calls import DATA
 
 
 def loss(f: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -56,7 +57,8 @@ def small(name: str, **changes: Any) -> Call:
 def given(call: Call, devices: int = 2, factor: float = 0.25, seed: int = 0) -> Arrays:
     """Operands near zero, where sums do not saturate an activation."""
     arrays = call.normal(devices, seed)
-    return {n: x if n in SCALES else jax.tree.map(lambda x: (x * factor).astype(x.dtype), x) for n, x in arrays.items()}
+    kept, scaled = (*SCALES, *DATA), lambda x: (x * factor).astype(x.dtype)
+    return {n: x if n in kept else jax.tree.map(scaled, x) for n, x in arrays.items()}
 
 
 def of_both(call: Call, arrays: Arrays, transformed: Callable[..., Any], *, check_vma: bool = False, devices: int = 2,

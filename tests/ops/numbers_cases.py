@@ -14,7 +14,7 @@ import pytest
 from overlap import Config
 from overlap.collectives.gather.rhs_schedule import K_STEPS_PER_FLAG
 from overlap.kernels.operations import BY_NAME
-from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, RING, SCALES, SMALL, Call
+from tests.ops.contract import BF16, E4M3, E5M2, EVERY, F16, F32, JOINED, RING, SCALES, SMALL, Call, GroupedCall
 
 WIDE = Config(tile_n=128, stages=2)
 CUT = Config(tile_n=64, stages=2, stream_k=3)
@@ -218,4 +218,40 @@ BY_XLA = [
         Call(op, 3, 5, 7, dtype=E4M3, rhs_lead=(2,), extras=("bias", "addend"), out=BF16),
         Call(op, 0, 6, 5, dtype=BF16, extras=("bias",)),
     )
+]  # fmt: skip
+
+# --- Groups of rows ---
+
+GROUPS, TO_ROWS, TO_TOKENS = "grouped_matmul", "all_gather_lhs_grouped_matmul", "grouped_matmul_reduce_scatter"
+OF_GROUPS = ("lhs_scale", "rhs_scale", "bias")
+TWO_SIDES: dict[str, Any] = {"widths": (136, 136), "activation": lambda gate, up: jnp.maximum(gate, 0) * up}
+BY_GROUP = [  # The GPU, devices, and the call. test_grouped_kernels.py has configurations and sizes of groups.
+    *(pytest.param(gpu, 1, call, marks=slow if gpu == "blackwell" and i % 2 else [])
+      for gpu in ("hopper", "blackwell")
+      for i, call in enumerate((
+          GroupedCall(GROUPS, 120, 136, 80, None, extras=OF_GROUPS, activation=jax.nn.relu, out=F32),
+          GroupedCall(GROUPS, 120, 136, 80, None, layout="nt", dtype=E4M3, rhs_dtype=E5M2, out=F32, extras=OF_GROUPS),
+          GroupedCall(GROUPS, 150, 0, 72, None, layout="nt", extras=OF_GROUPS, out=F32, **TWO_SIDES),
+          GroupedCall(GROUPS, 9, 64, 200, None, groups=1),
+      ))),
+    ("hopper", 1, GroupedCall(GROUPS, 30, 64, 8, SWAPPED.replace(tile_m=40), groups=20)),
+    # Rows in several parts, more tokens than a block in which routes are counted, and experts that drop some.
+    ("hopper", 2, GroupedCall(TO_ROWS, 6, 0, 192, None, capacity=4, extras=("bias",), **TWO_SIDES)),
+    ("hopper", 1, GroupedCall(TO_ROWS, 150, 40, 128, capacity=9, layout="nt", activation=jnp.abs, slots=1, out=F32)),
+    ("hopper", 2, GroupedCall(TO_ROWS, 1, 40, 320, slots=4, groups=2)),  # All experts, of which each has one token.
+    ("hopper", 2, GroupedCall(TO_ROWS, 6, 40, 128, to="last", extras=("bias",), activation=jnp.exp)),
+    ("hopper", 2, GroupedCall(TO_ROWS, 6, 40, 128, to="none")),
+    ("hopper", 2, GroupedCall(TO_TOKENS, 6, 192, 40, extras=("bias",), capacity=4, groups=4, slots=3)),
+    ("hopper", 1, GroupedCall(TO_TOKENS, 11, 160, 40, layout="nt", extras=("bias",), out=F32, axis=None)),
+    ("hopper", 2, GroupedCall(TO_TOKENS, 6, 128, 40, to="last", dtype=F16)),
+    ("hopper", 2, GroupedCall(TO_TOKENS, 6, 128, 40, to="none", extras=("bias",))),
+    ("hopper", 4, GroupedCall(TO_TOKENS, 3, 128, 40, slots=1, groups=2)),
+]  # fmt: skip
+GROUPS_BY_XLA = [
+    GroupedCall(GROUPS, 40, 6, 5, None, dtype=F32, extras=OF_GROUPS, activation=jax.nn.relu),
+    GroupedCall(GROUPS, 40, 8, 16, None, layout="nt", dtype=E4M3, extras=OF_GROUPS, out=BF16),
+    GroupedCall(GROUPS, 40, 0, 5, None, dtype=F32, widths=(6, 6, 6), activation=lambda a, b, c: a * b + c),
+    GroupedCall(TO_ROWS, 6, 0, 6, None, dtype=F32, extras=("bias",), layout="nt", capacity=4, **TWO_SIDES),
+    GroupedCall(TO_ROWS, 1, 5, 6, None, dtype=BF16, slots=4, groups=2, out=F32),
+    GroupedCall(TO_TOKENS, 6, 6, 5, None, dtype=BF16, extras=("bias",), layout="nt", slots=3, out=F32),
 ]  # fmt: skip

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from tests.ops.explained import answer
 from tests.oracle import make_mesh
 
 M, K, N = 8, 16, 24
@@ -70,6 +69,11 @@ COMMON = {"config": CONFIG, "implementation": IMPLEMENTATION, "preferred_element
 )}  # fmt: skip
 OPERANDS = {"lhs": (array(M, K), wrong_array(M, K)), "rhs": (array(K, N), wrong_array(K, N))}
 
+OF_GROUPS = array(2, K, N), [*wrong_array(2, K, N), *array(K, N), *array(3, K, N), []]
+ROUTING = [overlap.route(jnp.zeros((M, 1), jnp.int32), 2, None)]
+NO_ROUTING = [None, 3, "x", np.zeros((M, 1), np.int32), (), object(), jnp.zeros((M, 1), jnp.int32)]
+NO_AXIS = [None], [3, (), [], ("x", "x"), np.zeros(2), {"x"}, (None,), jnp.ones(2)]
+
 # For each operation: the required arguments, the optional ones, and valid and invalid values of each.
 OPERATIONS = {
     overlap.matmul: (OPERANDS, COMMON | {
@@ -111,6 +115,32 @@ OPERATIONS = {
             "lhs_scale": LHS_SCALE, "rhs_scale": RHS_SCALE, "transpose_rhs": ([False], FLAG[1]),
         },
     ),
+    overlap.grouped_matmul: (
+        {"lhs": OPERANDS["lhs"], "rhs": OF_GROUPS, "group_sizes": (
+            [np.array([3, 4]), jnp.array([3, 4], jnp.int8), jax.ShapeDtypeStruct((2,), jnp.int32)],
+            [None, [3, 4], "ab", 3, np.ones(2), jnp.ones((2, 1), int), jnp.ones((), int), np.ones(2, bool), object()],
+        )},
+        COMMON | {
+            "bias": ([None, *array(2, N)], [*wrong_array(2, N)[1:], *array(N), *array(3, N)]), "activation": ACTIVATION,
+            "lhs_scale": LHS_SCALE, "rhs_scale": ([None, *REAL, *array(2, N)], [*UNREAL, *array(N), *array(2, 1)]),
+            "transpose_rhs": ([False], FLAG[1]),
+        },
+    ),
+    overlap.all_gather_lhs_grouped_matmul: (
+        {"lhs": OPERANDS["lhs"], "rhs": OF_GROUPS, "routing": (ROUTING, NO_ROUTING), "axis_name": NO_AXIS},
+        COMMON | {
+            "bias": ([None, *array(2, N)], [*wrong_array(2, N)[1:], *array(N), *array(3, N)]), "activation": ACTIVATION,
+            "transpose_rhs": ([False], FLAG[1]),
+        },
+    ),
+    overlap.grouped_matmul_reduce_scatter: (
+        {"lhs": OPERANDS["lhs"], "rhs": OF_GROUPS, "routing": (ROUTING, NO_ROUTING), "axis_name": NO_AXIS,
+         "gates": (array(M, 1, dtype=np.float32), wrong_array(M, 1))},
+        COMMON | {
+            "bias": ([None, *array(2, N)], [*wrong_array(2, N)[1:], *array(N), *array(3, N)]),
+            "transpose_rhs": ([False], FLAG[1]),
+        },
+    ),
 }  # fmt: skip
 
 
@@ -119,7 +149,7 @@ def call_of(op, arguments):
     arguments = {name: value for name, value in arguments.items() if name != "mesh"}
     valued = lambda x: np.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x  # noqa: E731
     arguments = jax.tree.map(valued, arguments, is_leaf=lambda x: isinstance(x, (list, tuple)) and not x)
-    if op is overlap.matmul:
+    if "axis_name" not in arguments or "grouped" in op.__name__:
         return jax.eval_shape(lambda: op(**arguments))
     mapped = jax.shard_map(lambda: op(**arguments), mesh=MESH, in_specs=(), out_specs=P(), check_vma=False)
     return jax.eval_shape(mapped)
@@ -143,7 +173,7 @@ def calls(draw):
     for name in chosen:
         right, wrong = possible.get(name, needed.get(name))
         arguments[name] = draw(st.sampled_from(list(wrong if name in spoiled else right)))
-    if op is overlap.matmul and isinstance(arguments.get("mesh"), jax.sharding.Mesh) and draw(st.booleans()):
+    if "mesh" not in needed and isinstance(arguments.get("mesh"), jax.sharding.Mesh) and draw(st.booleans()):
         del arguments["mesh"]
     return op, arguments, set(spoiled)
 
@@ -153,7 +183,7 @@ def judge(op, arguments, wrong, *, traces):
     if traces and "mesh" not in wrong:
         _, error = outcome(lambda: call_of(op, arguments))
     else:
-        _, error = outcome(lambda: answer(op, **arguments))
+        _, error = outcome(lambda: overlap.explain(op, **arguments))
     if wrong:
         assert type(error) is ValueError, (op, wrong, {x: arguments[x] for x in wrong}, error)
         named = {name for name in (*inspect.signature(op).parameters, "mesh") if f"`{name}" in str(error)}

@@ -14,9 +14,10 @@ from overlap.choice import crossover, dispatch, model, space
 from overlap.choice.problem import Problem
 from overlap.collectives.gather.joined_schedule import JoinedSchedule
 from overlap.collectives.gather.lhs_schedule import AllGatherSchedule
+from overlap.kernels.target import Target
 from tests.ops.contract import BF16, E4M3, F32, H200, JOINED, SMALL, Call, mesh_of, running, struct
 from tests.ops.explained import answer
-from tests.ops.test_refusals import ALL, EVERYWHERE, GATHER, SCATTER, explain, good
+from tests.ops.test_refusals import ALL, EVERYWHERE, GATHER, GROUPED, SCATTER, explain, good
 from tests.oracle import make_mesh
 
 FUSED = {"implementation": "fused"}
@@ -53,6 +54,27 @@ def test_the_kernel_is_chosen_where_it_is_measured_to_be_faster(op, monkeypatch)
     refused = explain(op, good(op)[0], rhs, config=SMALL)
     assert (refused.implementation == "xla" and "=20" in refused.reason) or "=10" in refused.reason
     assert refused.reason in str(refused)
+
+
+@pytest.mark.one_jax
+def test_groups_by_kernel_on_hopper(monkeypatch):
+    """Without a measurement. Elsewhere by XLA, and it says why; on Blackwell by the kernel if the caller asks."""
+    types = struct(4096, 2048), struct(16, 2048, 1536), struct(16, dtype=jnp.int32)
+    found = {}
+    for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA A100"):
+        monkeypatch.setattr(dispatch, "target", lambda mesh=None, kind=kind: Target("gpu", kind, 132))
+        found[kind] = answer(overlap.grouped_matmul, *types)
+    assert found["NVIDIA H200"].implementation == "fused"
+    assert found["NVIDIA H200"].config.tile_m * found["NVIDIA H200"].config.tile_n >= 128 * 128
+    assert {found[kind].implementation for kind in ("NVIDIA B200", "NVIDIA A100")} == {"xla"}
+    assert "not measured" in found["NVIDIA B200"].reason and "Hopper" in found["NVIDIA A100"].reason
+    monkeypatch.setattr(dispatch, "target", lambda mesh=None: Target("gpu", "NVIDIA B200", 148))
+    asked = answer(overlap.grouped_matmul, *types, **FUSED)
+    assert asked.implementation == "fused" and asked.config.tile_m == 128 and asked.config.cluster == 1
+    # A caller who gives a config wants the kernel.
+    for op in GROUPED:
+        given = explain(op, *good(op), config=asked.config)
+        assert (given.implementation, given.source, given.config) == ("fused", "given", asked.config)
 
 
 def test_a_fallback_on_the_right_gpu_is_a_warning_that_is_said_once(hopper, caplog):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -78,38 +77,6 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
         expected = np.sum([a @ (b.T if transpose_rhs else b) for a, b in pairs], axis=0)
         np.testing.assert_array_equal(out[span], expected.astype(jnp.bfloat16).astype(np.float32))
     assert not out[sum(sizes) :].any()
-
-
-class Gated:
-    scalars = ops = ()
-
-    def __call__(self, values: list[jax.Array], scalars: list[jax.Array]) -> jax.Array:
-        return jnp.maximum(values[0], 0) * values[1]
-
-
-@pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
-def test_epilogue_of_each_group(gpu: Any) -> None:
-    sizes, m, k, n = (100, 0, 37), 150, 72, 192
-    lhs, gate, up = operands(0, (m, k), (3, k, n), (3, k, n))
-    chance = np.random.default_rng(1)
-    scale, *of_columns = (chance.integers(1, 4, s).astype(np.float32) for s in ((m,), (3, n), (3, n), (3, n), (3, n)))
-    config = Config(tile_m=128, tile_n=256, stages=2)
-
-    def run(lhs: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array) -> jax.Array:
-        vectors = {"row_scale": scale, "column_scales": of_columns[:2], "biases": of_columns[2:]}
-        given = Operands(lhs, (gate, up), group_sizes=sizes, **jax.tree.map(jnp.asarray, vectors))
-        plan = plan_of(given, config, F32, gated=SimpleNamespace(program=Gated()))
-        return grouped_product.rows(given, plan, clears=True)[0]
-
-    with emulated(gpu):
-        out = np.asarray(jax.jit(run)(lhs, gate, up, jnp.asarray(sizes)))
-    for group, span in enumerate(spans(sizes, m)):
-        left = np.asarray(lhs, np.float32)[span]
-        a, b = (
-            scale[span, None] * (left @ np.asarray(w[group], np.float32)) * c[group] + bias[group]
-            for w, c, bias in zip((gate, up), of_columns[:2], of_columns[2:], strict=True)
-        )
-        np.testing.assert_array_equal(out[span], np.maximum(a, 0) * b)
 
 
 @pytest.mark.parametrize(("sizes", "on"), some([on for on in CONFIGS if not on[1].swap_operands]), ids=str)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives import communicator
 from overlap.emulation import EmulationError
+from overlap.kernels.target import emulating
 from tests import oracle
 from tests.ops import numbers_cases
 from tests.ops.contract import (
@@ -60,6 +61,12 @@ def test_sums(devices, call, settings):
         check(call, devices, implementation="xla")
 
 
+@pytest.mark.parametrize(("gpu", "devices", "call"), numbers_cases.BY_GROUP, ids=str)
+def test_groups(gpu, devices, call):
+    with emulating(gpu):
+        check(call, devices, launches=2, cores=3)
+
+
 @pytest.mark.parametrize(
     ("name", "devices"),
     [pytest.param(name, devices, marks=[] if devices == (3, 4, 2)[i % 3] else slow)
@@ -100,13 +107,13 @@ def test_in_a_loop_on_one_axis_of_permuted_devices_beside_another_collective(nam
     def body(arrays):
         def step(arrays, _):
             wrong = jnp.any(call(arrays) != call.plain(arrays))
-            moved = {"lhs": jnp.roll(-arrays["lhs"], 1, 1), "rhs": jnp.roll(arrays["rhs"], 1, 1)}
+            moved = arrays | {"lhs": jnp.roll(-arrays["lhs"], 1, 1), "rhs": jnp.roll(arrays["rhs"], 1, 1)}
             return moved, lax.pmax(lax.pmax(wrong, "warpgroup"), "cluster")
 
         factor = (1 + lax.axis_index("cluster")).astype(arrays["lhs"].dtype)
         return lax.scan(step, arrays | {"lhs": arrays["lhs"] * factor}, length=3)[1]
 
-    call = call.but(out=F32) if call.spec.sums else call
+    call = call.but(out=F32) if call.spec.sums or call.spec.is_routed else call
     with running(cores=3, seed=1) as run:
         assert not np.asarray(call.program(mesh, arrays, body, P())(arrays)).any()
     assert run.counts["launches"] > 0
@@ -196,11 +203,11 @@ def test_the_ring_gives_few_rows_a_tile_for_each_shard():
 # --- By XLA -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", numbers_cases.BY_XLA, ids=str)
+@pytest.mark.parametrize("call", numbers_cases.BY_XLA + numbers_cases.GROUPS_BY_XLA, ids=str)
 def test_by_xla_with_every_keyword(call):
     """`implementation="xla"`, and the default where no kernel can run, which also must launch none."""
     extras = tuple(name for name in call.extras if not (call.rhs_lead and name == "lhs_scale" and not call.lead))
-    check(call.but(extras=extras, config=None), implementation=None if call.lead else "xla")
+    check(call.but(extras=extras, config=None), implementation=None if call.lead or call.widths else "xla")
 
 
 def test_several_right_operands_of_which_some_have_leading_dimensions_or_a_bias():

@@ -43,6 +43,8 @@ def good(op):
 
 def call_of(op, lhs, rhs, keywords, mesh=None):
     """Returns (function, arguments, keywords) of a call."""
+    if op in GROUPED:
+        return functools.partial(in_one_group, op), (lhs, rhs), keywords
     axis = () if op == "matmul" else (keywords.get("axis_name", "x"),)
     of_op = dict([BY_NAME[op].keyword]) if BY_NAME[op].keyword else {}
     given = of_op | {name: x for name, x in keywords.items() if name != "axis_name"}
@@ -51,7 +53,8 @@ def call_of(op, lhs, rhs, keywords, mesh=None):
 
 def explain(op, lhs, rhs, devices=2, **keywords):
     function, args, given = call_of(op, lhs, rhs, keywords)
-    return answer(function, *args, **given, mesh=make_mesh(x=devices))
+    # The products of experts are recorded beside their rows.
+    return overlap.explain(function, *args, **given, mesh=make_mesh(x=devices))[-1 if op == GROUPED[1] else 0]
 
 
 def trace(op, lhs, rhs, mesh=None, axis_names=None, **keywords):
@@ -72,19 +75,25 @@ def trace(op, lhs, rhs, mesh=None, axis_names=None, **keywords):
 # Operations; lhs and rhs (None: good ones); keywords; the exception's type; what its message must contain.
 TABLE = [
     # Operands that do not fit each other, or are none.
-    (ALL, None, struct(32, 256), {}, V, ["`lhs`", "`rhs`", "k="]),
+    (ALL + GROUPED, None, struct(32, 256), {}, V, ["`lhs`", "`rhs`", "k="]),
     (SUMS, struct(128, 128), None, {}, V, ["k=128", "k=64", "not sharded", "2 devices", "in_specs"]),
     ((WEIGHTS_K,), X, None, {}, V, ["`lhs`", "k=64", "k=128", "2 shards", "`dimension`"]),
     ((WEIGHTS_N,), struct(128, 128), None, {}, V, ["`lhs`", "k=128", "k=64"]),
-    (ALL, struct(128, 128, dtype=F16), W, {}, V, ["float16", "bfloat16", "cast"]),
+    (ALL + GROUPED, struct(128, 128, dtype=F16), W, {}, V, ["float16", "bfloat16", "cast"]),
+    (GROUPED, struct(128, 256), W, {}, V, ["k=256", "k=64", "`transpose_rhs`"]),
     (("matmul", SCATTER), struct(128, 64, dtype=E4M3), W, {}, V, ["float8_e4m3fn", "bfloat16", "cast"]),
     (("matmul", SCATTER), struct(3, 8, 8), struct(2, 8, 8), {}, V, ["leading dimensions", "(3,)", "(2,)"]),
-    (("matmul", *SUMS), None, [W, W], {}, V, ["list of 2"]),
+    (("matmul", *SUMS, *GROUPED), None, [W, W], {}, V, ["list of 2"]),
+    ((GATHER, *GROUPED[:2]), None, [], {}, V, ["`rhs`", "at least one matrix", "empty list"]),
+    (GROUPED[:2], struct(2, 128, 64), None, {}, V, ["`lhs` must have 2 dimensions, got 3"]),
     ((SCATTER,), struct(127, 64), None, {}, V, ["rows of `lhs`", "m=127", "2 devices", "multiple of 2", "pad"]),
     ((COLUMNS,), None, struct(64, 201), {}, V, ["columns of `rhs`", "n=201", "2 devices"]),
     # Shapes of what is given beside the operands.
     (("matmul", GATHER, *WEIGHTS[1:], SCATTER, EVERYWHERE), None, None, {"bias": struct(3)}, V,
      ["`bias`", "(256,)", "(3,)"]),
+    (GROUPED, None, None, {"bias": struct(256)}, V, ["`bias`", "(1, 256)", "(256,)"]),
+    (GROUPED[:1], None, None, {"lhs_scale": struct(128)}, V, ["`lhs_scale`", "(128, 1)", "one value per row"]),
+    (GROUPED[:1], None, None, {"rhs_scale": struct(1, 1, 1)}, V, ["`rhs_scale`", "(1, 256)"]),
     ((COLUMNS,), None, None, {"bias": struct(256)}, V, ["`bias`", "(128,)", "(256,)"]),
     ((SCATTER,), None, None, {"addend": struct(128, 256)}, V, ["`addend`", "(64, 256)", "(128, 256)"]),
     ((COLUMNS,), None, None, {"addend": struct(128, 256)}, V, ["`addend`", "(128, 128)", "(128, 256)"]),
@@ -114,7 +123,12 @@ TABLE = [
     (SUMS[::2], [X, 1], [W, W], {}, V, ["lhs[1]", "array", "int"]),
     ((GATHER,), [X, X], [W, W], {}, V, ["`lhs`", "one array", "list of 2", "`matmul_reduce_sc"]),
     (SUMS, None, None, FUSED | {"config": overlap.Config(cluster=2)}, V, ["`cluster`", "`stream_k`", "2 and 1"]),
-    (("matmul", GATHER), None, None, {"activation": lambda gate, up: gate * up}, V,
+    (GROUPED[:1], None, None, FUSED | {"config": overlap.Config(stream_k=2)}, V, ["got 1, 2 and 1"]),
+    # Beside the mainloop's shared memory lies a box of zeros.
+    (GROUPED[:1], None, None,
+     FUSED | {"config": overlap.Config(stages=7, tile_n=128), "preferred_element_type": F32}, V,
+     ["needs 264312 bytes of shared memory"]),
+    (("matmul", GATHER, *GROUPED[:2]), None, None, {"activation": lambda gate, up: gate * up}, V,
      ["`activation`", "takes 2", "jnp.split(weights, 2, axis=-1)", "pass the list"]),
     ((GATHER,), None, [W, W], {"activation": lambda *a: a[0] * a[1]}, V,
      ["`activation`", "by its parameters how many", "any number", "fails for 1", "name them"]),
@@ -127,6 +141,11 @@ TABLE = [
      ["n=201", "16 bytes", "xla"]),
     (("matmul", GATHER, WEIGHTS_N, SCATTER, EVERYWHERE), struct(128, 97), struct(97, 256), FUSED, NI,
      ["k=97", "16 bytes", "xla"]),
+    (GROUPED[::2], None, struct(64, 201), FUSED, NI, ["multiples of 16", "xla"]),
+    (GROUPED[:1], struct(128, 64, dtype=E5M2), struct(64, 256, dtype=E5M2), FUSED, NI, ["[groups, n, k] only", "pass"]),
+    (GROUPED[:1], None, [W] * 3, FUSED | {"activation": lambda a, b, c: a * b + c}, NI,
+     ["at most two right operands, got 3: make several calls"]),
+    (GROUPED[:1], None, None, FUSED | {"activation": jax.nn.softmax}, NI, ["cannot take this `activation`"]),
     ((WEIGHTS_K,), struct(128, 24), struct(12, 256), FUSED, NI, ["k_shard=12", "multiple of 8", "xla"]),
     ((COLUMNS,), None, struct(64, 24), FUSED, NI, ["device's part of rhs", "n / 2=12", "16 bytes"]),
     ((SCATTER,), struct(64, 24), struct(64, 8), FUSED | {"transpose_lhs": True}, NI, ["part of lhs", "m / 2=12"]),
@@ -134,7 +153,7 @@ TABLE = [
     ((GATHER,), struct(0, 64), None, FUSED, NI, ["m_shard=0", "at least 1", "xla"]),
     (("matmul", WEIGHTS_N, SCATTER), struct(0, 64), None, FUSED, NI, ["=0", "at least 1", "xla"]),
     ((GATHER, SCATTER, EVERYWHERE), struct(0, 8, 8), struct(8, 16), FUSED, NI, ["at least 1", "(0,)"]),
-    (ALL, struct(8, 16, dtype=F32), None, FUSED, NI, ["float32", "xla"]),
+    (ALL + GROUPED, struct(8, 16, dtype=F32), None, FUSED, NI, ["float32", "xla"]),
     ((GATHER, *WEIGHTS), None, None, FUSED | {"preferred_element_type": F32}, NI, ["float32", "xla"]),
     ((GATHER,), None, None, FUSED | {"preferred_element_type": F32, "transport": "ring"}, NI, ["writes", "float32"]),
     ((GATHER, SCATTER, EVERYWHERE), struct(128, 64, dtype=E4M3), struct(64, 256, dtype=E4M3), ONCE, NI,
@@ -222,8 +241,6 @@ def test_a_configuration_is_checked_first_even_if_xla_runs(op):
         if op == "sharded_matmul":
             with jax.set_mesh(make_mesh(x=2)):
                 return answer(overlap.sharded_matmul, X, W, **SHARDED, **more, config=config)
-        if op in GROUPED:
-            return overlap.explain(on_devices(op, **more, config=config)[0], struct(128, 128), struct(128, 256))
         return explain(op, *good(op), **more, config=config)
 
     takes_activation = {"activation": activation} if op in ("matmul", *SUMS, *GROUPED[:2]) else {}
@@ -268,11 +285,12 @@ def on_devices(op, **keywords):
 
 def in_one_group(op, lhs, rhs, **keywords):
     """Returns the product of one group, to which all rows belong. Gates are the first column of `lhs`."""
+    rhs = jax.tree.map(lambda x: x[None], rhs)
     if op == "grouped_matmul":
-        return overlap.grouped_matmul(lhs, rhs[None], jnp.array([128]), **keywords)
+        return overlap.grouped_matmul(lhs, rhs, jnp.array([128]), **keywords)
     gates = [lhs[:, :1]] if op == GROUPED[2] else []
     routing = overlap.route(jnp.zeros((lhs.shape[0], 1), int), 1, None)
-    return getattr(overlap, op)(lhs, rhs[None], *gates, routing, None, **keywords)
+    return getattr(overlap, op)(lhs, rhs, *gates, routing, None, **keywords)
 
 
 MEMORY_OPS = ("matmul", GATHER, "sharded_matmul", *GROUPED)
@@ -358,7 +376,7 @@ def test_operands_on_different_devices_are_refused():
 )
 def test_devices_without_a_kernel(monkeypatch, target, fragment):
     monkeypatch.setattr(dispatch, "target", lambda mesh=None: target)
-    for op in ALL:
+    for op in ALL + GROUPED[::2]:
         with pytest.raises(NotImplementedError, match=fragment):
             trace(op, *good(op), **FUSED)
         choice = explain(op, *good(op))

@@ -13,6 +13,7 @@ from overlap.choice import crossover, dispatch
 from tests import oracle
 from tests.ops import contract
 from tests.ops.contract import BF16, EVERY, F16, F32, FORMS, SCALES, SMALL, Call, assert_close, assert_exact, running
+from tests.ops.grouped_calls import DATA
 from tests.ops.product_cases import normal
 
 slow = pytest.mark.slow
@@ -88,6 +89,28 @@ def test_vmap_over_scales_of_rows_and_biases(name, over):
         (exact,) = call.but(config=SMALL if call.config.one_shot else call.config).expected(given, 2)
         results.append(exact[0] if call.spec.replicates else exact)
     np.testing.assert_array_equal(np.asarray(result).astype(np.float32), np.stack(results).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["groups", "tokens to rows", pytest.param("rows to tokens", marks=slow)])
+def test_vmap_over_groups_is_one_call_after_the_other(name):
+    """Over rows, and over sizes or routes."""
+    call = FORMS[name]
+    first, second = (call.arrays(2, seed) for seed in (0, 1))
+    moved = [n for n in first if n in ("lhs", *DATA)]
+    arrays = first | {f"second {n}": second[n] for n in moved}
+
+    def body(arrays):
+        given = {n: jnp.stack([arrays[n], arrays[f"second {n}"]]) if n in moved else arrays[n] for n in first}
+        return jax.vmap(call, ({n: 0 if n in moved else None for n in given},))(given)
+
+    specs = call.specs(first) | {f"second {n}": P("x") for n in moved}
+    with running(detect_races=False):
+        run = jax.shard_map(
+            body, mesh=oracle.make_mesh(x=2), in_specs=(specs,), out_specs=P(None, "x"), check_vma=False
+        )
+        found = jax.jit(run)(arrays)
+    exact = [call.expected(given, 2)[0] for given in (first, first | {n: second[n] for n in moved})]
+    assert_exact(found, [np.stack(exact)])
 
 
 MAPPED = [  # The arrays that `vmap` maps, and shapes beside [24, 64] and [64, 128].
@@ -204,16 +227,17 @@ WIDER = {name: call.but(extras=tuple(n for n in EVERY if n in call.spec.epilogue
 }
 
 
-WITH_X64 = ("joined", "weights k", "scatter n", "one shot", "split k")
+WITH_X64 = ("joined", "weights k", "scatter n", "one shot", "split k", "rows to tokens")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in WITH_X64 else slow) for n in WIDER])
 def test_the_same_bits_with_x64(name, monkeypatch):
     """Scales and biases are then of 64 bits, as NumPy makes them."""
     arrays = Call.arrays
-    wide = lambda n, x: x.astype(np.float64) if n in (*SCALES, "bias") else x  # noqa: E731
+    wide = lambda n, x: x.astype(np.float64) if n in (*SCALES, "bias", "gates") else x  # noqa: E731
     monkeypatch.setattr(Call, "arrays", lambda *args: {n: wide(n, x) for n, x in arrays(*args).items()})
-    call = WIDER[name].but(activation=(lambda y: jnp.maximum(y * 0.5, -1.0)) if "bias" in WIDER[name].extras else None)
+    takes = "activation" in WIDER[name].spec.epilogue
+    call = WIDER[name].but(activation=(lambda y: jnp.maximum(y * 0.5, -1.0)) if takes else None)
     with jax.enable_x64(True):
         contract.check(call, cores=4)
 

@@ -70,6 +70,12 @@ def everything(lhs, rhs, **keywords):
     )  # fmt: skip
 
 
+def groups(lhs, rhs, **keywords):
+    """The devices have groups of different sizes, and the same weights."""
+    sizes = jnp.array([5, 0, 20]) + lax.axis_index("x")
+    return overlap.grouped_matmul(lhs, jnp.stack([rhs, -rhs, 2 * rhs]), sizes, **keywords)
+
+
 def several(lhs, rhs, **keywords):
     """Two right operands, such as Q and K: the first varies along "x", the second is the same everywhere."""
     both = rhs, lax.all_gather(rhs, "x", axis=1, tiled=True)[:, :64]
@@ -92,6 +98,7 @@ TENSOR = (ALL_ROWS, P(None, "x"), GATHERED)
 CASES = {
     "matmul": Case(overlap.matmul, ALL_ROWS, P(), ALL_ROWS),
     "matmul with all that it takes": Case(everything, ALL_ROWS, P(), ALL_ROWS),
+    "groups": Case(groups, ALL_ROWS, P(), ALL_ROWS),
     "pull": Case(gather, *TENSOR),
     "ring": Case(functools.partial(gather, transport="ring"), *TENSOR),
     "joined": Case(gather, *TENSOR, config=JOINED),

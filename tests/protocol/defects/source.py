@@ -280,7 +280,7 @@ def _rewritten(module: str, name: str, replacements: list[tuple[str, str]]) -> t
     first, end = _first_line(function) - 1, function.end_lineno
     text = "".join(lines[first:end])
     for old, new in replacements:
-        assert old in text, f"{module}.{name} has no text {old!r} any more"
+        assert old in text, f"{module}.{name} has no text {old!r} any more: write steps.csv anew"
         text = text.replace(old, new)
     return _compiled("".join([*lines[:first], text, *lines[end:]]), module, function)
 
