@@ -207,9 +207,9 @@ def of_layer(
         implementation: str, x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array
     ) -> jax.Array:
         how: dict[str, Any] = {"implementation": implementation}
-        found = overlap.route(ids, experts, AXIS)
+        found = overlap.route(ids, experts, AXIS, gates=gates)
         h = overlap.all_gather_lhs_grouped_matmul(x, weights[:2], found, AXIS, activation=_gated, **how)
-        return overlap.grouped_matmul_reduce_scatter(h, weights[2], gates, found, AXIS, **how)
+        return overlap.grouped_matmul_reduce_scatter(h, weights[2], None, found, AXIS, **how)
 
     def program(implementation: str, turns: int) -> Any:
         def turn(_: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:

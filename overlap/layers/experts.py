@@ -48,7 +48,7 @@ from overlap.layers.parallel import (
     row_axis,
     spec_between_layers,
 )
-from overlap.layers.routers import Router, SoftmaxTopK, check_router, check_routes
+from overlap.layers.routers import Router, Routes, SoftmaxTopK, check_router, check_routes
 from overlap.sharded import partitions
 
 
@@ -289,10 +289,7 @@ class ExpertMLP(Parallel):
         `RouterReport` defines the two losses. A token that `mask` leaves out chooses expert -1, which does not exist.
         """
         logits = self.router(x)
-        found = check_routes(
-            self.title, self.choose(logits, self.experts_per_token), logits.shape, self.experts_per_token
-        )
-        chosen, gates, probabilities = found
+        chosen, gates, probabilities = self._chosen(logits)
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
         tokens = jnp.float32(squares.size)
         if mask is not None:
@@ -309,6 +306,25 @@ class ExpertMLP(Parallel):
             share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
             balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
         return gates, chosen, balance, squares.sum() / tokens, routes
+
+    def _chosen(self, logits: jax.Array) -> Routes:
+        """What the router says of all tokens.
+
+        Each device asks it for its own tokens: XLA's partitioner would gather the logits of all for `lax.top_k`.
+        """
+        graph, state = nnx.split(self.choose) if isinstance(self.choose, nnx.Module) else (None, ())
+        leaves, structure = jax.tree.flatten(state)
+        parts = {"logits": logits} | {str(i): leaf for i, leaf in enumerate(leaves)}
+        spec = spec_between_layers(self, logits.shape)
+        specs = {name: spec if name == "logits" else P(*[None] * value.ndim) for name, value in parts.items()}
+
+        def of_parts(parts: dict[str, jax.Array]) -> Routes:
+            logits, given = parts["logits"], [parts[str(i)] for i in range(len(leaves))]
+            choose = self.choose if graph is None else nnx.merge(graph, jax.tree.unflatten(structure, given))
+            found = choose(logits, self.experts_per_token)
+            return check_routes(self.title, found, logits.shape, self.experts_per_token)
+
+        return partitions.on_parts(of_parts, mesh_in_use(self), specs, spec)(parts)
 
     def _experts(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gated sum of the chosen experts, sharded as `x`, and the number of dropped routes of each device."""

@@ -5,7 +5,8 @@
     SigmoidTopK    a probability for each expert by itself; a bias and groups decide the choice alone: DeepSeek-V3
 
 A router of your own is a function of the logits, float32 [..., E], and the number of experts of a token, k. It returns
-`Routes`, or a tuple like it. If it has parameters, make it an `nnx.Module`: it becomes a part of the layer.
+`Routes`, or a tuple like it. If it has parameters, make it an `nnx.Module`: it becomes a part of the layer. The layer
+calls it inside `jax.shard_map`, with the logits of one device's tokens.
 """
 
 from __future__ import annotations

@@ -72,6 +72,34 @@ def routed(case: Case, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     return mapped, (ids, gates)
 
 
+def expert_mlp(case: Case, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The forward pass of a layer with DeepSeek-V3's router, its experts along "x"."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import AxisType, Mesh
+    from jax.sharding import PartitionSpec as P
+
+    from overlap import layers
+
+    tokens, k, experts = case.shape
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,))
+
+    def build() -> Any:
+        router = layers.SigmoidTopK(experts, groups=8, top_groups=4)
+        return layers.ExpertMLP(256, 128, experts, k, axis="x", router=router, rngs=nnx.Rngs(0), mesh=mesh,
+                                dtype=jnp.bfloat16, implementation="fused")  # fmt: skip
+
+    graph, state = nnx.split(nnx.eval_shape(build))
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or jax.NamedSharding(mesh, P())),
+        state,
+        nnx.get_named_sharding(state, mesh),
+    )
+    x = struct(mesh, (1, case.devices * tokens, 256), "bfloat16", P(None, "x", None))
+    return lambda state, x: nnx.merge(graph, state)(x), (state, x)
+
+
 # Tokens of a device, k, experts; then what limits rows, and the most kernels.
 CASES = [((8192, 8, 128), {}, 6), ((64, 8, 128), {}, 6), ((8192, 2, 8), {}, 6), ((8192, 8, 128), {"dropped": True}, 7),
          ((8192, 8, 128), {"capacity": 4000}, 7), ((8192, 8, 128), {"rows": 80000}, 12)]  # fmt: skip
@@ -87,6 +115,16 @@ def test_kernels_of_route(shape: Any, config: dict[str, Any], most: int, tmp_pat
     found = launches(path.read_text())
     assert found.pop("collective") == 1
     assert set(found) == {"fusion"} and found["fusion"] <= most, found
+
+
+@pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
+def test_a_layer_gathers_ids_and_gates_alone(tmp_path: pathlib.Path) -> None:
+    """By one call. XLA's partitioner would also gather the logits of all devices, for `lax.top_k`."""
+    path = tmp_path / "hlo"
+    case = Case("tests.assembly.test_routing_kernels:expert_mlp", 4, (1024, 8, 64))
+    assert len(assemble_case(case, hlo=str(path))) == 4
+    gathers = re.findall(r" = (.*?) all-gather(?:-start)?\(", path.read_text())
+    assert len(gathers) == 1 and "f32[4096,8]" in gathers[0] and "s32[4096,8]" in gathers[0], gathers
 
 
 def test_the_count_sees_kernels_in_each_form() -> None:

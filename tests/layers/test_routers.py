@@ -327,6 +327,33 @@ def test_what_optimizers_and_checkpoints_see() -> None:
     assert isinstance(of_logits.router.bias, nnx.Param)
 
 
+class Scaled(nnx.Module):
+    """A router with a parameter that is trained."""
+
+    def __init__(self) -> None:
+        self.scale = nnx.Param(jnp.full((), 0.5))
+
+    def __call__(self, logits: jax.Array, k: int) -> layers.Routes:
+        return layers.SoftmaxTopK()(logits * self.scale[...], k)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_parameters_of_a_router_have_gradients(kind: Any) -> None:
+    """As the same factor of the kernel of the logits."""
+    case = dataclasses.replace(CASES["data and tensor, shared"], kind=kind, router="softmax")
+    mesh, x = mesh_of(case), draw(9, (4, 8, 8))
+    with jax.set_mesh(mesh):
+        made = nnx.jit(lambda: layers.ExpertMLP(8, 12, EXPERTS, CHOSEN, rngs=nnx.Rngs(0), router=Scaled(),
+                                                **case.options))()  # fmt: skip
+        (_, (out, _)), (grads, _) = run(made, put(x, mesh, case.between))
+    p = numbers(made)
+    scaled = p | {"router": {"kernel": p["router"]["kernel"] * 0.5}}
+    right, (expected_grads, _) = expected(case, scaled, x)
+    assert_near(out, right, 1e-5)
+    of_scale = (expected_grads["router"]["kernel"] * p["router"]["kernel"]).sum()
+    np.testing.assert_allclose(nnx.to_pure_dict(grads)["choose"]["scale"], of_scale, rtol=1e-3)
+
+
 def test_a_router_of_ones_own() -> None:
     """Without probabilities the load balance loss is 0."""
 
@@ -373,7 +400,8 @@ def test_refusals() -> None:
         # At a call.
         bad = {
             "the input must be .batch, rows, features": (BOTH, (8, 8)),
-            r"router must return experts of integer \(4, 8, 2\), got": ({"router": lambda x, k: (x, x, x)}, (4, 8, 8)),
+            r"router must return experts of integer \(2, 4, 2\), got": (
+                {"router": lambda x, k: (x, x, x), "batch_axis": "data"}, (4, 8, 8)),
             "router must return experts, gates and probabilities or None, got list": (
                 {"router": lambda x, k: [x]}, (4, 8, 8)),
             r"router must return gates of floating .*, got NoneType": (

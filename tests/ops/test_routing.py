@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.dispatch import Implementation
+from overlap.collectives.rows import routing
 from tests.oracle import make_mesh
 
 pytestmark = pytest.mark.one_jax
@@ -84,8 +85,8 @@ def check(case: Case, ids: np.ndarray, found: overlap.Routing, context: Any) -> 
 def program(case: Case) -> Any:
     def lists(ids: jax.Array) -> Any:
         axis = "x" if case.devices > 1 else None
-        routing = overlap.route(ids, case.experts, axis, capacity=case.capacity, rows=case.rows)
-        return jax.tree.map(lambda x: x[None], routing)
+        found = overlap.route(ids, case.experts, axis, capacity=case.capacity, rows=case.rows)
+        return jax.tree.map(lambda x: x[None], found)
 
     if case.devices == 1:
         return jax.jit(lists)
@@ -114,6 +115,16 @@ def test_routes(case: Case) -> None:
     seed = secrets.randbits(32)
     for kind, ids in drawn(case, seed).items():
         check(case, ids, program(case)(ids), f"{kind}, seed {seed}")
+
+
+def test_larger_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many routes to many experts lie in blocks of up to four times as many words; here of 8 words."""
+    monkeypatch.setattr(routing, "_BLOCK", 2)
+    monkeypatch.setattr(routing, "_MOST_COUNTS", 4)
+    case = Case(1, 333, 3, 8, rows=500)
+    assert routing._in_words(jnp.zeros(999, jnp.int32), 8).shape == (4, 8, 32)
+    for kind, ids in drawn(case, 2).items():
+        check(case, ids, program(case)(ids), kind)
 
 
 def test_the_oracle_sees_another_order() -> None:
@@ -149,11 +160,11 @@ def test_a_number_of_tokens_that_is_a_symbol(capacity: int | None, rows: int | N
 
 
 def layer(x: Any, gates: Any, weights: Any, ids: Any, implementation: Implementation | None, travels: bool) -> Any:
-    routing = overlap.route(ids, 8, "x", gates=gates if travels else None, rows=40)
-    h = overlap.all_gather_lhs_grouped_matmul(x, weights[0], routing, "x", activation=jnp.tanh,
+    found = overlap.route(ids, 8, "x", gates=gates if travels else None, rows=40)
+    h = overlap.all_gather_lhs_grouped_matmul(x, weights[0], found, "x", activation=jnp.tanh,
                                               implementation=implementation)  # fmt: skip
     given = None if travels else gates
-    return overlap.grouped_matmul_reduce_scatter(h, weights[1], given, routing, "x", implementation=implementation)
+    return overlap.grouped_matmul_reduce_scatter(h, weights[1], given, found, "x", implementation=implementation)
 
 
 def operands(tokens: int, features: int, hidden: int, dtype: Any) -> tuple[Any, ...]:

@@ -4,10 +4,11 @@ Each device of the axis owns num_experts / D consecutive experts. All devices ga
 of its own experts. So no counts are exchanged, and all shapes are static. A *route* is one choice of one token: the
 token's slot j, of k. The routes of all devices are counted by device, token and slot, in this order.
 
-A sort would be many kernels of XLA, and so would a running sum. Instead the routes lie in words of 32, and the words in
-blocks. For each own expert a bit of each word says which routes chose it. Then the row of a route is a sum of three
-numbers: of the rows before its block, of its expert's routes before its word, and of its expert's bits before its own.
-Each is one reduction with a mask (tests/assembly/test_routing_kernels.py counts the kernels).
+XLA makes many kernels of a sort or of a running sum. Instead the routes lie in words of 32, and the words in blocks.
+For each own expert the bits of a word say which routes chose it. The row of a route is a sum of three numbers: of the
+rows before its block, of its expert's routes before its word, and of its expert's bits before its own. The first is a
+reduction with a mask, and the second a product with a triangular matrix: as a reduction it took ten times as long on an
+H100. tests/assembly/test_routing_kernels.py counts the kernels.
 
 W = D · T · k / 32 words in blocks of M. Operations per device: 32 W · E / D, W · M · E / D and (W / M · E / D)².
 """
@@ -28,8 +29,11 @@ from overlap.frame.arguments import shown
 from overlap.frame.signatures import AnyArray, AxisName, Given
 
 _MOST = jnp.iinfo(jnp.int32).max
-# Routes of a word, one bit for each. Words of a block; more where else there would be more counts of blocks.
-_WORD, _BLOCK, _MOST_COUNTS = 32, 128, 4096
+# Routes of a word, one bit for each.
+_WORD = 32
+# Words of a block; up to four times as many where there would be more than _MOST_COUNTS counts of experts in blocks.
+_BLOCK = 128
+_MOST_COUNTS = 4096
 
 
 @jax.tree_util.register_dataclass
@@ -168,26 +172,12 @@ class _Counts:
     @staticmethod
     def of(experts: jax.Array, first: jax.Array | int, groups: int) -> _Counts:
         """Counts the routes, [routes], to each of the experts from `first` on."""
-        (routes,) = experts.shape
-        is_symbol = jax.export.is_symbolic_dim(routes)
-        size = _BLOCK
-        if not is_symbol:
-            while size < 4 * _BLOCK and routes * groups > _MOST_COUNTS * size * _WORD:
-                size *= 2
-            size = min(size, 1 << max(0, routes - 1).bit_length())
-        blocks = -(-routes // (size * _WORD)) if is_symbol or routes else 1
-        if is_symbol:  # To pad, its number would have to be known to be positive.
-            experts = experts.at[jnp.arange(blocks * size * _WORD)].get(mode="fill", fill_value=-1)
-        else:
-            experts = jnp.pad(
-                experts, (0, -experts.size % (size * _WORD) if routes else size * _WORD), constant_values=-1
-            )
-        group = experts.reshape(blocks, size, _WORD) - first
+        group = _in_words(experts, groups) - first
         bit = jnp.uint32(1) << lax.iota(jnp.uint32, _WORD)
         chose = group[:, None] == jnp.arange(groups)[:, None, None]
         words = jnp.where(chose, bit, 0).sum(3, dtype=jnp.uint32)
         # Exact: operands are integers up to 32, and sums are in float32.
-        until = np.tri(size, dtype=jnp.bfloat16)
+        until = np.tri(group.shape[1], dtype=jnp.bfloat16)
         of_words = _ones(words).astype(jnp.bfloat16)
         within = jnp.einsum("sgm,nm->sgn", of_words, until, preferred_element_type=jnp.float32).astype(jnp.int32)
         return _Counts(group, words, within)
@@ -230,6 +220,21 @@ class _Counts:
         row = at(before, block * (groups + 1) + own) + at(self.within, word) - later
         has_row = (self.group >= 0) & (self.group < groups) & (row < at(bounds, own + 1))
         return jnp.where(has_row, row, nowhere).reshape(-1)
+
+
+def _in_words(experts: jax.Array, groups: int) -> jax.Array:
+    """Returns the routes as [S, M, 32], with -1 behind the last one."""
+    (routes,) = experts.shape
+    if jax.export.is_symbolic_dim(routes):  # `jnp.pad` would have to know that the number of added routes is positive.
+        whole = -(-routes // (_BLOCK * _WORD)) * (_BLOCK * _WORD)
+        return experts.at[jnp.arange(whole)].get(mode="fill", fill_value=-1).reshape(-1, _BLOCK, _WORD)
+    words = max(1, -(-experts.size // _WORD))
+    size = _BLOCK
+    while size < 4 * _BLOCK and words * groups > _MOST_COUNTS * size:
+        size *= 2
+    size = min(size, 1 << (words - 1).bit_length())
+    missing = -(-words // size) * size * _WORD - experts.size
+    return jnp.pad(experts, (0, missing), constant_values=-1).reshape(-1, size, _WORD)
 
 
 def _ones(words: jax.Array) -> jax.Array:
