@@ -35,7 +35,7 @@ from overlap.collectives.rows.rows import Movement, added, copied
 from overlap.frame import call, products
 from overlap.frame.activation import BEFORE_ACTIVATION, Activation, on_all, traced
 from overlap.frame.elementwise import NotElementwise
-from overlap.frame.explain import record, recorded
+from overlap.frame.explain import record, record_backward, recorded
 from overlap.frame.kernel import kernel_of
 from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, Operands
@@ -253,6 +253,12 @@ class _Run:
         given = {"d_out": d_out, "weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
         by_products = functools.partial(_cotangents_by_product, self.static)
         d_gate, d_up, weighted, d_weights = _differentiated(self._cotangents, by_products, given, routing)
+        why = "the kernels of the forward pass serve these rows"
+        shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
+        of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
+        for name, what in (("rows added to tokens", shapes), (GROUPED.function, of_product),
+                           ("tokens copied to rows", shapes)):  # fmt: skip
+            record_backward(name, plan.target, why, what)
         found: dict[str, jax.Array] = {}
         rows = saved["rows"]
         for name, lhs, d in (("gate", rows, d_gate), ("up", rows, d_up), ("down", weighted, d_out)):

@@ -1,0 +1,195 @@
+"""The MLP of experts as one function: its own backward pass against formulas in float64, and when it has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap.collectives.rows.mlp import expert_mlp
+from overlap.emulation import emulate
+from tests.oracle import make_mesh
+
+pytestmark = pytest.mark.one_jax
+TOKENS, FEATURES, WIDTH, EXPERTS, SLOTS = 20, 128, 192, 4, 2
+
+
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def drawn(devices: int, with_bias: bool = True) -> dict[str, Any]:
+    chance = np.random.default_rng()  # Fresh in each run.
+    count = devices * TOKENS
+    bf16 = lambda *shape, size=1.0: jnp.asarray(size * chance.standard_normal(shape), jnp.bfloat16)  # noqa: E731
+    ids = np.stack([chance.permutation(EXPERTS)[:SLOTS] for _ in range(count)]).astype(np.int32)
+    ids[0] = -1  # Padding.
+    ids[1:12] = [1, 3]
+    given = {
+        "tokens": bf16(count, FEATURES), "gates": jnp.asarray(chance.random((count, SLOTS)), jnp.float32),
+        "gate": bf16(EXPERTS, FEATURES, WIDTH, size=0.2), "up": bf16(EXPERTS, FEATURES, WIDTH, size=0.2),
+        "down": bf16(EXPERTS, WIDTH, FEATURES, size=0.2), "ids": jnp.asarray(ids), "d": bf16(count, FEATURES),
+    }  # fmt: skip
+    if with_bias:
+        given |= {f"{name}.bias": bf16(EXPERTS, FEATURES if name == "down" else WIDTH, size=0.3)
+                  for name in ("gate", "up", "down")}  # fmt: skip
+    return given
+
+
+def formulas(given: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The result and all gradients in float64, one route after the other."""
+    of = {name: np.asarray(x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x) for name, x in given.items()}
+    of = {name: x.astype(np.float64) if x.dtype != np.int32 else x for name, x in of.items()}
+    found = {name: np.zeros_like(of[name]) for name in of if name not in ("ids", "d")} | {"out": np.zeros_like(of["d"])}
+    bias = lambda name, e: of[f"{name}.bias"][e] if f"{name}.bias" in of else 0  # noqa: E731
+    for t, slots in enumerate(of["ids"]):
+        for j, e in enumerate(slots):
+            if e < 0:
+                continue
+            x, d, w = of["tokens"][t], of["d"][t], of["gates"][t, j]
+            gate, up = (x @ of[name][e] + bias(name, e) for name in ("gate", "up"))
+            sigmoid = 1 / (1 + np.exp(-gate))
+            h = gate * sigmoid * up
+            y = h @ of["down"][e] + bias("down", e)
+            d_h = w * (of["down"][e] @ d)
+            d_gate, d_up = d_h * up * sigmoid * (1 + gate * (1 - sigmoid)), d_h * gate * sigmoid
+            found["out"][t] += w * y
+            found["gates"][t, j] += d @ y
+            found["tokens"][t] += of["gate"][e] @ d_gate + of["up"][e] @ d_up
+            for name, left, right in (("gate", x, d_gate), ("up", x, d_up), ("down", h, w * d)):
+                found[name][e] += np.outer(left, right)
+                if f"{name}.bias" in found:
+                    found[f"{name}.bias"][e] += right
+    return found
+
+
+def program(devices: int, implementation: Any, activation: Any = gated, **limits: int) -> Any:
+    """From the arrays of `drawn` to the result and the gradients of all of them."""
+    axis = None if devices == 1 else "x"
+
+    def layer(given: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, EXPERTS, axis, gates=given["gates"], **limits)
+        weights = {name: x for name, x in given.items() if name not in ("tokens", "gates")}
+        return expert_mlp(given["tokens"], weights, routing, axis, activation=activation, implementation=implementation)
+
+    def run(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        ids, d, given = given["ids"], given["d"], {k: x for k, x in given.items() if k not in ("ids", "d")}
+        out, pull = jax.vjp(lambda given: layer(given, ids), given)
+        return {"out": out, **pull(d)[0]}
+
+    if devices == 1:
+        return jax.jit(run)
+    return jax.jit(jax.shard_map(run, mesh=make_mesh(x=devices), in_specs=P("x"), out_specs=P("x")))
+
+
+def distances(found: dict[str, Any], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    parts = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in found.items()}
+    return {name: np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name]) for name, x in parts.items()}
+
+
+CASES = [(1, True), (2, False), pytest.param(1, False, marks=pytest.mark.slow),
+         pytest.param(4, True, marks=pytest.mark.slow)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "with_bias"), CASES)
+def test_results_and_gradients(devices: int, with_bias: bool) -> None:
+    """By its kernels, at most twice as far from the formulas as by XLA, and the same bits in several launches."""
+    given = drawn(devices, with_bias)
+    expected = formulas(given)
+    with emulate(cores=2, detect_races=False):
+        run = program(devices, "fused")
+        found = run(given)
+        again = run(given)
+    for name, x in found.items():
+        assert (np.asarray(x) == np.asarray(again[name])).all(), name
+    of_kernels, of_xla = (distances(x, expected) for x in (found, program(devices, "xla")(given)))
+    for name, distance in of_kernels.items():
+        assert distance <= 2 * max(of_xla[name], 2e-3), (name, distance, of_xla[name])
+
+
+def test_the_kernels_run() -> None:
+    """Rows are copied and added twice, and the gradient of the gates has no product of tokens and rows."""
+    explained = overlap.explain(program(1, "fused"), drawn(1, with_bias=False))
+    assert {x.implementation for x in explained} == {"fused"}
+    backward = [x for x in explained if x.plan == "backward pass"]
+    through = [x for x in backward if x.shapes == "to 40x192 through the activation bfloat16"]
+    names = [x.op for x in backward if x.op != "grouped_matmul"]
+    assert len(through) == 1 and sorted(names) == ["rows added to tokens", "tokens copied to rows"]
+
+
+@pytest.mark.parametrize("limits", [{"capacity": 6}, {"rows": 25}], ids=str)
+def test_dropped_routes_have_no_gradient(limits: dict[str, int]) -> None:
+    given = drawn(1, with_bias=False)
+    routing = overlap.route(given["ids"], EXPERTS, None, **limits)
+    kept = np.asarray(routing.positions) < routing.tokens.shape[0]
+    assert routing.dropped > 0 and kept.any()
+    expected = formulas(given | {"ids": jnp.where(kept, given["ids"], -1)})
+    with emulate(cores=2, detect_races=False):
+        found = program(1, "fused", **limits)(given)
+    assert not np.asarray(found["gates"])[~kept].any()
+    assert max(distances(found, expected).values()) < 0.02
+
+
+@pytest.mark.slow
+def test_second_derivatives_of_a_checkpoint_in_a_scan() -> None:
+    """By the kernels and the operations behind them, as XLA has them."""
+    given = drawn(1, with_bias=False)
+    directions = {name: drawn(1, with_bias=False)[name] for name in ("tokens", "gates", "gate", "up", "down")}
+
+    def of(implementation: str) -> Any:
+        def loss(moved: dict[str, jax.Array]) -> jax.Array:
+            weights = {name: moved[name] for name in ("gate", "up", "down")}
+
+            def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                routing = overlap.route(given["ids"], EXPERTS, None, gates=moved["gates"])
+                how = {"activation": gated, "implementation": implementation}
+                return expert_mlp(x, weights, routing, None, **how), None
+
+            out, _ = jax.lax.scan(jax.checkpoint(layer), moved["tokens"], None, length=2)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        point = {name: given[name] for name in directions}
+        return jax.jit(lambda: jax.jvp(jax.grad(loss), (point,), (directions,))[1])()
+
+    with emulate(cores=2, detect_races=False):
+        found = of("fused")
+    expected = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in of("xla").items()}
+    assert max(distances(found, expected).values()) < 0.05
+
+
+def test_vmap_of_gradients() -> None:
+    """Each element has the bits that it has by itself."""
+    both = [drawn(1, with_bias=False) for _ in range(2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *both)
+    with emulate(cores=2, detect_races=False):
+        run = program(1, "fused")
+        found = jax.vmap(run)(stacked)
+        alone = [run(given) for given in both]
+    for name, x in found.items():
+        assert all((np.asarray(x[i]) == np.asarray(one[name])).all() for i, one in enumerate(alone)), name
+
+
+def test_what_its_kernels_do_not_take() -> None:
+    """Scalars of the activation have gradients; f32 operands, and rows that are no multiple of a box, go by XLA."""
+    given = drawn(1, with_bias=False)
+
+    def of_scale(scale: jax.Array, activation: Any) -> jax.Array:
+        return program(1, None, activation=activation(scale))(given)["out"].astype(jnp.float32).sum()
+
+    scaled = lambda scale: lambda gate, up: jax.nn.silu(gate) * up * scale  # noqa: E731
+    slope = jax.grad(of_scale)(jnp.float32(1.0), scaled)
+    np.testing.assert_allclose(slope, formulas(given)["out"].sum(), rtol=0.05, atol=2)
+    softmax = program(1, None, activation=lambda gate, up: jax.nn.softmax(gate) * up)(given)
+    assert np.isfinite(np.asarray(softmax["out"].astype(jnp.float32))).all()
+    wide = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in given.items()}
+    assert max(distances(program(1, None)(wide), formulas(wide)).values()) < 1e-5
+    narrow = {name: x[..., :40] if name in ("gate", "up") else x for name, x in given.items()}
+    narrow["down"] = given["down"][:, :40]
+    with emulate(cores=2, detect_races=False):
+        assert max(distances(program(1, "fused")(narrow), formulas(narrow)).values()) < 0.02
