@@ -1,4 +1,4 @@
-"""Grouped products with several addends and results, emulated: what an activation was applied to, and its derivative."""
+"""Grouped products with several addends and results, emulated: an activation's arguments, and its derivative."""
 
 from __future__ import annotations
 
