@@ -122,7 +122,9 @@ def test_a_layer_gathers_ids_and_gates_alone(tmp_path: pathlib.Path) -> None:
     """By one call. XLA's partitioner would also gather the logits of all devices, for `lax.top_k`."""
     path = tmp_path / "hlo"
     case = Case("tests.assembly.test_routing_kernels:expert_mlp", 4, (1024, 8, 64))
-    assert len(assemble_case(case, hlo=str(path))) == 4
+    names = {report.name for report in assemble_case(case, hlo=str(path))}
+    # What was assembled before is not reported again.
+    assert names - {"overlap_landing_place"} <= {"overlap_copied_rows", "overlap_added_rows", "overlap_grouped_matmul"}
     gathers = re.findall(r" = (.*?) all-gather(?:-start)?\(", path.read_text())
     assert len(gathers) == 1 and "f32[4096,8]" in gathers[0] and "s32[4096,8]" in gathers[0], gathers
 
