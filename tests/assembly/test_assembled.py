@@ -183,6 +183,21 @@ for number, (dtype, config) in enumerate((
     row(f"groups on Blackwell {dtype} {config}", slow=number > 1, words=("tcgen05.mma.cta_group::1",),
         case=Case("grouped_matmul", 1, (65536, 1544, 2048), dtype, "b200", {"tile_m": 128, **config}),
         not_words=("wgmma",))  # fmt: skip
+# Epilogues with several results (`hooks.Through`): the largest tiles that the limits let through, on each architecture.
+LESS = jax.__version_info__ < (0, 12)
+for number, (through, target, config) in enumerate((
+    ("values", "h200", dict(tile_m=128, tile_n=256 if LESS else 128, stages=3)),
+    ("cotangent", "h200", dict(tile_m=128, tile_n=128, stages=5)),
+    ("cotangent", "b200", dict(tile_m=128, tile_n=128, stages=5)),
+    ("values", "b200", dict(tile_m=128, tile_n=256, stages=3)),
+    ("cotangent", "h200", dict(tile_m=64, tile_n=128, stages=6, **IN_TURN)),
+    ("values", "h200", dict(tile_m=64, tile_n=128, stages=5, **IN_TURN)),
+    ("cotangent", "h200", dict(tile_m=64, tile_n=256, stages=4)),
+    ("cotangent", "b200", dict(tile_m=128, tile_n=64, stages=6)),
+)):  # fmt: skip
+    case = Case("grouped_matmul", 1, (65536, 768, 2048), "bf16", target,
+                config | {"through": through, "transpose_rhs": through == "cotangent"})  # fmt: skip
+    row(f"groups, {through} on {target} {config}", case, slow=number > 2, full=False)
 # Several of these CTAs run on a core, and none waits for another one.
 for number, (kernel, target, features, processes) in enumerate((
     ("added", "h200", 2880, 2), ("copied", "h200", 2048, 1), ("products", "b200", 2880, 1), ("added", "h200", 2048, 1),
