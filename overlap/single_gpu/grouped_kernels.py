@@ -185,7 +185,7 @@ class RowsOfGroups(GroupsKernel):
         return form.m, form.widths[0]
 
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
-        return lambda operands: grouped_product.rows(operands, plan, clears=self.operation.clears[0])[0]
+        return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def through(
         self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through
@@ -294,7 +294,7 @@ def _through(plan: LaunchPlan, operands: Operands, how: Through) -> tuple[jax.Ar
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
     def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
-        return grouped_product.rows(operands, plan, through=how)
+        return grouped_product.rows_through(operands, plan, how)
 
     return run(operands, how)
 

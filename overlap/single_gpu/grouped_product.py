@@ -93,9 +93,7 @@ def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
 
 
 @in_32_bits
-def rows(
-    operands: Operands, plan: LaunchPlan, *, clears: bool = False, through: Through | None = None
-) -> tuple[jax.Array, ...]:
+def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
     """Multiplies the rows of each group by the group's matrix.
 
     Args:
@@ -103,12 +101,30 @@ def rows(
         pairs with any k, whose products are added.
       plan: the static data.
       clears: whether the rows behind all groups must be zeros; if not, they are undefined.
-      through: an epilogue with several results, instead of the plan's. It takes biases, and a row scale as its vector
-        of rows. Rows behind all groups are undefined.
 
     Returns:
-      [m, n]; with `through` all results that it stores, and then the sums, f32 [m], if there are any.
+      [m, n].
     """
+    return _launched(operands, plan, clears, None)[0]
+
+
+@in_32_bits
+def rows_through(operands: Operands, plan: LaunchPlan, through: Through) -> tuple[jax.Array, ...]:
+    """Multiplies the rows of each group by the group's matrix, with an epilogue of several results.
+
+    Args:
+      operands: as for `rows`; of its epilogue biases, and a row scale, which is the vector of rows of `through`.
+      plan: the static data. Its activation is not applied.
+      through: the epilogue.
+
+    Returns:
+      The results that it stores, [m, n] each, and the sums, f32 [m], if there are any. Rows behind all groups are
+      undefined.
+    """
+    return _launched(operands, plan, False, through)
+
+
+def _launched(operands: Operands, plan: LaunchPlan, clears: bool, through: Through | None) -> tuple[jax.Array, ...]:
     config = plan.config
     form = plan.form
     sizes = operands.group_sizes

@@ -285,7 +285,7 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
         def of_pairs(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
             given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=(lhs,), more_rights=(rhs,))
-            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), clears=True)[0]
+            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), clears=True)
 
         return on_mesh(of_pairs), (lhs, rhs, sizes)
     if through:
@@ -296,12 +296,12 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
             given = Operands(lhs, (rhs, rhs), biases=(bias, bias), group_sizes=sizes)
             how = grouped_product.Through(epilogue.Through(activation.with_values(lhs.dtype), 3))
             plan = plan_of(given, config, lhs.dtype, right, gated=activation)
-            return grouped_product.rows(given, plan, through=how)
+            return grouped_product.rows_through(given, plan, how)
 
         def of_cotangent(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, weights: jax.Array, *z: jax.Array) -> Any:
             given = Operands(lhs, (rhs,), row_scale=weights, group_sizes=sizes)
             how = grouped_product.Through(epilogue.Through(activation.of_cotangent(), 3, sums=True), z)
-            return grouped_product.rows(given, plan_of(given, config, lhs.dtype, right), through=how)
+            return grouped_product.rows_through(given, plan_of(given, config, lhs.dtype, right), how)
 
         if through == "values":
             return on_mesh(with_values), (lhs, rhs, sizes, struct(mesh, (groups, n), "float32"))

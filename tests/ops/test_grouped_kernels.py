@@ -68,7 +68,7 @@ def test_rows(sizes: tuple[int, ...], on: tuple[Any, Config], transpose_rhs: boo
     def run(lefts: list[jax.Array], rights: list[jax.Array], sizes: jax.Array) -> jax.Array:
         (lhs, *more), (rhs, *others) = lefts, rights
         given = Operands(lhs, (rhs,), group_sizes=sizes, more_lefts=tuple(more), more_rights=tuple(others))
-        return grouped_product.rows(given, plan_of(given, config, jnp.bfloat16, transpose_rhs), clears=True)[0]
+        return grouped_product.rows(given, plan_of(given, config, jnp.bfloat16, transpose_rhs), clears=True)
 
     with emulated(gpu):
         out = np.asarray(jax.jit(run)(lefts, rights, jnp.asarray(sizes)), np.float32)

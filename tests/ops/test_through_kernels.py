@@ -13,7 +13,7 @@ from overlap import Config
 from overlap.frame.activation import traced
 from overlap.frame.operands import Operands
 from overlap.kernels import epilogue
-from overlap.single_gpu.grouped_product import Through, rows
+from overlap.single_gpu.grouped_product import Through, rows_through
 from tests.ops.grouped_plans import plan_of
 from tests.ops.test_grouped_kernels import emulated, operands, spans
 
@@ -52,7 +52,7 @@ def test_values_and_result(sizes: tuple[int, ...], on: tuple[Any, Config]) -> No
 
     def run(sizes: jax.Array) -> tuple[jax.Array, ...]:
         given = Operands(lhs, (w_gate, w_up), biases=tuple(b.astype(jnp.float32) for b in biases), group_sizes=sizes)
-        return rows(given, plan_of(given, config, jnp.bfloat16, gated=PROVEN), through=how)
+        return rows_through(given, plan_of(given, config, jnp.bfloat16, gated=PROVEN), how)
 
     with emulated(gpu):
         found = read(*jax.jit(run)(jnp.asarray(sizes)))
@@ -80,7 +80,7 @@ def test_cotangents_and_sums(sizes: tuple[int, ...], on: tuple[Any, Config]) -> 
 
     def run(sizes: jax.Array) -> tuple[jax.Array, ...]:
         given = Operands(lhs, (rhs,), row_scale=weights, group_sizes=sizes)
-        return rows(given, plan_of(given, config, jnp.bfloat16, True), through=how)
+        return rows_through(given, plan_of(given, config, jnp.bfloat16, True), how)
 
     with emulated(gpu):
         found = read(*jax.jit(run)(jnp.asarray(sizes)))
