@@ -13,6 +13,9 @@ are their gradients. The methods:
     batched   cuBLAS on groups of equal sizes: the same bytes, without groups of any size
     roof      cuBLAS on one matrix: the same operations, but the weights of one group only
 
+    layer     the same kernels as `layers.ExpertMLP` runs them, for whole layers: with a backward pass of its own
+    tokamax   a whole layer without this library (`expert_rival.py`); "tokamax 2" and "tokamax 3" are configured otherwise
+
 With `--products "layer, forward"` or `"layer, forward and backward"` a whole layer runs on all devices: routes, the
 tokens of all devices as rows, the products, and the sums of each token's rows. The router is not part of it. "fused"
 and "xla" are then the implementations of the products. `--tokens` are those of all devices; the figure of
@@ -42,13 +45,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import layer_runs
+from benchmarks import expert_rival, layer_runs
 from overlap.cli import ending
+from overlap.collectives.rows.mlp import expert_mlp
 from overlap.tuning.operations import AXIS
 from overlap.tuning.programs import mesh_of
 from overlap.tuning.timing import elapsed_s
 
-METHODS = ("fused", "xla", "jax", "batched", "roof")
+METHODS = ("fused", "xla", "jax", "batched", "roof", "layer", *expert_rival.CONFIGS)
+# The methods of whole layers; XLA's products take too long for more than one turn.
+LAYERS = ("fused", "xla", "layer", *expert_rival.CONFIGS)
 ROUTINGS = ("balanced", "uniform", "zipf")
 PRODUCTS = ("up", "down", "dx of up", "dW of up", "dW of down")
 PASSES = ("layer, forward", "layer, forward and backward")
@@ -203,11 +209,14 @@ def of_layer(
               "w_gate": (experts, model.hidden, model.width), "w_up": (experts, model.hidden, model.width),
               "w_down": (experts, model.width, model.hidden)}  # fmt: skip
 
-    def layer(
-        implementation: str, x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array
-    ) -> jax.Array:
-        how: dict[str, Any] = {"implementation": implementation}
+    def layer(method: str, x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
+        if method in expert_rival.CONFIGS:
+            return expert_rival.layer(method, experts, AXIS, _gated)(x, gates, weights, ids)
         found = overlap.route(ids, experts, AXIS, gates=gates)
+        if method == "layer":
+            named = dict(zip(("gate", "up", "down"), weights, strict=True))
+            return expert_mlp(x, named, found, AXIS, activation=_gated, implementation="fused")
+        how: dict[str, Any] = {"implementation": method}
         h = overlap.all_gather_lhs_grouped_matmul(x, weights[:2], found, AXIS, activation=_gated, **how)
         return overlap.grouped_matmul_reduce_scatter(h, weights[2], None, found, AXIS, **how)
 
@@ -240,7 +249,7 @@ def of_layer(
         weights = [w.astype(jnp.bfloat16) for w in weights]
         return put(7, "x"), gates, weights, ids, jax.tree.map(jnp.zeros_like, weights)
 
-    return {name: (functools.partial(program, name), given) for name in ("fused", "xla") if name in methods}
+    return {name: (functools.partial(program, name), given) for name in LAYERS if name in methods}
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
