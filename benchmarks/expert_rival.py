@@ -62,7 +62,9 @@ def layer(
 class _Empty(types.ModuleType):
     """A module in which every name is an empty object."""
 
-    __path__ = ()
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -14,7 +14,7 @@ are their gradients. The methods:
     roof      cuBLAS on one matrix: the same operations, but the weights of one group only
 
     layer     the same kernels as `layers.ExpertMLP` runs them, for whole layers: with a backward pass of its own
-    tokamax   a whole layer without this library (`expert_rival.py`); "tokamax 2" and "tokamax 3" are configured otherwise
+    tokamax   a whole layer without this library (`expert_rival.py`); so are "tokamax 2" and "tokamax 3"
 
 With `--products "layer, forward"` or `"layer, forward and backward"` a whole layer runs on all devices: routes, the
 tokens of all devices as rows, the products, and the sums of each token's rows. The router is not part of it. "fused"
@@ -214,7 +214,7 @@ def of_layer(
             return expert_rival.layer(method, experts, AXIS, _gated)(x, gates, weights, ids)
         found = overlap.route(ids, experts, AXIS, gates=gates)
         if method == "layer":
-            named = dict(zip(("gate", "up", "down"), weights, strict=True))
+            named: dict[str, jax.Array] = dict(zip(("gate", "up", "down"), weights, strict=True))
             return expert_mlp(x, named, found, AXIS, activation=_gated, implementation="fused")
         how: dict[str, Any] = {"implementation": method}
         h = overlap.all_gather_lhs_grouped_matmul(x, weights[:2], found, AXIS, activation=_gated, **how)
