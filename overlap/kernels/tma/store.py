@@ -74,7 +74,7 @@ def store(
         _store_through(loop, buffers, output, index, block, hooks.through)
         return
     epilogue = None if output.epilogue_at is None else output.epilogue_at(tile)
-    out_rows, first_column = _place(loop, buffers, tile, output.corner, index * width)
+    out_rows, first_column = _place(loop, buffers, tile, output.corner, index, width)
     box_views, register_views, *flat_views = (view.at[output.warpgroup] for view in buffers.out)
     box_width = box_views.shape[-1]
     boxes = width // box_width
@@ -126,17 +126,16 @@ def store(
             exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
-    send = _send_boxes if left is None else functools.partial(_send_rows, left)
-    with_reference(hooks.out_at(tile), functools.partial(send, [box_views.at[box] for box in range(boxes)], places))
+    with_reference(hooks.out_at(tile), functools.partial(_send, box_views, places, left))
 
 
 def _place(
-    loop: Loop, buffers: Buffers, tile: Tile, corner: tuple[Index, Index], column: Index
+    loop: Loop, buffers: Buffers, tile: Tile, corner: tuple[Index, Index], index: Index, width: int
 ) -> tuple[pl.Slice, Index]:
-    """Returns the rows of a warpgroup tile in the output, and where column `column` of it lies there."""
-    row, first_column = corner
+    """Returns the rows of a warpgroup tile in the output, and the first column of an epilogue tile there."""
+    row, column = corner
     first_row = tile.m * loop.config.tile_m + tile.row_offset + row
-    first_column = (tile.n * loop.config.tile_n + first_column) // buffers.sides + column
+    first_column = (tile.n * loop.config.tile_n + column) // buffers.sides + index * width
     return pl.ds(first_row, buffers.plan.wg_tile.rows), first_column
 
 
@@ -152,7 +151,7 @@ def load_addends(
     # What was stored last has been read from the boxes.
     wait_stores_read(0)
     boxes = buffers.out[0].at[warpgroup]
-    rows, column = _place(loop, buffers, tile, corner, index * EPILOGUE_COLUMNS)
+    rows, column = _place(loop, buffers, tile, corner, index, EPILOGUE_COLUMNS)
     for box, addend_gmem in enumerate(loop.hooks.through.addends):
         loaded = buffers.addend_loaded.at[warpgroup * boxes.shape[0] + box]
         plgpu.copy_gmem_to_smem(addend_gmem.at[rows, pl.ds(column, EPILOGUE_COLUMNS)], boxes.at[box], loaded)
@@ -178,7 +177,7 @@ def _store_through(
         load_addends(loop, buffers, tile, output.corner, output.warpgroup, index)
     for box in range(len(through.addends)):
         plgpu.barrier_wait(buffers.addend_loaded.at[output.warpgroup * boxes.shape[0] + box])
-    rows, column = _place(loop, buffers, tile, output.corner, index * EPILOGUE_COLUMNS)
+    rows, column = _place(loop, buffers, tile, output.corner, index, EPILOGUE_COLUMNS)
     columns = pl.ds(column, EPILOGUE_COLUMNS)
     epilogue = through.epilogue_at(tile)
     for above in range(0, wg_m, block_rows):
@@ -195,31 +194,39 @@ def _store_through(
                 blocks_smem[box][...] = result
     plgpu.commit_smem()
     left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
-    send = _send_boxes if left is None else functools.partial(_send_rows, left)
     for box, out_gmem in enumerate(through.results):
-        send([boxes.at[box]], [(rows, columns)], out_gmem)
+        _send(boxes, [(rows, columns)], left, out_gmem, box)
 
 
 def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
     return [block_smem[...] for block_smem in blocks_smem]
 
 
-def _send_boxes(boxes: Sequence[SmemRef], places: Sequence[tuple[pl.Slice, pl.Slice]], out_gmem: GmemRef) -> None:
-    """Stores some boxes whole; TMA leaves out what lies beyond the output."""
-    for box, place in zip(boxes, places, strict=True):
-        plgpu.copy_smem_to_gmem(box, out_gmem.at[place], commit_group=box is boxes[-1])
-
-
-def _send_rows(
-    left: jax.Array, boxes: Sequence[SmemRef], places: Sequence[tuple[pl.Slice, pl.Slice]], out_gmem: GmemRef
+def _send(
+    box_views: SmemRef,
+    places: Sequence[tuple[pl.Slice, pl.Slice]],
+    left: jax.Array | None,
+    out_gmem: GmemRef,
+    first: int = 0,
 ) -> None:
-    """Stores the first `left` rows of some boxes: all rows at once, or pieces of a power of two of rows."""
+    """Stores boxes from the `first` on: their first `left` rows, in pieces of a power of two of rows; None: all rows."""
     (rows, _), *_ = places
-    pl.when(left >= rows.size)(functools.partial(_send_boxes, boxes, places, out_gmem))
+
+    def whole() -> None:
+        for box, place in enumerate(places):
+            plgpu.copy_smem_to_gmem(box_views.at[first + box], out_gmem.at[place], commit_group=box == len(places) - 1)
+
+    if left is None:
+        whole()
+        return
+    pl.when(left >= rows.size)(whole)
     for size in (128, 64, 32, 16, 8, 4, 2, 1):
 
         @pl.when(jnp.logical_and(left < rows.size, (left & size) != 0))
         def _piece(size: int = size) -> None:
             begin = left & ~(2 * size - 1)
-            of_piece = [(pl.ds(rows.start + begin, size), columns) for _, columns in places]
-            _send_boxes([box.at[pl.ds(begin, size)] for box in boxes], of_piece, out_gmem)
+            for box, (_, columns) in enumerate(places):
+                piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
+                plgpu.copy_smem_to_gmem(
+                    box_views.at[first + box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
+                )
