@@ -209,7 +209,7 @@ def _send(
     out_gmem: GmemRef,
     first: int = 0,
 ) -> None:
-    """Stores boxes from the `first` on: their first `left` rows, in pieces of a power of two of rows; None: all rows."""
+    """Stores boxes from the `first` on: all rows, or the first `left` in pieces of a power of two of rows."""
     (rows, _), *_ = places
 
     def whole() -> None:
