@@ -108,10 +108,10 @@ def takes_all(function: object, rhs: object) -> bool:
     traced already knows how many arrays it takes.
     """
     count = len(rhs) if isinstance(rhs, (list, tuple)) else 1
-    return count > 1 and callable(function) and _arrays_of(function)[0] == count
+    return count > 1 and callable(function) and arrays_of(function)[0] == count
 
 
-def _arrays_of(function: Callable[..., object]) -> tuple[int, float]:
+def arrays_of(function: Callable[..., object]) -> tuple[int, float]:
     """Returns the least and the most arrays that a function takes; (0, inf) if it does not tell."""
     if isinstance(function, Activation):
         return function.program.arrays, function.program.arrays
@@ -156,7 +156,7 @@ def traced(
         raise ValueError(
             f"`activation` must be a function of an array, got {shown(function)}: pass a function, e.g. jax.nn.relu"
         )
-    least, most = _arrays_of(function)
+    least, most = arrays_of(function)
     if not least <= arrays <= most:
         wanted = f"{arrays} arrays" if arrays > 1 else "one array, or of as many as there are right operands,"
         count = least if arrays < least else most
@@ -197,7 +197,7 @@ def by_itself(function: Callable[..., jax.Array], batch: tuple[int, ...] = ()) -
         try:
             result = function(*given)
         except (IndexError, TypeError, ValueError) as wrong:
-            if _arrays_of(function) != (0, math.inf):
+            if arrays_of(function) != (0, math.inf):
                 raise
             raise ValueError(
                 f"`activation` must say by its parameters how many arrays it takes, got {_name(function)}, which takes "

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from overlap.frame.activation import arrays_of
+
 
 def check_sizes(layer: str, **sizes: Any) -> None:
     """Raises TypeError if a size is no whole number, and ValueError if it is less than 1."""
@@ -73,14 +75,18 @@ def check_keywords(layer: str, given: dict[str, Any]) -> None:
             raise TypeError(f"{layer}: {keyword} must be {wanted.format(repr(value))}")
 
 
-def check_activation(layer: str, activation: Any) -> None:
-    """Raises TypeError if the activation is no function."""
+def check_activation(layer: str, activation: Any, most: int = 1) -> None:
+    """Raises TypeError if the activation is no function, or takes more than `most` arrays."""
     if not callable(activation):
         known = isinstance(activation, str) and callable(getattr(jax.nn, activation, None))
         raise TypeError(
             f"{layer}: activation must be an elementwise function, got {activation!r}: give "
             f"jax.nn.{activation if known else 'silu'}{'' if known else ', say'}"
         )
+    least, _ = arrays_of(activation)
+    if least > most:
+        wanted = "one array" if most == 1 else "one array, or gate and up"
+        raise TypeError(f"{layer}: activation must be a function of {wanted}, got {activation!r}, which takes {least}")
 
 
 def check_implementation(layer: str, implementation: object) -> None:

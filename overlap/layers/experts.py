@@ -175,7 +175,7 @@ class ExpertMLP(Parallel):
     ):
         given = {key: options[key] for key in Options.__annotations__ if key in options}
         Parallel.__init__(self, name=name, **given)
-        check_activation(self.title, activation)
+        check_activation(self.title, activation, most=2)
         check_flags(self.title, normalize_gates=normalize_gates, use_bias=use_bias, router_bias=router_bias)
         if router is not None:
             check_router(self.title, router)
@@ -291,7 +291,7 @@ class ExpertMLP(Parallel):
         logits = self.router(x)
         chosen, gates, probabilities = self._chosen(logits)
         squares = jax.nn.logsumexp(logits, axis=-1) ** 2
-        tokens = jnp.float32(squares.size)
+        tokens = jnp.maximum(jnp.float32(squares.size), 1)
         if mask is not None:
             chosen = jnp.where(mask[..., None], chosen, -1)
             gates = jnp.where(mask[..., None], gates, 0)
@@ -380,7 +380,7 @@ class ExpertMLP(Parallel):
                     f"{self.title}: {keyword} needs numbers of rows, got symbols in shape {shape}: export a program "
                     f"for each size, or leave {keyword} out"
                 )
-            limits[name] = math.ceil(factor * tokens * self.experts_per_token / parts)
+            limits[name] = max(math.ceil(factor * tokens * self.experts_per_token / parts), 1)
         return limits
 
     def _padded(self, value: jax.Array, empty: int) -> jax.Array:

@@ -61,7 +61,7 @@ class GatedMLP(Layer):
         part_of = options.get("part_of")
         self.title = f"{part_of}.{name}" if part_of else name  # In error messages, as of `Parallel`.
         out_features = in_features if out_features is None else out_features
-        check_activation(self.title, activation)
+        check_activation(self.title, activation, most=2)
         check_sizes(self.title, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
         options["part_of"] = self.title
         self.gate = ColumnParallelLinear(in_features, hidden_features, use_bias=use_bias, name="gate", **options)

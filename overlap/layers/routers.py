@@ -12,6 +12,7 @@ calls it inside `jax.shard_map`, with the logits of one device's tokens.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ class SoftmaxTopK:
     """
 
     normalize: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags("SoftmaxTopK", normalize=self.normalize)
 
     def __call__(self, logits: jax.Array, k: int) -> Routes:
         """Routes tokens by their logits."""
@@ -157,6 +161,11 @@ def check_router(layer: str, router: Any) -> None:
         raise TypeError(
             f"{layer}: router must be a function of logits and k, got {router!r}: give layers.TopKSoftmax(), say"
         )
+    if inspect.isfunction(router):
+        try:
+            inspect.signature(router).bind(None, None)
+        except TypeError as wrong:
+            raise TypeError(f"{layer}: router must be a function of logits and k, got {router!r}: {wrong}") from None
 
 
 def check_routes(layer: str, found: Any, shape: tuple[int, ...], k: int) -> Routes:

@@ -253,9 +253,19 @@ def test_dtypes_and_the_implementation_reach_the_products(monkeypatch: pytest.Mo
         return product(spec, found)
 
     monkeypatch.setattr(call, "run", noted)
+    logits = []
+
+    def router(x: jax.Array, k: int) -> layers.Routes:
+        logits.append(x.dtype.name)
+        return layers.SoftmaxTopK()(x, k)
+
     with jax.set_mesh(make_mesh(1, 2)):
-        build = lambda: layers.ExpertMLP(8, 12, 4, 2, dtype=jnp.bfloat16, implementation="xla", rngs=nnx.Rngs(0))  # noqa: E731
-        out, report = nnx.eval_shape(lambda: build()(jnp.zeros((4, 8))))
+        build = functools.partial(
+            layers.ExpertMLP, 8, 12, 4, 2, dtype=jnp.bfloat16, implementation="xla", router=router
+        )
+        out, report = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))(jnp.zeros((4, 8))))
+        wide, _ = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0), preferred_element_type=jnp.float32)(jnp.zeros((4, 8))))
+    assert wide.dtype == jnp.float32 and {*logits} == {"float32"}
     assert out.dtype == jnp.bfloat16 and {x.dtype.name for x in report} == {"float32"}
     assert {found[0] for found in given} == {"xla"} and {name for found in given for name in found[1:]} == {"bfloat16"}
 
@@ -314,5 +324,7 @@ def test_refusals() -> None:
 
         nnx.eval_shape(call_all)
         rows = jax.ShapeDtypeStruct((2, *jax.export.symbolic_shape("4*b"), 32), jnp.float32)
-        with pytest.raises(ValueError, match=r"^ExpertMLP: capacity_factor needs numbers of rows, got symbols"):
-            jax.eval_shape(lambda x: MLP(8, 2, capacity_factor=1.0, rngs=nnx.Rngs(0), **AXES)(x), rows)
+        for factor in ("capacity_factor", "rows_factor"):
+            build = functools.partial(MLP, 8, 2, **AXES, **{factor: 1.0})
+            with pytest.raises(ValueError, match=f"^ExpertMLP: {factor} needs numbers of rows, got symbols"):
+                jax.eval_shape(lambda x, build=build: build(rngs=nnx.Rngs(0))(x), rows)

@@ -49,7 +49,7 @@ def gpt_oss(logits: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def deepseek(
-    logits: np.ndarray, k: int, bias: np.ndarray, groups: int, top_groups: int, scale: float
+    logits: np.ndarray, k: int, bias: np.ndarray, groups: int, top_groups: int, scale: float, normalize: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """As `DeepseekV3TopkRouter` of transformers, one token after the other."""
     scores = 1 / (1 + np.exp(-logits))
@@ -61,7 +61,7 @@ def deepseek(
         choice[closed] = -np.inf
         chosen = top(choice.reshape(-1), k)
         ids.append(chosen)
-        gates.append(token[chosen] / (token[chosen].sum() + 1e-20) * scale)
+        gates.append(token[chosen] / ((token[chosen].sum() + 1e-20) if normalize else 1) * scale)
     return np.array(ids).reshape(*logits.shape[:-1], k), np.array(gates).reshape(*logits.shape[:-1], k)
 
 
@@ -84,13 +84,21 @@ def test_routers_are_the_models_formulas() -> None:
     given = jnp.asarray(logits, jnp.float32)
     grouped, bias = sigmoid_router(32, seed, groups=8, top_groups=3, scale=2.5)
     flat, flat_bias = sigmoid_router(32, seed + 1)
-    cases: list[tuple[Any, Any]] = [
-        (layers.SoftmaxTopK(), mixtral(logits, 4)),
-        (layers.TopKSoftmax(), gpt_oss(logits, 4)),
-        (grouped, deepseek(logits, 4, bias, 8, 3, 2.5)),
-        (flat, deepseek(logits, 4, flat_bias, 1, 1, 1.0)),
+    loose, loose_bias = sigmoid_router(32, seed + 2, normalize=False, scale=2.5)
+    low, low_bias = sigmoid_router(32, seed, groups=8, top_groups=3)
+    low_bias = low_bias - 2  # No score plus its bias is positive: those of closed groups are still less.
+    low.e_score_correction_bias[...] = jnp.asarray(low_bias, jnp.float32)
+    sigmoids = 1 / (1 + np.exp(-logits))
+    shares = sigmoids / sigmoids.sum(-1, keepdims=True)
+    cases: list[tuple[Any, Any, np.ndarray]] = [
+        (layers.SoftmaxTopK(), mixtral(logits, 4), softmax(logits)),
+        (layers.TopKSoftmax(), gpt_oss(logits, 4), softmax(logits)),
+        (grouped, deepseek(logits, 4, bias, 8, 3, 2.5), shares),
+        (flat, deepseek(logits, 4, flat_bias, 1, 1, 1.0), shares),
+        (loose, deepseek(logits, 4, loose_bias, 1, 1, 2.5, normalize=False), shares),
+        (low, deepseek(logits, 4, low_bias, 8, 3, 1.0), shares),
     ]
-    for router, expected in cases:
+    for router, expected, probabilities in cases:
         found = jax.jit(lambda x, router=router: router(x, 4))(given)
         np.testing.assert_allclose(
             by_id(found.experts, found.gates, 32),
@@ -99,15 +107,18 @@ def test_routers_are_the_models_formulas() -> None:
             atol=1e-6,
             err_msg=f"seed {seed}",
         )
-        np.testing.assert_allclose(found.probabilities.sum(-1), 1, rtol=1e-5)
+        # They have no bias, and are of all experts, not only of those chosen.
+        np.testing.assert_allclose(found.probabilities, probabilities, rtol=2e-5, err_msg=f"seed {seed}")
+    # The sum of these sigmoids is 0.
+    assert not np.asarray(grouped(jnp.full((2, 32), -200.0), 4).gates).any()
     # Negative controls: the bias and the groups decide about choices.
     plain = deepseek(logits, 4, 0 * bias, 8, 3, 2.5)[0]
     assert (np.sort(plain) != np.sort(cases[2][1][0])).any()
     assert (np.sort(deepseek(logits, 4, bias, 1, 1, 2.5)[0]) != np.sort(cases[2][1][0])).any()
     # Without normalization gates are the probabilities.
-    loose = layers.SoftmaxTopK(normalize=False)(given, 4)
+    plain = layers.SoftmaxTopK(normalize=False)(given, 4)
     np.testing.assert_allclose(
-        loose.gates, np.take_along_axis(softmax(logits), np.asarray(loose.experts), -1), rtol=1e-5
+        plain.gates, np.take_along_axis(softmax(logits), np.asarray(plain.experts), -1), rtol=1e-5
     )
 
 
@@ -374,6 +385,8 @@ def test_a_router_of_ones_own() -> None:
 MLP = functools.partial(layers.ExpertMLP, 8, 12, 8, 2)
 BOTH: dict[str, Any] = {"axis": ("data", "tensor"), "batch_axis": "data"}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"router": lambda logits: logits}, TypeError, "router must be a function of logits and k, got .*too many posit"),
+    ({"activation": lambda a, b, c: a}, TypeError, "activation must be a function of one array, or gate and up, .* 3"),
     ({"rows_factor": 0}, ValueError, "^ExpertMLP: rows_factor must be positive and finite, got 0: give 1.25"),
     ({"rows_factor": "a"}, TypeError, "^ExpertMLP: rows_factor must be a number, got 'a'"),
     ({"router": "softmax"}, TypeError, "^ExpertMLP: router must be a function of logits and k, got 'softmax': give"),
@@ -406,6 +419,9 @@ def test_refusals() -> None:
                 {"router": lambda x, k: [x]}, (4, 8, 8)),
             r"router must return gates of floating .*, got NoneType": (
                 {"router": lambda x, k: (jnp.zeros((*x.shape[:-1], k), int), None, None)}, (4, 8, 8)),
+            r"router must return probabilities of floating \(2, 4, 8\), got float32 \(2, 4, 2\)": (
+                {"router": lambda x, k: (*layers.TopKSoftmax()(x, k)[:2], x[..., :k]), "batch_axis": "data"},
+                (4, 8, 8)),
             "SigmoidTopK: num_experts=4 must be that of the layer, got 8": (
                 {"router": layers.SigmoidTopK(4)}, (4, 8, 8)),
             "SigmoidTopK: top_groups=1 groups of 1 must have as many": (
@@ -419,9 +435,24 @@ def test_refusals() -> None:
         ({"groups": 3}, ValueError, "groups=3 must divide num_experts=8"),
         ({"groups": 2, "top_groups": 3}, ValueError, "top_groups=3 must be at most groups=2"),
         ({"scale": "a"}, TypeError, "scale must be a number, got 'a'"),
+        ({"scale": True}, TypeError, "scale must be a number, got True"),
         ({"normalize": 1}, TypeError, "normalize must be True or False"),
         ({"groups": 0}, ValueError, "groups must be at least 1"),
     ]
     for given, kind, message in wrong:
         with pytest.raises(kind, match=message):
             layers.SigmoidTopK(8, **given)
+
+
+@pytest.mark.parametrize("factors", [{}, {"capacity_factor": 1.0}, {"rows_factor": 1.0}], ids=str)
+def test_no_tokens_at_all(factors: dict[str, float]) -> None:
+    """An empty input has an empty result, and a report of zeros."""
+    with jax.set_mesh(mesh_of(CASES["data and tensor, shared"])):
+        layer = MLP(rngs=nnx.Rngs(0), batch_axis="data", **factors)
+        out, report = jax.jit(lambda x: layer(x))(jnp.ones((2, 0, 8)))
+    assert out.shape == (2, 0, 8) and [float(x) for x in report] == [0, 0, 0]
+
+
+def test_flags_of_the_default_router() -> None:
+    with pytest.raises(TypeError, match="SoftmaxTopK: normalize must be True or False, got 'yes'"):
+        layers.SoftmaxTopK(normalize="yes")  # pyright: ignore[reportArgumentType]

@@ -117,6 +117,10 @@ def test_explain_names_the_rows() -> None:
     by_xla = overlap.explain(gather, *one_device(4, 2, 3, 128, jnp.bfloat16))[0]
     assert (by_xla.op, by_xla.implementation) == ("all_gather_lhs_grouped_matmul", "xla")
     assert by_xla.shapes == "8 rows of 128 bfloat16"
+    loss = lambda x, w, ids: gather(x, w, ids, implementation="fused").astype(jnp.float32).sum()  # noqa: E731
+    backward = [x.op for x in overlap.explain(jax.grad(loss), *one_device(4, 2, 3, 128, jnp.bfloat16))
+                if x.plan == "backward pass" and x.op != "grouped_matmul"]  # fmt: skip
+    assert backward == ["rows added to tokens"]
 
 
 def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

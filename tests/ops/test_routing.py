@@ -107,6 +107,8 @@ CASES = [
     Case(2, 40, 3, 8), Case(1, 700, 4, 6), Case(4, 33, 2, 8, capacity=5), Case(1, 1, 1, 2),
     Case(2, 40, 3, 8, rows=50), Case(4, 70, 2, 16, capacity=20, rows=64), Case(1, 300, 3, 40, rows=1),
     Case(1, 90, 2, 3, capacity=10**12, rows=10**12), Case(2, 5000, 2, 4, rows=9000),
+    # No route is dropped, and the last one fills its word of 32.
+    Case(4, 8, 1, 8, rows=24),
 ]  # fmt: skip
 
 
@@ -214,20 +216,23 @@ def test_derivatives_of_gates_that_travel() -> None:
     found, expected = jax.jit(lambda: (derivatives(True), derivatives(False)))()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
     assert found[-1].dtype == jnp.bfloat16 and np.abs(np.asarray(found[0][1])).sum() > 0
+    # They travel, and add their cotangents, in 32 bits.
+    routing = jax.eval_shape(lambda gates: overlap.route(ids, 8, None, gates=gates), gates.astype(jnp.bfloat16))
+    assert routing.gates.dtype == jnp.float32
 
 
-def collectives_of_ids(policy: Any) -> int:
-    """How often the program of a layer under `jax.checkpoint`, with gradients, gathers ids."""
+def gathers_of(policy: Any) -> tuple[int, int]:
+    """How often the program of a layer under `jax.checkpoint`, with gradients, gathers ids, and how often gates."""
     given = operands(16, 8, 8, jnp.float32)
     run = jax.checkpoint(of_devices(2, "xla", travels=True), policy=policy)
     pull = jax.grad(lambda *given: summed(run, *given)[0], (0, 1, 2))
-    jaxpr = str(jax.make_jaxpr(pull)(*given))
-    return sum("i32[16,3]" in line for line in jaxpr.splitlines() if "= all_gather" in line)
+    lines = [line for line in str(jax.make_jaxpr(pull)(*given)).splitlines() if "= all_gather" in line]
+    return sum("i32[16,3]" in line for line in lines), sum("f32[16,3]" in line for line in lines)
 
 
 def test_a_checkpoint_keeps_the_routing_by_name() -> None:
-    assert collectives_of_ids(None) == 2
-    assert collectives_of_ids(jax.checkpoint_policies.save_only_these_names("routing")) == 1
+    assert gathers_of(None) == (2, 2)
+    assert gathers_of(jax.checkpoint_policies.save_only_these_names("routing")) == (1, 1)
     plain = jax.grad(lambda *given: summed(of_devices(2, "xla", travels=True), *given)[0], (0, 1, 2))
     gathers = [line for line in str(jax.make_jaxpr(plain)(*operands(16, 8, 8, jnp.float32))).splitlines()
                if "= all_gather" in line]  # fmt: skip
@@ -239,6 +244,7 @@ def test_refusals() -> None:
     lhs, rhs = np.zeros((8, 5), np.float32), np.zeros((3, 5, 6), np.float32)
     refused: list[tuple[Any, str]] = [
         (lambda: overlap.route(ids, 3, None, rows=0), "`rows` must be None or an integer of at least 1, got 0"),
+        (lambda: overlap.route(ids, 3, None, rows=True), "`rows` must be None or an integer of at least 1, got True"),
         (lambda: overlap.route(ids, 3, None, rows=1.5), "`rows` must be None or an integer .*, got 1.5: round it up"),  # pyright: ignore[reportArgumentType]
         (lambda: overlap.route(ids, 3, None, gates=gates[:3]), r"`gates` .* of `experts`, \(4, 2\), got \(3, 2\)"),
         (lambda: overlap.route(ids, 3, None, gates=ids), "`gates` must be floating-point, got int32"),

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice import crossover, dispatch
+from overlap.frame.rules import with_rule
 from tests import oracle
 from tests.ops import contract
 from tests.ops.contract import BF16, EVERY, F16, F32, FORMS, SCALES, SMALL, Call, assert_close, assert_exact, running
@@ -176,6 +178,45 @@ def test_vmap_over_anything_else_is_refused_if_asked_for_and_left_to_xla_if_not(
         assert chosen.out_info.shape == traced("xla").out_info.shape
         with pytest.raises(NotImplementedError, match=r"vmap.*xla"):
             traced("fused")
+
+
+def scaled(x, y):
+    return {"product": x * y.sum(), "sines": jnp.sin(y)}
+
+
+def rule_of_scaled(primals, tangents):
+    """Twice the derivative, so that jax's own would show."""
+    moved = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moved(*given):
+        return scaled(*(dict(zip(moved, given)).get(i, x) for i, x in enumerate(primals)))
+
+    outs, of_outs = jax.jvp(of_moved, [primals[i] for i in moved], [tangents[i] for i in moved])
+    return outs, jax.tree.map(lambda x: 2 * x, of_outs)
+
+
+@pytest.mark.parametrize("moved", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("axes", [(1, 0), (None, 1), (1, None)], ids=str)
+def test_rules_of_derivatives_under_vmap(axes, moved):
+    """The derivative of a vmap: of operands that all elements share, along any dimension, and without some tangents."""
+    chance, size = np.random.default_rng(), 4
+    shapes = [(3,) if axis is None else np.insert(np.array([3]), axis, size) for axis in axes]
+    given, directions = ([chance.standard_normal(shape) for shape in shapes] for _ in range(2))
+
+    def of_moved(*values):
+        operands = [dict(zip(moved, values)).get(i, x) for i, x in enumerate(given)]
+        return jax.vmap(lambda x, y: with_rule(scaled, rule_of_scaled, x, y), in_axes=axes)(*operands)
+
+    with jax.enable_x64():
+        outs, of_outs = jax.jvp(of_moved, [given[i] for i in moved], [directions[i] for i in moved])
+    element = lambda x, axis, i: x if axis is None else np.take(x, i, axis)  # noqa: E731
+    for i in range(size):
+        x, y = (element(value, axis, i) for value, axis in zip(given, axes))
+        d_x, d_y = (element(value, axis, i) * (j in moved) for j, (value, axis) in enumerate(zip(directions, axes)))
+        np.testing.assert_allclose(outs["product"][i], x * y.sum())
+        np.testing.assert_allclose(outs["sines"][i], np.sin(y))
+        np.testing.assert_allclose(of_outs["product"][i], 2 * (d_x * y.sum() + x * d_y.sum()))
+        np.testing.assert_allclose(of_outs["sines"][i], 2 * np.cos(y) * d_y)
 
 
 def test_vmap_of_a_backward_pass_that_no_kernel_can_serve():

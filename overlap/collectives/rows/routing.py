@@ -111,9 +111,10 @@ def route(
       dropped and counted, the last ones first.
 
     Raises:
-      ValueError: `experts` is not [T, k] of integers, or `gates` not of floating-point numbers; D does not divide
-        `num_experts`, or the tokens choose more experts than there are; there are 2^31 routes or more; `capacity` or
-        `rows` is less than 1; `axis_name` is no axis of the enclosing `shard_map`.
+      ValueError: `experts` is not [T, k] of integers, or `gates` not of floating-point numbers; T is a symbol of
+        `jax.export`, and there are several devices; D does not divide `num_experts`, or the tokens choose more experts
+        than there are; there are 2^31 routes or more; `capacity` or `rows` is less than 1; `axis_name` is no axis of
+        the enclosing `shard_map`.
 
     Example:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -313,7 +314,13 @@ def _checked(experts: Given, num_experts: Given, devices: int) -> tuple[jax.Arra
             "experts of a token must differ"
         )
     routes = devices * experts.size
-    if not jax.export.is_symbolic_dim(routes) and routes > _MOST:
+    is_symbol = jax.export.is_symbolic_dim(routes)
+    if is_symbol and devices > 1:  # jaxlib 0.11 and 0.12 end the process where they refine shapes inside a shard_map.
+        raise ValueError(
+            f"`experts` must have a known number of tokens where {devices} devices share the experts, got shape "
+            f"{experts.shape}: export a program for each number of tokens"
+        )
+    if not is_symbol and routes > _MOST:
         raise ValueError(
             f"`experts` must have fewer than 2^31 routes on all devices, got {routes}: split the tokens into several "
             "calls"
