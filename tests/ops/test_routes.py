@@ -146,7 +146,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: jax.export.export(jax.jit(jax.shard_map(
         lambda i: route(i, 4, "x").tokens, mesh=make_mesh(x=2), in_specs=P("x"), out_specs=P("x"))))(
             jax.ShapeDtypeStruct((*jax.export.symbolic_shape("2*b"), 2), jax.numpy.int32)),
-     r"`experts` must have a known number of tokens where 2 devices share the experts, got shape \(2\*b, 2\): export"),
+     r"`experts` must have a known number of tokens where 2 devices share the experts, got shape \(b, 2\): export"),
     (lambda: route(jax.device_put(IDS, jax.NamedSharding(EXPLICIT, P("x"))), 3, None),
      r"`experts` must be one device's, got .* sharded P\('x', None\) along Explicit axes: call `route` inside"),
     (lambda: route(MANY, 2**20, None), "`experts` must be an array, got a jax.Shape"),
