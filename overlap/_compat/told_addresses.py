@@ -138,8 +138,10 @@ def told(kernel: Told | None) -> Iterator[None]:
 
 
 def _change() -> None:
+    """Replaces two methods of jax's launch context: where the table of the peers' addresses is, and its rows."""
     from jax.extend.mlir import ir
 
+    # `private` raises if jax has no such name. It is asked for all of them before the first one is replaced.
     as_memref = private("jax.experimental.mosaic.gpu.utils", "ptr_as_memref")
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._collective_metadata")
     private("jax.experimental.mosaic.gpu.launch_context", "LaunchContext._get_parameter_address_on_peer")
@@ -152,6 +154,7 @@ def _change() -> None:
             if which:
                 reason = "the host of a GPU with a process of its own does not know its peers' addresses"
                 raise NotImplementedError(reason)
+            # The table lies before the kernel's flags, its last parameter. An address takes the place of two flags.
             with ir.InsertionPoint.at_block_begin(self.buffers.owner):
                 entries = ir.MemRefType.get((kernel.addresses.TABLE_FLAGS // 2,), ir.IntegerType.get_signless(64))
                 return as_memref(_pointer(self, self.num_params - 1), entries)

@@ -62,6 +62,7 @@ def derivative(
         calls = [sums.for_rhs(i) for i in range(len(sums.rhs_list))] if needs_a_call_for_each else [sums]
         runs = [fused(given, bare.of(given)) for given in calls]
         products = tuple(checkpoint_name(z, BEFORE_ACTIVATION) for outs, _ in runs for z in outs)
+        # What an operation returns beside its products, a gathered operand, is the same in all calls.
         kept = runs[0][1]
         results = plan.activated(operands, products), kept
     tangent = tangents_of(

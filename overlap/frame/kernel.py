@@ -169,12 +169,14 @@ class Kernel:
         f32 results take more shared memory and registers. So where the plan's configuration does not fit any more,
         another one is chosen.
         """
+        if self.operation.combines:  # The activation takes several products, which are stored in the results' dtype.
+            return None
         form = dataclasses.replace(plan.form, out_dtype=F32)
         problem = self.problem(form)
         config = plan.config
         if not problem.accepts(config, plan.target):
             config, _ = choose_config(problem, plan.target)
-        if self.operation.combines or not problem.accepts(config, plan.target):
+        if not problem.accepts(config, plan.target):
             return None
         return dataclasses.replace(plan, activation=None, form=form, chosen=config)
 

@@ -177,8 +177,9 @@ class Gather(Move):
         """Applies `move(array, dimension)` to all sharded arrays; `dimension` is negative: -1 is the last one."""
         if self.along == "m":
             rows = -1 if layouts.transpose_lhs else -2
-            own = operands.row_scale
-            return dataclasses.replace(operands, lhs=move(operands.lhs, rows), row_scale=move(own, -1))
+            # `move` returns None for None.
+            row_scale = move(operands.row_scale, -1)
+            return dataclasses.replace(operands, lhs=move(operands.lhs, rows), row_scale=row_scale)
         is_last = (self.along == "n") != layouts.transpose_rhs
         rhs_list = tuple(move(rhs, -1 if is_last else -2) for rhs in operands.rhs_list)
         scales = operands.column_scales

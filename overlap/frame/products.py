@@ -70,7 +70,10 @@ class Groups:
         return jnp.where(self._counts(z.shape[0]), scale[:, None], 1)
 
     def of_columns(self, vector: jax.Array, z: jax.Array) -> jax.Array:
-        """For each row of a product z the vector of its group: [groups, n] to [m, n]."""
+        """For each row of a product z the vector of its group: [groups, n] to [m, n].
+
+        jax would transpose it to a scatter, which adds in an order that changes. So it has a transpose of its own.
+        """
         group = self._group_of_rows(z.shape[0])
 
         def forward(residuals: Sequence[jax.Array], operands: Sequence[jax.Array]) -> list[jax.Array]:

@@ -53,6 +53,7 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Sem
     table = [(TABLE_FLAGS,)] if told else []
     with in_kernel("shared_semaphores"):
         flags = [pl.get_global(plgpu.SemaphoreType.REGULAR(shape)) for shape in (*table, *shapes)]
+    # Whole windows, for kernels whose flags lie behind these.
     filler = -sum(math.prod(shape) for shape in (*table, *shapes)) % (_WINDOW_BYTES // FLAG_BYTES)
     if filler:
         pl.get_global(plgpu.SemaphoreType.REGULAR((filler,)))

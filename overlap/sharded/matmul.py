@@ -148,7 +148,7 @@ def _specs_of(
     specs = {}
     for name, x in operands.items():
         kind = name.split("[")[0]
-        # An addend may lack the leading dimensions.
+        # In the plan leading dimensions are merged into rows. An addend may lack them.
         merged = plan.out[-len(dimensions.merged(name, x.shape)) :] if kind == "addend" else partition[kind]
         parts = dimensions.split(name, x.shape, merged, mesh.shape)
         partitions.require_divisible(f"`{_named(name, whole)}`", x.shape, parts, mesh)

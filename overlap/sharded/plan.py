@@ -200,6 +200,9 @@ class _Places:
     def kind(self, axis: str) -> str:
         """Says what happens along an axis: "local" (nothing), "sum", "gather lhs" or "gather rhs".
 
+        It cuts k of both operands: sum. Rows of `lhs`, n of `rhs` and of the result: gather `lhs`. `rhs`, and rows of
+        `lhs` and of the result, or neither: gather `rhs`. Rows, or n, of an operand and of the result: local.
+
         Raises:
           ValueError: no operation serves the places of the axis.
         """

@@ -89,7 +89,7 @@ class GroupsKernel(Kernel):
         grouped = self.operation.spec.groups
         dtypes = form.dtype, rhs_dtype, form.out_dtype
         types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=grouped, boxes=boxes, addend=addend)
-        # What is contracted by rows is m of the forward pass.
+        # A contraction of rows runs in the backward pass. What it contracts, its k, is called m by the caller.
         m_name, k_name = ("m", "k") if by_rows else ("k", "m")
         sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
         zeros_bytes = limits.ZEROS_BYTES if by_rows else 0

@@ -229,8 +229,9 @@ class _Body:
             if scales is None:
                 return broadcast(vectors.row_scale)
             # The producer has waited for the flag of the peer's rows, which also stands for their scales: so the scales
-            # have landed. The second tile of a pair may lie wholly below the last row. No scales arrive for such a
-            # tile. So it reads scales of the own shard, which are there and are not used.
+            # have landed. Two CTAs of a cluster compute a pair of tiles, one below the other, and the second may lie
+            # wholly below the last row. No scales arrive for such a tile, and its values are not stored. It reads those
+            # of the own shard, so that it reads no memory that is not there.
             own, of_peers = scales
             return lax.cond(
                 jnp.logical_or(tile.step == 0, tile.m >= schedule.row_blocks),

@@ -182,6 +182,7 @@ def _with(factors: _Factors, index: int, value: Leaf) -> _Factors:
 
 
 def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Factors, routing: Routing) -> jax.Array:
+    """Computes the derivative by one argument from the other two, those of `factors` that are not None."""
     tokens, rows, gates = factors
     inputs = {"positions": routing.positions}
     if tokens is not None:
@@ -190,6 +191,7 @@ def _by_kernel(by: _Argument, movement: Movement, plan: RowsPlan, factors: _Fact
         inputs["rows"] = rows
     if gates is not None:
         inputs["gates"] = gates.astype(jnp.float32)
+    # The kernel leaves rows that are not in use undefined. Where jax looks for NaN in results, they must be zeros.
     filled = routing.filled if by == ROWS and checks_numbers() else None
     return _launched(by, plan, movement.must_fuse, inputs, filled)
 

@@ -141,6 +141,7 @@ def _multiply(loop: Loop, buffers: Buffers, tile: Tile, piece: Piece) -> None:
         def k_step(k: jax.Array, stage: jax.Array) -> jax.Array:
             plgpu.barrier_wait(buffers.full_at(piece, stage))
             if last_k is not None:
+                # If only some rows of the last k step count, the epilogue warpgroup sets the others to zero first.
                 cut = jnp.logical_and(k == piece.k_steps - 1, last_k < tile_k(buffers.lhs[0].dtype))
                 pl.when(cut)(lambda: _await_cleared(buffers))
             _issue_k_step(loop, buffers, piece, k, stage, pair)
