@@ -53,9 +53,9 @@ from overlap.sharded import partitions
 
 
 class RouterReport(NamedTuple):
-    """What an `ExpertMLP` returns beside its result: scalars in float32, over the tokens of all devices.
+    """What an `ExpertMLP` returns beside its result, in float32, over the tokens of all devices.
 
-    Tokens that a mask leaves out do not count. If it leaves out all, the three are 0.
+    Tokens that a mask leaves out do not count. Without any token all are 0.
 
     Attributes:
       load_balance_loss: E · Σ f[e] · P[e], where f[e] is the share of the routes that chose expert e, and P[e] the mean
@@ -63,11 +63,15 @@ class RouterReport(NamedTuple):
         per token that of Mixtral is k times as large. Add about 0.01 times it to the loss of a model.
       z_loss: the mean square of the logits' logsumexp, which keeps logits small (ST-MoE). Add about 0.001 times it.
       dropped: the share of the routes that were dropped; 0 without a capacity.
+      load: [num_experts], the share of the routes that chose each expert, dropped ones too. A training that balances
+        experts by `SigmoidTopK`'s selection bias lowers the bias of those with more than 1 / E: without a gradient,
+        bias + rate · sign(1 / E - load), as in DeepSeek-V3.
     """
 
     load_balance_loss: jax.Array
     z_loss: jax.Array
     dropped: jax.Array
+    load: jax.Array
 
 
 # nnx.tabulate lays a tuple out by numbers, and fails on the names that jax gives the entries of a named one.
@@ -274,19 +278,19 @@ class ExpertMLP(Parallel):
                 mask = placed(self, jnp.asarray(mask), P(*spec[:-1]), "the mask")
                 routed = jnp.where(mask[..., None], x, 0)  # Padding may hold NaN, and 0 times NaN is NaN.
             with jax.named_scope("router"):
-                gates, chosen, balance, z, routes = self._routes(routed, mask)
+                gates, chosen, balance, z, load, routes = self._routes(routed, mask)
             out, dropped = self._experts(routed, gates, chosen)
             if self.shared is not None:
                 residual = self.shared(x, residual)
             out = checkpoint_name(out if residual is None else out + residual, self.name)
-            return out, RouterReport(balance, z, dropped.sum() / routes)
+            return out, RouterReport(balance, z, dropped.sum() / routes, load)
 
     def _routes(
         self, x: jax.Array, mask: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns gates and chosen experts, [..., rows, experts_per_token]; load_balance_loss, z_loss; how many routes.
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns gates and chosen experts, [..., rows, experts_per_token]; losses and load; how many routes there are.
 
-        `RouterReport` defines the two losses. A token that `mask` leaves out chooses expert -1, which does not exist.
+        `RouterReport` defines losses and load. A token that `mask` leaves out chooses expert -1, which does not exist.
         """
         logits = self.router(x)
         chosen, gates, probabilities = self._chosen(logits)
@@ -298,14 +302,14 @@ class ExpertMLP(Parallel):
             squares = jnp.where(mask, squares, 0)
             tokens = jnp.maximum(mask.sum(dtype=jnp.float32), 1)
         routes = tokens * self.experts_per_token
+        every = tuple(range(x.ndim - 1))
+        is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
+        load = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
         balance = jnp.float32(0)
         if probabilities is not None:
             probabilities = probabilities if mask is None else jnp.where(mask[..., None], probabilities, 0)
-            every = tuple(range(x.ndim - 1))
-            is_chosen = chosen[..., None] == jnp.arange(self.num_experts)
-            share = is_chosen.astype(jnp.float32).sum((*every, x.ndim - 1)) / routes
-            balance = self.num_experts * (share * probabilities.sum(every) / tokens).sum()
-        return gates, chosen, balance, squares.sum() / tokens, routes
+            balance = self.num_experts * (load * probabilities.sum(every) / tokens).sum()
+        return gates, chosen, balance, squares.sum() / tokens, load, routes
 
     def _chosen(self, logits: jax.Array) -> Routes:
         """What the router says of all tokens.

@@ -72,7 +72,7 @@ def reference(
     share, mean = is_chosen.sum((0, 1)) / (tokens * CHOSEN), jnp.where(mask, probability, 0).sum((0, 1)) / tokens
     dropped = (is_chosen.sum() - counts.sum()) / (tokens * CHOSEN)
     z = jnp.where(mask[..., 0], jax.nn.logsumexp(logits, -1) ** 2, 0).sum() / tokens
-    return out, layers.RouterReport(EXPERTS * (share * mean).sum(), z, dropped)
+    return out, layers.RouterReport(EXPERTS * (share * mean).sum(), z, dropped, share)
 
 
 def loss_of(outs: Any) -> Any:
