@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from jax.tree_util import SequenceKey, register_pytree_with_keys
 import overlap
 from overlap.collectives.rows.mlp import expert_mlp
 from overlap.frame import mesh_axes
+from overlap.frame.activation import traced
+from overlap.frame.elementwise import NotElementwise
+from overlap.frame.signatures import AnyMesh
 from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
     check_activation,
@@ -348,12 +352,28 @@ class ExpertMLP(Parallel):
         specs = {name: P(self.axis, None) if "bias" in name else P(self.axis, self.fsdp_axis, None) for name in weights}
         specs |= dict.fromkeys(("x", "gates", "chosen"), spec)
         parts = {name: placed(self, value, specs[name]) for name, value in parts.items()}
-        of_parts = functools.partial(self._of_parts, limits)
+        activation, scalars = self._activation(mesh)
+        parts |= scalars
+        specs |= dict.fromkeys(scalars, P())
+        of_parts = functools.partial(self._of_parts, limits, activation)
         try:
             out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         return self._without_padding(out, shape) if is_whole else out, dropped
+
+    def _activation(self, mesh: AnyMesh) -> tuple[Callable[..., jax.Array], dict[str, jax.Array]]:
+        """The activation of gate and up, and the scalars that it captures, by name, if they must be handed to it.
+
+        They must on a mesh with Explicit axes: jax lets no function inside of `jax.shard_map` capture their arrays.
+        """
+        function = gated(self.activation)
+        if mesh_axes.explicit_axes(mesh):
+            with contextlib.suppress(NotElementwise):
+                proven, scalars = traced(function, arrays=2)
+                if scalars:
+                    return proven, {f"scalars.{i}": scalar for i, scalar in enumerate(scalars)}
+        return function, {}
 
     def _groups(self, shape: tuple[int, ...]) -> tuple[Axis | None, int, int]:
         """The mesh axis that cuts tokens into groups, the number of groups, and that of the tokens of each.
@@ -419,7 +439,9 @@ class ExpertMLP(Parallel):
         mesh = mesh_in_use(self)
         return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if mesh_axes.explicit_axes(mesh) else None)
 
-    def _of_parts(self, limits: dict[str, int], parts: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _of_parts(
+        self, limits: dict[str, int], activation: Callable[..., jax.Array], parts: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""
         x, gates, chosen = (parts[name].reshape(-1, parts[name].shape[-1]) for name in ("x", "gates", "chosen"))
         axes = names_in(self.fsdp_axis)
@@ -434,9 +456,10 @@ class ExpertMLP(Parallel):
         routing = overlap.route(chosen, self.num_experts, self.axis, gates=gates, **limits)
         weights = {name: whole(name) for name in ("gate", "up", "down")}
         biases = {name: part for name, part in parts.items() if name.endswith(".bias")}
+        scalars = [part for name, part in parts.items() if name.startswith("scalars.")]
         out = expert_mlp(
             x, weights | biases, routing, self.axis,
-            activation=gated(self.activation),
+            activation=activation, scalars=scalars or None,
             preferred_element_type=self.preferred_element_type,
             implementation=self.implementation,
         )  # fmt: skip

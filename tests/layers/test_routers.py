@@ -474,3 +474,22 @@ def test_the_load_evens_the_experts() -> None:
         after = np.asarray(load_of(layer))
     np.testing.assert_allclose([before.sum(), after.sum()], 1, rtol=1e-6)
     assert np.ptp(before) > 0.2 and np.ptp(after) < 0.06
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_an_activation_that_captures_a_scalar(kind: Any) -> None:
+    """A number made on the mesh, and one that is learned: the result and its gradient, as by the dense formula."""
+    x = draw(5, (2, 4, 8))
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])):
+        fixed = jnp.float32(1.5)
+
+        def loss(learned: jax.Array, activation: Any) -> jax.Array:
+            layer = MLP(rngs=nnx.Rngs(0), batch_axis="data", activation=activation(learned))
+            return (layer(x)[0] ** 2).sum()
+
+        def scaled(learned: jax.Array) -> Any:
+            return lambda gate: gate * jax.nn.sigmoid(fixed * gate) * learned
+
+        value, slope = jax.jit(jax.value_and_grad(lambda learned: loss(learned, scaled)))(jnp.float32(2))
+        plain = jax.jit(lambda: loss(jnp.float32(1), lambda _: lambda gate: gate * jax.nn.sigmoid(1.5 * gate)))()
+    np.testing.assert_allclose([value, slope], [4 * plain, 4 * plain], rtol=1e-5)

@@ -98,6 +98,11 @@ def all_gather_lhs_grouped_matmul(
         config=config,
         implementation=implementation,
     )
+    return gathered_product(given, routing, axis_name)
+
+
+def gathered_product(given: Arguments, routing: Routing, axis_name: AxisName | None) -> jax.Array:
+    """`all_gather_lhs_grouped_matmul`, given its arguments, with the scalars of an activation that is traced already."""
     given, tokens, movement = gathering(given, routing, axis_name)
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
@@ -105,7 +110,7 @@ def all_gather_lhs_grouped_matmul(
         rows = copied(tokens, routing, movement)
         return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias, clears=(True, False)))
 
-    return in_device_memory(run, (tokens, given.rhs, bias))
+    return in_device_memory(run, (tokens, given.rhs, given.bias))
 
 
 def grouped_matmul_reduce_scatter(

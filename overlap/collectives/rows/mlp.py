@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.rows.experts import all_gather_lhs_grouped_matmul, gathering, grouped_matmul_reduce_scatter
+from overlap.collectives.rows.experts import gathered_product, gathering, grouped_matmul_reduce_scatter
 from overlap.collectives.rows.routing import Routing
 from overlap.collectives.rows.rows import Movement, added, copied
 from overlap.frame import call, products
@@ -59,7 +59,8 @@ def expert_mlp(
     routing: Routing,
     axis_name: AxisName | None,
     *,
-    activation: Callable[[jax.Array, jax.Array], jax.Array],
+    activation: Callable[..., jax.Array],
+    scalars: Sequence[jax.Array] | None = None,
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -71,23 +72,27 @@ def expert_mlp(
         `tokens`. Perhaps "gate.bias", "up.bias", [E / D, I], and "down.bias", [E / D, H].
       routing: what `overlap.route` returned for the same axis, with gates.
       axis_name: as for `overlap.route`.
-      activation: an elementwise function of gate and up.
+      activation: an elementwise function of gate and up; or an `Activation` that is traced already.
+      scalars: those that such an `Activation` captures; else None.
       preferred_element_type, implementation: see `overlap.grouped_matmul`.
 
     Returns:
       [T, H]: the gated sums.
     """
     static = _Static(axis_name, activation, preferred_element_type, implementation)
-    arrays = {"tokens": tokens, "gates": routing.gates, **weights}
+    arrays: dict[str, Leaf] = {"tokens": tokens, "gates": routing.gates, **weights}
+    if scalars is not None:
+        arrays["scalars"] = tuple(scalars)
+        return _by_operations(static, arrays, dataclasses.replace(routing, gates=None))
     routing = dataclasses.replace(routing, gates=None)
     out_dtype = jnp.dtype(preferred_element_type or tokens.dtype)
     if tokens.dtype not in FLOAT16 or out_dtype != tokens.dtype or implementation == "xla" or checks_numbers():
         return _by_operations(static, arrays, routing)
     try:
-        proven, scalars = traced(activation, arrays=2)
+        proven, captured = traced(activation, arrays=2)
     except NotElementwise:
         return _by_operations(static, arrays, routing)
-    if scalars:  # They may be differentiated, which takes a sum over all rows.
+    if captured:  # They may be differentiated, which takes a sum over all rows.
         return _by_operations(static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
     function, rule = functools.partial(_by_operations, static), functools.partial(_tangent, static)
@@ -116,6 +121,7 @@ class _Static:
         return {
             "bias": [arrays["gate.bias"], arrays["up.bias"]] if "gate.bias" in arrays else None,
             "activation": self.activation,
+            "scalars": arrays.get("scalars"),
             "preferred_element_type": self.preferred_element_type,
             "implementation": self.implementation,
         }
@@ -125,7 +131,8 @@ def _by_operations(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Ar
     """The MLP by both operations, with their derivatives."""
     tokens, gate, up = (arrays[name] for name in ("tokens", "gate", "up"))
     with jax.named_scope("gate_up"):
-        hidden = all_gather_lhs_grouped_matmul(tokens, [gate, up], routing, static.axis_name, **static.of_first(arrays))
+        given = Arguments(tokens, [gate, up], **static.of_first(arrays))
+        hidden = gathered_product(given, routing, static.axis_name)
     with jax.named_scope("down"):
         return grouped_matmul_reduce_scatter(
             checkpoint_name(hidden, "hidden").astype(tokens.dtype),
