@@ -102,7 +102,7 @@ def all_gather_lhs_grouped_matmul(
 
 
 def gathered_product(given: Arguments, routing: Routing, axis_name: AxisName | None) -> jax.Array:
-    """`all_gather_lhs_grouped_matmul`, given its arguments, with the scalars of an activation that is traced already."""
+    """`all_gather_lhs_grouped_matmul`, given its arguments, and the scalars of an activation that was traced before."""
     given, tokens, movement = gathering(given, routing, axis_name)
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
