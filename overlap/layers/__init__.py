@@ -30,12 +30,12 @@ except ImportError as _error:
 
 from overlap.layers.attention import OutputProjection, QKVProjection
 from overlap.layers.dot_general import ShardedDotGeneral
-from overlap.layers.experts import ExpertMLP, RouterReport
+from overlap.layers.experts import ExpertMLP
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
 from overlap.layers.mlp import GatedMLP
 from overlap.layers.norms import LayerNorm, RMSNorm
 from overlap.layers.parallel import Options, Parallel
-from overlap.layers.routers import Routes, SelectionBias, SigmoidTopK, SoftmaxTopK, TopKSoftmax
+from overlap.layers.routers import RouterReport, Routes, SelectionBias, SigmoidTopK, SoftmaxTopK, TopKSoftmax
 
 __all__ = [
     "ColumnParallelLinear",

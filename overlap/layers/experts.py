@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import jax
 import jax.export
@@ -17,7 +17,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 import overlap
 from overlap.collectives.rows.mlp import expert_mlp
@@ -52,38 +51,8 @@ from overlap.layers.parallel import (
     row_axis,
     spec_between_layers,
 )
-from overlap.layers.routers import Router, Routes, SoftmaxTopK, check_router, check_routes
+from overlap.layers.routers import Router, RouterReport, Routes, SoftmaxTopK, check_router, check_routes
 from overlap.sharded import partitions
-
-
-class RouterReport(NamedTuple):
-    """What an `ExpertMLP` returns beside its result, in float32, over the tokens of all devices.
-
-    Tokens that a mask leaves out do not count. Without any token all are 0.
-
-    Attributes:
-      load_balance_loss: E · Σ f[e] · P[e], where f[e] is the share of the routes that chose expert e, and P[e] the mean
-        of its probability. It is 1 if all experts are chosen alike, and at most E. Of Switch Transformer; for k experts
-        per token that of Mixtral is k times as large. Add about 0.01 times it to the loss of a model.
-      z_loss: the mean square of the logits' logsumexp, which keeps logits small (ST-MoE). Add about 0.001 times it.
-      dropped: the share of the routes that were dropped; 0 without a capacity.
-      load: [num_experts], the share of the routes that chose each expert, dropped ones too. A training that balances
-        experts by `SigmoidTopK`'s selection bias lowers the bias of those with more than 1 / E: without a gradient,
-        bias + rate · sign(1 / E - load), as in DeepSeek-V3.
-    """
-
-    load_balance_loss: jax.Array
-    z_loss: jax.Array
-    dropped: jax.Array
-    load: jax.Array
-
-
-# nnx.tabulate lays a tuple out by numbers, and fails on the names that jax gives the entries of a named one.
-register_pytree_with_keys(
-    RouterReport,
-    lambda report: ([(SequenceKey(index), entry) for index, entry in enumerate(report)], None),
-    lambda _, entries: RouterReport(*entries),
-)
 
 
 class ExpertKernel(nnx.Module):
@@ -327,7 +296,8 @@ class ExpertMLP(Parallel):
         specs = {name: spec if name == "logits" else P(*[None] * value.ndim) for name, value in parts.items()}
 
         def of_parts(parts: dict[str, jax.Array]) -> Routes:
-            logits, given = parts["logits"], [parts[str(i)] for i in range(len(leaves))]
+            logits = parts["logits"]
+            given = [parts[str(i)] for i in range(len(leaves))]
             choose = self.choose if graph is None else nnx.merge(graph, jax.tree.unflatten(structure, given))
             found = choose(logits, self.experts_per_token)
             return check_routes(self.title, found, logits.shape, self.experts_per_token)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.tree_util import SequenceKey, register_pytree_with_keys
 
 from overlap.layers.checks import check_flags, check_sizes
 from overlap.layers.parallel import Layer
@@ -41,6 +42,36 @@ class Routes(NamedTuple):
 
 
 type Router = Callable[[jax.Array, int], Routes]
+
+
+class RouterReport(NamedTuple):
+    """What an `ExpertMLP` returns beside its result, in float32, over the tokens of all devices.
+
+    Tokens that a mask leaves out do not count. Without any token all are 0.
+
+    Attributes:
+      load_balance_loss: E · Σ f[e] · P[e], where f[e] is the share of the routes that chose expert e, and P[e] the mean
+        of its probability. It is 1 if all experts are chosen alike, and at most E. Of Switch Transformer; for k experts
+        per token that of Mixtral is k times as large. Add about 0.01 times it to the loss of a model.
+      z_loss: the mean square of the logits' logsumexp, which keeps logits small (ST-MoE). Add about 0.001 times it.
+      dropped: the share of the routes that were dropped; 0 without a capacity.
+      load: [num_experts], the share of the routes that chose each expert, dropped ones too. A training that balances
+        experts by `SigmoidTopK`'s selection bias lowers the bias of those with more than 1 / E: without a gradient,
+        bias + rate · sign(1 / E - load), as in DeepSeek-V3.
+    """
+
+    load_balance_loss: jax.Array
+    z_loss: jax.Array
+    dropped: jax.Array
+    load: jax.Array
+
+
+# nnx.tabulate lays a tuple out by numbers, and fails on the names that jax gives the entries of a named one.
+register_pytree_with_keys(
+    RouterReport,
+    lambda report: ([(SequenceKey(index), entry) for index, entry in enumerate(report)], None),
+    lambda _, entries: RouterReport(*entries),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,8 +95,8 @@ def expert_mlp(
     if captured:  # They may be differentiated, which takes a sum over all rows.
         return _by_operations(static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
-    function, rule = functools.partial(_by_operations, static), functools.partial(_tangent, static)
-    return with_rule(function, rule, arrays, routing)
+    rule = functools.partial(_tangent, static)
+    return with_rule(functools.partial(_by_operations, static), rule, arrays, routing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +210,14 @@ class _Run:
         given, tokens, movement = gathering(given, routing, static.axis_name)
         if movement.target is None or not routing.tokens.size or not tokens.size:
             return None
-        rows = jax.eval_shape(lambda: jnp.zeros((routing.tokens.shape[0], tokens.shape[1]), tokens.dtype))
+        rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], tokens.shape[1]), tokens.dtype)
+        chosen: list[tuple[Operation, call.Call, dispatch.Explanation]] = []
 
-        def choice_for_rows(rows: jax.Array) -> None:
+        def choose(rows: jax.Array) -> None:
             chosen.append(_chosen(dataclasses.replace(given, lhs=rows, clears=(False, False))))
 
-        chosen: list[tuple[Operation, call.Call, dispatch.Explanation]] = []
-        jax.eval_shape(choice_for_rows, rows)
+        # Only types are needed to choose: nothing is computed.
+        jax.eval_shape(choose, rows)
         ((operation, checked, choice),) = chosen
         if choice.config is None:
             return None
@@ -253,8 +254,10 @@ class _Run:
         self, names: tuple[str, ...], arrays: _Arrays, routing: Routing, saved: _Arrays, cotangent: jax.Array
     ) -> dict[str, jax.Array]:
         """Returns the cotangents of the arrays with these names, in float32 or the dtype of the array."""
-        kernel, plan = self._kernel, self.plan
-        sizes, positions = routing.group_sizes, routing.positions
+        kernel = self._kernel
+        plan = self.plan
+        sizes = routing.group_sizes
+        positions = routing.positions
         d_out = copied(cotangent.astype(plan.out_dtype), routing, self.movement)
         weights = jnp.zeros(d_out.shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
         given = {"d_out": d_out, "weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
@@ -293,10 +296,12 @@ class _Run:
 
     def _has_kernels(self, arrays: _Arrays, routing: Routing) -> bool:
         """Whether there is a kernel for both products with several results."""
-        count, (_, features, width) = routing.tokens.shape[0], arrays["up"].shape
-        type_of = lambda *shape: jax.ShapeDtypeStruct(shape, self.plan.out_dtype)  # noqa: E731
-        rows, hidden = type_of(count, features), type_of(count, width)
-        cotangent = {"d_out": rows, "weights": rows, "down": arrays["down"], "gate": hidden, "up": hidden}
+        (count,) = routing.tokens.shape
+        _, features, width = arrays["up"].shape
+        rows = jax.ShapeDtypeStruct((count, features), self.plan.out_dtype)
+        hidden = jax.ShapeDtypeStruct((count, width), self.plan.out_dtype)
+        weights = jax.ShapeDtypeStruct((count,), F32)
+        cotangent = {"d_out": rows, "weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
         try:
             kernels = self._first({**arrays, "rows": rows}, routing)[0], self._second(cotangent, routing)[0]
         except NotElementwise:
@@ -362,7 +367,8 @@ def _values_by_products(static: _Static, given: _Arrays, routing: Routing) -> tu
         more = {"bias": given.get(f"{name}.bias"), "implementation": static.implementation}
         return call.run(GROUPED, Arguments(given["rows"], given[name], group_sizes=groups.sizes, **more))
 
-    gate, up = product("gate"), product("up")
+    gate = product("gate")
+    up = product("up")
     (hidden,) = static.bound(groups)([gate.astype(F32), up.astype(F32)])
     return gate, up, hidden.astype(gate.dtype)
 
