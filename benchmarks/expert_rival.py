@@ -48,7 +48,7 @@ def layer(
         # tokamax leaves rows behind all groups undefined, in gradients too.
         filled = (jnp.arange(count) < sizes.sum())[:, None]
         rows = jnp.where(filled, tokens[order // k], 0)
-        both = multiply(rows, jnp.concatenate([w_gate, w_up], axis=2), sizes)
+        both = jnp.where(filled, multiply(rows, jnp.concatenate([w_gate, w_up], axis=2), sizes), 0)
         out = multiply(gated(both[:, :width], both[:, width:]), w_down, sizes)
         weighted = jnp.where(filled, out, 0).astype(jnp.float32) * jnp.where(
             filled, factors.reshape(-1)[order][:, None], 0

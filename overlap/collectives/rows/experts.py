@@ -97,18 +97,22 @@ def all_gather_lhs_grouped_matmul(
         transpose_rhs=transpose_rhs,
         config=config,
         implementation=implementation,
+        clears=(True, False),
     )
     return gathered_product(given, routing, axis_name)
 
 
 def gathered_product(given: Arguments, routing: Routing, axis_name: AxisName | None) -> jax.Array:
-    """`all_gather_lhs_grouped_matmul`, given its arguments, and the scalars of an activation that was traced before."""
+    """`all_gather_lhs_grouped_matmul`, given its arguments, and the scalars of an activation that was traced before.
+
+    `given.clears` is that of `Operation`; the gradient of the rows need not be cleared.
+    """
     given, tokens, movement = gathering(given, routing, axis_name)
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
         tokens, rhs, bias = arrays
         rows = copied(tokens, routing, movement)
-        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias, clears=(True, False)))
+        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias))
 
     return in_device_memory(run, (tokens, given.rhs, given.bias))
 
