@@ -37,8 +37,8 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 }
 
 
-def run(page: str) -> dict[str, Any]:
-    """Runs a page's blocks, and returns their names."""
+def run(page: str) -> None:
+    """Runs a page's blocks, and checks what they have computed."""
     names: dict[str, Any] = {"__name__": "__main__"}
     text = (ROOT / page).read_text()
     before = jax.sharding.get_mesh()
@@ -46,9 +46,9 @@ def run(page: str) -> dict[str, Any]:
         for match in PYTHON.finditer(text):
             above = text[: match.start()].count("\n") + 1  # So that errors name the page's own lines.
             exec(compile("\n" * above + match[1], str(ROOT / page), "exec"), names)
+        check(page, names)
     finally:
         jax.set_mesh(before)
-    return names
 
 
 def check(page: str, names: dict[str, Any]) -> None:
@@ -59,6 +59,14 @@ def check(page: str, names: dict[str, Any]) -> None:
             assert np.isfinite(np.asarray(rows, np.float32)).all()
     if page == "docs/choosing.md":
         assert names["answer"].implementation in ("fused", "xla")
+    if page == "docs/layers.md":
+        x = names["x"].astype(np.float32)
+        np.testing.assert_allclose(names["after"](x), names["before"](x), rtol=1e-3, atol=1e-3)
+        logits = np.asarray(names["embedding"])[names["tokens"]] @ np.asarray(names["head"].kernel[...])
+        chosen = np.take_along_axis(logits, np.asarray(names["tokens"])[..., None], -1)[..., 0]
+        losses = np.log(np.exp(logits).sum(-1)) - chosen
+        np.testing.assert_allclose(names["token_loss"], losses.mean(), rtol=1e-3)
+        assert np.isfinite(names["loss"]) and set(names["grads"]["blocks"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
     if page == "README.md":
         rng = np.random.default_rng(0)
         x, gate, up, down = (rng.standard_normal((64, 64)).astype(np.float32) / 4 for _ in range(4))
@@ -72,7 +80,7 @@ def main() -> None:
     for page in sys.argv[1:]:
         start = time.perf_counter()
         print(page, end=" ", flush=True)
-        check(page, run(page))
+        run(page)
         print(f"{time.perf_counter() - start:.1f} s", flush=True)
     print("GiB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
