@@ -106,7 +106,7 @@ def test_overlap_hands_on_all_public_names_of_the_emulator() -> None:
 
 
 def test_public_functions_have_examples() -> None:
-    without = {function.__name__ for function in FUNCTIONS if "Example:" not in (inspect.getdoc(function) or "")}
+    without = {function.__name__ for function in FUNCTIONS if "Examples:" not in (inspect.getdoc(function) or "")}
     # These two are one word each.
     assert without <= {"core_count", "enable"}
     assert {function.__name__ for function in FUNCTIONS if examples(function)} == GIVEN.keys()
