@@ -5,6 +5,7 @@
     expert parallel   ExpertMLP: a router, and a gated MLP for each expert            gathers rows, scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
     for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
+    checkpoints       load_weights, saved_weights, open_checkpoint                    of Hugging Face's models
 
 Activations are [batch, sequence, features]. Between layers the sequence is sharded along the tensor-parallel mesh axis
 (sequence parallelism). Inside a layer the features (or heads) are sharded along it. Each layer calls
@@ -36,6 +37,7 @@ from overlap.layers.mlp import GatedMLP
 from overlap.layers.norms import LayerNorm, RMSNorm
 from overlap.layers.parallel import Options, Parallel
 from overlap.layers.routers import RouterReport, Routes, SelectionBias, SigmoidTopK, SoftmaxTopK, TopKSoftmax
+from overlap.layers.weights import load_weights, open_checkpoint, saved_weights
 
 __all__ = [
     "ColumnParallelLinear",
@@ -55,4 +57,7 @@ __all__ = [
     "SigmoidTopK",
     "SoftmaxTopK",
     "TopKSoftmax",
+    "load_weights",
+    "open_checkpoint",
+    "saved_weights",
 ]
