@@ -38,7 +38,8 @@ def tensors_of(form: str) -> Tensors:
     if form == "gpt_oss":
         return {
             "router.weight": drawn(EXPERTS, H), "router.bias": drawn(EXPERTS),
-            "experts.gate_up_proj": drawn(EXPERTS, H, 2 * INNER), "experts.gate_up_proj_bias": drawn(EXPERTS, 2 * INNER),
+            "experts.gate_up_proj": drawn(EXPERTS, H, 2 * INNER),
+            "experts.gate_up_proj_bias": drawn(EXPERTS, 2 * INNER),
             "experts.down_proj": drawn(EXPERTS, INNER, H), "experts.down_proj_bias": drawn(EXPERTS, H),
         }  # fmt: skip
     router = {"gate.weight": drawn(EXPERTS, H)}
@@ -109,7 +110,9 @@ def test_experts(form: Any) -> None:
         layer = nnx.jit(lambda: experts_layer(form))()
         placed = {path: leaf.sharding for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))}
         layers.load_weights({"h.0": layer}, spies, experts=form)
-        out, *_ = nnx.jit(lambda layer, x: layer(x))(layer, jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "x"))))
+        out, *_ = nnx.jit(lambda layer, x: layer(x))(
+            layer, jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "x")))
+        )
     assert {path: leaf.sharding for path, leaf in nnx.to_flat_state(nnx.state(layer, nnx.Param))} == placed
     right = model(form, of, x[0].astype(np.float64))
     assert np.linalg.norm(np.asarray(out)[0] - right) < 1e-5 * np.linalg.norm(right)
@@ -143,6 +146,7 @@ def test_deepseek() -> None:
     assert len(saved) == len(of) and all((saved[f"mlp.{name}"] == tensor).all() for name, tensor in of.items())
     assert layer.shared is not None
     assert (np.asarray(layer.shared.up.kernel[...]) == of["shared_experts.up_proj.weight"].T).all()
+    assert isinstance(layer.choose, layers.SigmoidTopK)
     assert (np.asarray(layer.choose.e_score_correction_bias[...]) == of["gate.e_score_correction_bias"]).all()
 
 
@@ -207,7 +211,11 @@ def test_dense_layers_with_tied_embeddings(tmp_path: pathlib.Path) -> None:
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "missing": ({"gate.weight": None}, {}, r"lack 'h.gate.weight', and have 'h.experts.0.down_proj.weight'"),
     "many missing": ({}, {"experts": "mixtral"}, r"lack 'h.experts.0.w1.weight'.* and 8 more.*experts='mixtral'"),
-    "shape": ({"gate.weight": drawn(EXPERTS, H + 1)}, {}, r"'h.gate.weight'.* must have shape \(4, 16\).*got \(4, 17\)"),
+    "shape": (
+        {"gate.weight": drawn(EXPERTS, H + 1)},
+        {},
+        r"'h.gate.weight'.* must have shape \(4, 16\).*got \(4, 17\)",
+    ),
     "integers": ({"gate.weight": np.zeros((EXPERTS, H), np.int8)}, {}, "got int8: dequantize it"),
     "rounded": ({"gate.weight": np.zeros((EXPERTS, H))}, {}, "float64, which float32 does not hold exactly"),
     "format": ({}, {"experts": "llama"}, "`experts` must be one of 'mixtral', .*got 'llama'"),
