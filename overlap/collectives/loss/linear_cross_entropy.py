@@ -1,0 +1,335 @@
+"""`linear_cross_entropy`: a linear layer and its cross-entropy in one, over a vocabulary that devices share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from overlap import _settings, emulation
+from overlap.choice import dispatch
+from overlap.choice.dispatch import Implementation
+from overlap.collectives.loss.statistics import Static, statistics
+from overlap.frame import arguments, mesh_axes
+from overlap.frame.arguments import shown
+from overlap.frame.explain import record
+from overlap.frame.operands import F32
+from overlap.frame.peers import peer_group_of
+from overlap.frame.primitive import require_same_devices
+from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
+from overlap.kernels.config import Config
+from overlap.kernels.operations import LINEAR_CROSS_ENTROPY
+from overlap.kernels.target import Target
+from overlap.primitives import PeerGroup
+from overlap.single_gpu import logits_product
+from overlap.single_gpu.logits_product import Vocabulary
+
+NAME = LINEAR_CROSS_ENTROPY.function
+# A chunk has as many columns as this many bytes of dz allow, in whole tiles.
+_CHUNK_BYTES = 256 << 20
+_UNIT = 256
+# The most bytes of logits that XLA is left to store whole.
+_MOST_LOGITS_BYTES = 1 << 30
+_INT32 = jnp.iinfo(jnp.int32)
+
+
+def linear_cross_entropy(
+    x: AnyArray,
+    w: AnyArray,
+    labels: AnyArray,
+    axis_name: AxisName | None = None,
+    *,
+    gather: bool = True,
+    transpose_w: bool = False,
+    bias: AnyArray | None = None,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    ignored_label: int | None = None,
+    weights: AnyArray | None = None,
+    vocabulary_size: int | None = None,
+    return_lse: bool = False,
+    chunk: int | None = None,
+    config: Config | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes the cross-entropy of each token with logits = x @ w, which are never stored.
+
+        z = cap(x @ w + bias),   cap(z) = soft_cap · tanh(z / soft_cap),   lse = log Σ exp z
+        loss = weight · (lse − z[label] + z_loss · lse²)
+
+    The backward pass computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk
+    at a time. Against storing all logits it takes 4/3 of the operations and about `T · (2 · chunk + 4 · H)` bytes.
+
+    With an axis, call it inside `jax.shard_map`; D is the number of the axis' devices. Each has columns of `w`.
+
+    Args:
+      x: this device's tokens, [T / D, H]; global [T, H], sharded by rows. With `gather=False`, or without an axis, all
+        tokens: [T, H], the same on all devices. Floating-point, at least 16 bits.
+      w: [H, V / D], or [V / D, H] with `transpose_w`; global [H, V], sharded along the vocabulary. Same dtype as `x`.
+      labels: of the tokens of `x`, integers of any type: [T / D] or [T].
+      axis_name: the mesh axis, or a tuple of axes that count as one; None on one device.
+      gather: whether `x`, `labels` and `weights` are sharded by rows, and gathered.
+      transpose_w: whether `w` is stored as [V, H], as a table of embeddings is.
+      bias: [V / D], added to the logits of each token.
+      soft_cap: a positive number c: logits z become c · tanh(z / c). Differentiable in the logits, not in c.
+      z_loss: the weight of lse², at least 0.
+      ignored_label: tokens with this label have a loss of 0 and no gradient. It may be any integer, such as −100 or a
+        label of the vocabulary. None: no token is ignored.
+      weights: [T / D] or [T], a factor of the loss of each token.
+      vocabulary_size: V, if that is less than the columns of all devices together: the last columns count as nothing,
+        and their gradient is zero. So a vocabulary that D does not divide can be padded.
+      return_lse: whether `lse` is a result as well.
+      chunk: the columns of `w` for which the backward pass stores cotangents at a time, a multiple of 64; by default
+        as many as take 256 MiB.
+      config: tile sizes of the kernels; see `overlap.matmul`.
+      implementation: "fused" (the kernels; emulated on a CPU), "xla", or None to choose. XLA stores the logits whole in
+        float32 unless they take more than 1 GiB or `chunk` is given; then it goes by chunks, too.
+
+    Returns:
+      The loss of each token of `x`, float32 (float64 for float64 operands): [T / D] or [T]; or that and `lse`. A label
+      that is not in the vocabulary, and not ignored, makes the loss NaN and all gradients of it. Deterministic.
+
+    Raises:
+      ValueError: ranks, dtypes, sizes or numbers are wrong; a label is not in the vocabulary, outside of `jax.jit`.
+      NotImplementedError: `implementation="fused"` and the kernels cannot serve this call; the message says why.
+
+    It has derivatives of any order. The backward pass runs by the kernels if the forward pass does. Forward mode, and
+    derivatives of the backward pass, run by XLA. Under `jax.vmap` a kernel runs for one element after the other.
+
+    Example:
+      >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 512), jnp.bfloat16)
+      >>> overlap.linear_cross_entropy(x, w, jnp.arange(128)).mean()  # log 512
+      Array(6.2383247, dtype=float32)
+    """
+    _settings.require_valid()
+    arguments.require_values(x=x, w=w, labels=labels, bias=bias, weights=weights)
+    arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
+    group = None if axis_name is None else peer_group_of(NAME, arguments.axis_name(axis_name))
+    options = _Options(
+        arguments.flag("transpose_w", transpose_w),
+        arguments.flag("gather", gather) and group is not None,
+        arguments.flag("return_lse", return_lse),
+        _number("soft_cap", soft_cap, least=0) if soft_cap is not None else None,
+        _number("z_loss", z_loss, least=0),
+        _chunk(chunk),
+    )
+    operands = _operands(x, w, labels, bias, weights, options)
+    columns = operands["w"].shape[0 if transpose_w else 1]
+    size = _vocabulary_size(vocabulary_size, columns * (1 if group is None else group.size))
+    ignored = _ignored(ignored_label)
+    _check_concrete(operands["labels"], size, ignored)
+    if not arguments.is_in_jit():
+        require_same_devices([(name, value) for name, value in operands.items() if value is not None])
+    given = {name: value for name, value in operands.items() if value is not None and name != "weights"}
+    number = _numbers(given["labels"])
+    whole = dict(given)
+    if options.gather:
+        assert group is not None
+        whole["x"] = lax.all_gather(given["x"], group.axis_name, tiled=True)
+        whole["labels"] = lax.all_gather(number, group.axis_name, tiled=True)
+    else:
+        whole["labels"] = number
+    rank = 0 if group is None else lax.axis_index(group.axis_name)
+    own = jnp.clip(size - rank * columns, 0, columns)
+    label = whole["labels"] - rank * columns
+    is_cut = size < columns * (1 if group is None else group.size)
+    # `number` may be anything: so compare it before what is subtracted could wrap around.
+    counts = (whole["labels"] >= 0) & (whole["labels"] < size) & (label >= 0) & (label < columns)
+    whole["labels"] = jnp.where(counts, label, -1)
+    whole["place"] = jnp.stack([jnp.zeros_like(own), own]).astype(jnp.int32)
+    vocabulary = Vocabulary(options.transpose_w, options.soft_cap, is_cut)
+    static = _chosen(whole, vocabulary, options.chunk, config, implementation)
+    with jax.named_scope(NAME):
+        lse, at_label = statistics(static, whole)
+        if group is not None:
+            lse, at_label = _of_all(lse, at_label, group, options.gather)
+    loss = lse - at_label + options.z_loss * lse * lse
+    if (factors := operands["weights"]) is not None:
+        loss *= factors.astype(loss.dtype)
+    is_ignored = jnp.zeros(number.shape, bool) if ignored is None else number == ignored
+    is_wrong = ~is_ignored & ((number < 0) | (number >= size))
+    # A factor of NaN makes the gradient NaN, too.
+    loss = jnp.where(is_ignored, 0, loss * jnp.where(is_wrong, jnp.nan, 1).astype(loss.dtype))
+    return (loss, lse) if options.return_lse else loss
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The keywords of a call, checked."""
+
+    transpose_w: bool
+    gather: bool
+    return_lse: bool
+    soft_cap: float | None
+    z_loss: float
+    chunk: int | None
+
+
+def _of_all(
+    lse: jax.Array, at_label: jax.Array, group: PeerGroup, scatters: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the statistics of all columns: of all tokens, or of this device's if `scatters`."""
+    axis = group.axis_name
+    largest = lax.pmax(lax.stop_gradient(lse), axis)
+    shares = jnp.stack([jnp.exp(lse - largest), at_label])
+    if scatters:
+        total, at_label = lax.psum_scatter(shares, axis, scatter_dimension=1, tiled=True)
+        largest = lax.dynamic_slice_in_dim(largest, lax.axis_index(axis) * total.shape[0], total.shape[0])
+    else:
+        total, at_label = lax.psum(shares, axis)
+    return largest + jnp.log(total), at_label
+
+
+def _chosen(
+    given: dict[str, Leaf],
+    vocabulary: Vocabulary,
+    chunk: int | None,
+    config: Config | None,
+    implementation: Implementation | None,
+) -> Static:
+    """Decides between the kernels and XLA, and says so to `explain`."""
+    x, w = given["x"], given["w"]
+    target = dispatch.target()
+    tokens, columns = x.shape[0], vocabulary.size(w)
+    config = arguments.config(config)
+    most = max(_CHUNK_BYTES // max(tokens * x.dtype.itemsize, 1) // _UNIT, 1) * _UNIT
+    wanted = chunk or -(-columns // max(-(-columns // most), 1))  # Chunks of about one size.
+    size = max(min(-(-wanted // _UNIT) * _UNIT if chunk is None else wanted, columns), 1)
+    found, cannot = None, arguments.why_not_fused([("x", x), ("w", w)])
+    if implementation != "xla" and not cannot:
+        found, cannot = _config(x, w, vocabulary, size, config, target)
+    logits_bytes = 4 * tokens * columns
+    why_not = "" if logits_bytes > _MOST_LOGITS_BYTES or config or chunk else (
+        f"the logits take {logits_bytes:,} bytes: XLA, which stores them, is not slower"
+    )  # fmt: skip
+    choice = dispatch.decide_unmodeled(
+        NAME, implementation, target, cannot, why_not, f"the logits would take {logits_bytes:,} bytes"
+    )
+    fused = choice.implementation == "fused"
+    shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
+    source = "" if not fused else "default" if config is None else "given"
+    record(dataclasses.replace(choice, config=found if fused else None, source=source, shapes=shapes))
+    if fused and target.platform == "cpu":
+        emulation.enable()
+    stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
+    return Static(vocabulary, 0 if stores else size, found if fused else None, target)
+
+
+def _config(
+    x: Leaf, w: Leaf, vocabulary: Vocabulary, size: int, config: Config | None, target: Target
+) -> tuple[Config | None, str]:
+    """Returns the first configuration that serves the call, and else why there is none.
+
+    Raises:
+      ValueError: `config` contradicts the call.
+    """
+    refusal: ValueError | None = None
+    rest = vocabulary.size(w) % size
+    for one in logits_product.CONFIGS if config is None else (config,):
+        try:
+            mesh_axes.require_no_partitioner_axes()
+            for columns in filter(None, (vocabulary.size(w), size, rest)):
+                logits_product.check(x, w, vocabulary, columns, one, target)
+        except NotImplementedError as cannot:
+            return None, str(cannot).removesuffix(', or use implementation="xla"')
+        except ValueError as error:
+            refusal = refusal or error
+        else:
+            return one, ""
+    assert refusal is not None
+    raise refusal
+
+
+def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, options: _Options) -> dict[str, Leaf]:
+    """Checks the arrays, and returns them by name."""
+    x, w = arguments.array("x", x), arguments.array("w", w)
+    for name, value in (("x", x), ("w", w)):
+        if value.ndim != 2:
+            raise ValueError(
+                f"`{name}` must have 2 dimensions, got shape {tuple(value.shape)}: reshape it, e.g. with "
+                f".reshape(-1, {value.shape[-1] if value.ndim else 1})"
+            )
+    if x.dtype != w.dtype or x.dtype.itemsize < 2:
+        raise ValueError(
+            f"`x` and `w` must have one floating-point dtype of at least 16 bits, got {x.dtype.name} and "
+            f"{w.dtype.name}: cast one, e.g. w.astype(x.dtype)"
+        )
+    columns, features = w.shape if options.transpose_w else w.shape[::-1]
+    if features != x.shape[1]:
+        raise ValueError(
+            f"`w` must have as many features as `x`, got {features} of shape {tuple(w.shape)} and {x.shape[1]} of "
+            f"shape {tuple(x.shape)}: transpose w, or pass transpose_w={not options.transpose_w}"
+        )
+    if isinstance(labels, (np.ndarray, list, tuple)):
+        labels = np.asarray(labels)
+    kind = getattr(labels, "dtype", None)
+    if kind is None or not jnp.issubdtype(kind, jnp.integer):
+        raise ValueError(f"`labels` must be an array of integers, got {shown(labels)}: convert it")
+    found = {"x": x, "w": w, "labels": labels}
+    for name, value, size in (("labels", labels, x.shape[0]), ("bias", bias, columns), ("weights", weights, x.shape[0])):
+        if value is not None and name != "labels":
+            value = arguments.array(name, value)
+        if value is not None and tuple(value.shape) != (size,):
+            of = "column of `w`" if name == "bias" else "row of `x`"
+            raise ValueError(
+                f"`{name}` must have an entry for each {of}, ({size},), got shape {tuple(value.shape)}: reshape it"
+            )
+        found[name] = value
+    return found
+
+
+def _number(name: str, value: Given, least: float) -> float:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not np.isfinite(value) or value < least or (name == "soft_cap" and value == 0):
+        what = "None or a positive number" if name == "soft_cap" else f"a number of at least {least}"
+        raise ValueError(f"`{name}` must be {what}, got {shown(value)}: leave it out, or pass one")
+    return float(value)
+
+
+def _chunk(value: Given) -> int | None:
+    chunk = arguments.count("chunk", value)
+    if chunk is not None and chunk % logits_product.EPILOGUE_COLUMNS:
+        raise ValueError(
+            f"`chunk` must be a multiple of {logits_product.EPILOGUE_COLUMNS}, got {chunk}: round it, or leave it out"
+        )
+    return chunk
+
+
+def _vocabulary_size(value: Given, columns: int) -> int:
+    size = arguments.count("vocabulary_size", value)
+    if size is not None and size > columns:
+        raise ValueError(
+            f"`vocabulary_size` must be at most the {columns} columns of `w` on all devices, got {size}: pad w, or "
+            "leave it out"
+        )
+    return columns if size is None else size
+
+
+def _ignored(value: Given) -> int | None:
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if value is not None and not (is_integer and _INT32.min <= value <= _INT32.max):
+        raise ValueError(f"`ignored_label` must be None or an integer of 32 bits, got {shown(value)}: name one")
+    return None if value is None else int(value)
+
+
+def _check_concrete(labels: Leaf, size: int, ignored: int | None) -> None:
+    """Raises ValueError for a label that is not in the vocabulary, if labels have values yet."""
+    if isinstance(labels, Tracer) or not getattr(labels, "is_fully_addressable", True):
+        return
+    values = np.asarray(labels)
+    wrong = values[((values < 0) | (values >= size)) & (True if ignored is None else values != ignored)]
+    if wrong.size:
+        hint = "" if ignored is not None else f", or pass ignored_label={wrong[0]} to leave such tokens out"
+        raise ValueError(f"`labels` must be from 0 to {size - 1}, got {wrong[0]}: correct them{hint}")
+
+
+def _numbers(labels: Leaf) -> jax.Array:
+    """Returns labels as int32, numbers beyond it as the nearest ones."""
+    labels = jnp.asarray(labels)
+    if labels.dtype.itemsize > 4 or labels.dtype == jnp.uint32:
+        labels = jnp.clip(labels, None if labels.dtype == jnp.uint32 else _INT32.min, _INT32.max)
+    return labels.astype(jnp.int32)

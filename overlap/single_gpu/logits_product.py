@@ -1,0 +1,291 @@
+"""Products with the matrix of a vocabulary, whose results, the logits, are never stored.
+
+    z = cap(lhs @ rhs + bias), one row for each token, one column for each entry of the vocabulary
+
+    statistics   log Σ exp z for each row and block of columns, and z at the row's label: two f32 tables [blocks, rows]
+    cotangent    dz = (p · exp(z − lse) + q · [the column is the label]) · cap′: of a chunk of the columns, 16 bits
+
+Each block of 64 columns of a tile has an entry of its own in the tables, which XLA adds in a fixed order. So the sums
+are the same in every run. The second product reads a chunk of the columns of `rhs` where it lies.
+
+Shape legend: m: tokens; n: columns of the chunk; k: features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from overlap.kernels import epilogue, hooks, limits
+from overlap.kernels.architectures import mainloop_of
+from overlap.kernels.config import Config, tile_k
+from overlap.kernels.grid import own_row
+from overlap.kernels.hooks import Hooks, Tile, Values
+from overlap.kernels.limits import EPILOGUE_COLUMNS
+from overlap.kernels.mainloop import OperandTypes
+from overlap.kernels.operations import OperandLayouts
+from overlap.kernels.product_kernel import ProductKernel, Refs
+from overlap.kernels.stream_k import StreamK
+from overlap.kernels.target import Target
+from overlap.kernels.tile_order import TileOrder
+from overlap.primitives.integers import ceil_div, in_32_bits, quotient
+from overlap.primitives.types import GmemRef, Index
+
+F32 = jnp.float32
+NAME = "overlap_linear_cross_entropy"
+# Stands for −∞ in columns that do not count. It is finite, so that a block of such columns makes no NaN.
+FAR = -1e30
+_LOG2_E = 1.4426950408889634
+# The configurations that are tried, the fastest on an H100 first.
+CONFIGS = (
+    Config(tile_m=128, tile_n=256, stages=4),
+    Config(tile_m=128, tile_n=128, stages=5),
+    Config(tile_m=128, tile_n=128, stages=2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """What is static about the logits of a device.
+
+    Attributes:
+      transposed: whether the matrix is [vocabulary, features] instead of [features, vocabulary].
+      soft_cap: c of cap(z) = c · tanh(z / c); None: cap(z) = z.
+      is_cut: whether the last columns of the matrix may not belong to the vocabulary.
+    """
+
+    transposed: bool = False
+    soft_cap: float | None = None
+    is_cut: bool = False
+
+    def size(self, w: GmemRef) -> int:
+        """The number of the matrix's columns."""
+        return w.shape[0] if self.transposed else w.shape[1]
+
+    def capped(self, z: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns cap(z), and its derivative; None for a derivative of 1."""
+        if self.soft_cap is None:
+            return z, None
+        t = jnp.tanh(z * (1 / self.soft_cap))
+        return t * self.soft_cap, 1 - t * t
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Vectors with an entry for each token. Those after `labels` are for the cotangent.
+
+    Attributes:
+      labels: the column of each token's label, int32; a negative number if the label is no column of this device.
+      lse: log Σ exp z.
+      of_sum, of_label: p and q, the cotangents of `lse` and of z at the label.
+    """
+
+    labels: GmemRef
+    lse: GmemRef = None
+    of_sum: GmemRef = None
+    of_label: GmemRef = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The kernel's operands. `place`: the first column of the chunk, and how many columns belong to the vocabulary."""
+
+    lhs: GmemRef
+    rhs: GmemRef
+    place: GmemRef
+    rows: Rows
+    bias: GmemRef = None
+
+
+def check(
+    x: GmemRef, w: GmemRef, vocabulary: Vocabulary, columns: int, config: Config, target: Target
+) -> OperandTypes:
+    """Returns the types of both products, for chunks of so many columns. Raises, as `limits.check` does, if none runs.
+
+    `x` and `w` may be types.
+    """
+    layouts = OperandLayouts(transpose_rhs=vocabulary.transposed)
+    types = OperandTypes(x.shape[0], x.dtype, w.dtype, x.dtype, layouts)
+    sizes = {"m": ("the tokens", x.shape[0]), "n": ("the columns of a chunk", columns), "k": ("features", x.shape[1])}
+    if config.swap_operands or max(config.stream_k, config.split_k, config.cluster) > 1:
+        raise ValueError(
+            "`config` must have swap_operands=False, and `stream_k`, `split_k` and `cluster` of 1, in "
+            f"`linear_cross_entropy`, got {config}: leave them out"
+        )
+    limits.check(mainloop_of(target), types, sizes, config, target)
+    row_bytes = w.shape[1] * w.dtype.itemsize
+    if row_bytes % limits.TMA_ROW_BYTES:
+        raise NotImplementedError(
+            f"the copy engine needs the rows of w to be multiples of {limits.TMA_ROW_BYTES} bytes, got {row_bytes}: pad "
+            "them, and pass `vocabulary_size`, or use implementation=\"xla\""
+        )
+    return types
+
+
+@in_32_bits
+def statistics(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    labels: jax.Array,
+    place: jax.Array,
+    *,
+    vocabulary: Vocabulary,
+    config: Config,
+    target: Target,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns log Σ exp z and z at the label, zero for a label that is no column: f32 [m] each."""
+    m, n = x.shape[0], vocabulary.size(w)
+    blocks = ceil_div(n, config.tile_n) * config.tile_n // EPILOGUE_COLUMNS
+    rows = ceil_div(m, config.tile_m) * config.tile_m
+    table: GmemRef = jax.ShapeDtypeStruct((blocks, rows), F32)
+    sums, at_label = _launched(x, w, bias, Rows(labels), place, n, (table, table), vocabulary, config, target)
+    return jax.nn.logsumexp(sums[:, :m], axis=0), at_label[:, :m].sum(axis=0)
+
+
+@in_32_bits
+def cotangent(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    rows: Rows,
+    place: jax.Array,
+    columns: int,
+    *,
+    vocabulary: Vocabulary,
+    config: Config,
+    target: Target,
+) -> jax.Array:
+    """Returns the cotangent of the product, before `cap`, of the columns from `place[0]` on: [m, columns]."""
+    out: GmemRef = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
+    (dz,) = _launched(x, w, bias, rows, place, columns, (out,), vocabulary, config, target)
+    return dz
+
+
+def _launched(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None,
+    rows: Rows,
+    place: jax.Array,
+    columns: int,
+    out_types: tuple[GmemRef, ...],
+    vocabulary: Vocabulary,
+    config: Config,
+    target: Target,
+) -> tuple[jax.Array, ...]:
+    m, k = x.shape
+    types = check(x, w, vocabulary, columns, config, target)
+    order = TileOrder.of(m, columns, config)
+    work = StreamK.on(target, config, order.tiles, ceil_div(k, tile_k(x.dtype)))
+    rows = jax.tree.map(lambda v: jnp.pad(v, (0, -m % config.tile_m)), rows)
+    if bias is not None:  # A tile of the last chunk may reach beyond the last column.
+        bias = jnp.pad(bias.astype(F32), (0, config.tile_n))
+    kernel = ProductKernel(NAME, target, config, types, work)
+    inputs = _Inputs(x, w, place, rows, bias)
+    return kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, columns, vocabulary))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """The body of both kernels: the tiles of a chunk of columns, and the epilogue.
+
+    Attributes:
+      kernel: the static properties of the kernel.
+      order: the order of the tiles.
+      columns: the columns of the chunk.
+      vocabulary: what is static about the logits.
+      refs: the kernel's references.
+    """
+
+    kernel: ProductKernel
+    order: TileOrder
+    columns: int
+    vocabulary: Vocabulary
+    refs: Refs[_Inputs, tuple[GmemRef, ...]]
+
+    def tile_at(self, index: Index) -> Tile:
+        row, column = self.order(index)
+        return Tile(0, own_row(self.kernel.config, row), column)
+
+    def hooks(self) -> Hooks:
+        inputs = self.refs.inputs
+        is_cotangent = inputs.rows.lse is not None
+        return Hooks(
+            load_lhs=lambda tile, load: load(inputs.lhs),
+            rhs_at=lambda tile: self._chunk(inputs.rhs),
+            out_at=lambda tile: self.refs.outputs[0],
+            epilogue_at=(lambda tile: self._cotangent) if is_cotangent else None,
+            through=None if is_cotangent else hooks.Through((), (), lambda tile: self._statistics),
+        )
+
+    def _chunk(self, rhs_gmem: GmemRef) -> GmemRef:
+        """The chunk of the right operand. A load beyond it reads what follows, and zeros behind the last column."""
+        if self.columns == self.vocabulary.size(rhs_gmem):
+            return rhs_gmem
+        chunk = pl.ds(self._first, self.columns)
+        return rhs_gmem.at[chunk] if self.vocabulary.transposed else rhs_gmem.at[:, chunk]
+
+    @property
+    def _first(self) -> Index:
+        """The first column of the chunk."""
+        return 0 if self.columns == self.vocabulary.size(self.refs.inputs.rhs) else self.refs.inputs.place[0]
+
+    def _logits(
+        self, values: jax.Array, columns: pl.Slice
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns z of some columns of the chunk, the columns' numbers in `rhs`, and cap′ or None."""
+        shape = values.shape
+        first = columns.start + self._first
+        bias_gmem = self.refs.inputs.bias
+        if bias_gmem is not None:
+            values = values + self.kernel.mainloop.broadcast_vector(bias_gmem, pl.ds(first, columns.size), shape, 1)
+        z, slope = self.vocabulary.capped(values)
+        numbers = lax.broadcasted_iota(jnp.int32, shape, 1) + first
+        if self.vocabulary.is_cut or self.columns % self.kernel.config.tile_n:
+            counted = self.refs.inputs.place[1]
+            z = jnp.where(numbers < counted, z, FAR)
+        return z, numbers, slope
+
+    def _broadcast(self, vector_gmem: GmemRef, rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
+        return self.kernel.mainloop.broadcast_vector(vector_gmem, rows, shape, 0)
+
+    def _statistics(
+        self,
+        values: Callable[[int, int], tuple[jax.Array, ...]],
+        rows: pl.Slice,
+        columns: pl.Slice,
+        addends: Callable[[], Sequence[jax.Array]],
+    ) -> Iterator[dict[int, jax.Array]]:
+        """The epilogue of the first product (`hooks.Through`), which has no results but the tables."""
+        (sums,) = values(0, EPILOGUE_COLUMNS)
+        z, numbers, _ = self._logits(sums, columns)
+        labels = self._broadcast(self.refs.inputs.rows.labels, rows, z.shape)
+        at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
+        # With biases of −∞, all logits of a block may be −∞.
+        largest = jnp.maximum(z.max(axis=1), FAR)
+        from_largest = z - lax.broadcast_in_dim(largest, z.shape, (0,))
+        lse = largest + jnp.log(jnp.exp2(from_largest * _LOG2_E).sum(axis=1))
+        place = quotient(columns.start, EPILOGUE_COLUMNS), rows
+        for table_gmem, entries in zip(self.refs.outputs, (lse, at_label), strict=True):
+            epilogue.store_in_registers_order(entries, table_gmem.at[place])
+        yield {}
+
+    def _cotangent(self, values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
+        """The epilogue of the second product (`Hooks.epilogue_at`)."""
+        assert not isinstance(values, tuple)
+        z, numbers, slope = self._logits(values, columns)
+        of_row = self.refs.inputs.rows
+        labels, lse, of_sum, of_label = (
+            self._broadcast(x, rows, z.shape) for x in (of_row.labels, of_row.lse, of_row.of_sum, of_row.of_label)
+        )
+        dz = jnp.exp2((z - lse) * _LOG2_E) * of_sum + jnp.where(numbers == labels, of_label, 0.0)
+        return dz if slope is None else dz * slope
