@@ -4,9 +4,10 @@
 
     statistics   log Σ exp z for each row and block of columns, and z at the row's label: two f32 tables [blocks, rows]
     cotangent    dz = (p · exp(z − lse) + q · [the column is the label]) · cap′: of a chunk of the columns, 16 bits
+    summed       total + dz @ rhsᵀ of a chunk of the columns, in f32
 
 Each block of 64 columns of a tile has an entry of its own in the tables, which XLA adds in a fixed order. So the sums
-are the same in every run. The second product reads a chunk of the columns of `rhs` where it lies.
+are the same in every run. The other two products read a chunk of the columns of `rhs` where it lies.
 
 Shape legend: m: tokens; n: columns of the chunk; k: features.
 """
@@ -26,7 +27,7 @@ from overlap.kernels import epilogue, hooks, limits
 from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import own_row
-from overlap.kernels.hooks import Hooks, Tile, Values
+from overlap.kernels.hooks import ByKStep, Hooks, Tile, Values
 from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import OperandTypes
 from overlap.kernels.operations import OperandLayouts
@@ -42,12 +43,17 @@ NAME = "overlap_linear_cross_entropy"
 # Stands for −∞ in columns that do not count. It is finite, so that a block of such columns makes no NaN.
 FAR = -1e30
 _LOG2_E = 1.4426950408889634
-# The configurations that are tried, the fastest on an H100 first.
-CONFIGS = (
-    Config(tile_m=128, tile_n=256, stages=4),
-    Config(tile_m=128, tile_n=128, stages=5),
-    Config(tile_m=128, tile_n=128, stages=2),
-)
+# So many columns an epilogue computes at a time. With jax 0.12 a kernel has fewer registers (docs/DESIGN.md).
+WIDTH = 64 if jax.__version_info__ < (0, 12) else 32
+# The configurations that are tried for each kernel, the fastest on an H100 first.
+_WIDE = Config(tile_m=128, tile_n=256, stages=4)
+_NARROW = Config(tile_m=128, tile_n=128, stages=5)
+_LEAST = Config(tile_m=128, tile_n=128, stages=2)
+OF_STATISTICS = (Config(tile_m=128, tile_n=128, stages=6, schedule="pingpong"), _WIDE, _NARROW, _LEAST)
+OF_COTANGENT = (_WIDE, _NARROW, _LEAST)
+# The same, where the derivative of a soft cap needs registers as well.
+OF_CAPPED_COTANGENT = OF_COTANGENT if WIDTH == EPILOGUE_COLUMNS else OF_COTANGENT[1:]
+OF_SUM = (dataclasses.replace(_WIDE, order_minor="n", order_width=4), _NARROW, _LEAST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +85,7 @@ class Vocabulary:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Vectors with an entry for each token. Those after `labels` are for the cotangent.
+    """Vectors with an entry for each token. Those after `labels` are for the cotangent, and none for the sum.
 
     Attributes:
       labels: the column of each token's label, int32; a negative number if the label is no column of this device.
@@ -87,7 +93,7 @@ class Rows:
       of_sum, of_label: p and q, the cotangents of `lse` and of z at the label.
     """
 
-    labels: GmemRef
+    labels: GmemRef = None
     lse: GmemRef = None
     of_sum: GmemRef = None
     of_label: GmemRef = None
@@ -101,31 +107,33 @@ class _Inputs:
     lhs: GmemRef
     rhs: GmemRef
     place: GmemRef
-    rows: Rows
+    rows: Rows = Rows()
     bias: GmemRef = None
+    total: GmemRef = None
 
 
 def check(
-    x: GmemRef, w: GmemRef, vocabulary: Vocabulary, columns: int, config: Config, target: Target
+    x: GmemRef, w: GmemRef, vocabulary: Vocabulary, columns: int, config: Config, target: Target, sums: bool = False
 ) -> OperandTypes:
-    """Returns the types of both products, for chunks of so many columns. Raises, as `limits.check` does, if none runs.
+    """Returns the types of a product, for a chunk of so many columns. Raises, as `limits.check` does, if none runs.
 
-    `x` and `w` may be types.
+    `x` and `w` may be types. `sums`: the product is `summed`.
     """
-    layouts = OperandLayouts(transpose_rhs=vocabulary.transposed)
-    types = OperandTypes(x.shape[0], x.dtype, w.dtype, x.dtype, layouts)
-    sizes = {"m": ("the tokens", x.shape[0]), "n": ("the columns of a chunk", columns), "k": ("features", x.shape[1])}
+    # The right operand of the sum is wᵀ: its rows run along what the sum contracts, unless w is transposed.
+    layouts = OperandLayouts(transpose_rhs=vocabulary.transposed != sums)
+    types = OperandTypes(x.shape[0], x.dtype, w.dtype, F32 if sums else x.dtype, layouts, addend=sums)
+    of_tokens, of_columns, of_features = ("the tokens", x.shape[0]), ("the columns of a chunk", columns), ("H", x.shape[1])
+    sizes = {"m": of_tokens, "n": of_features if sums else of_columns, "k": of_columns if sums else of_features}
     if config.swap_operands or max(config.stream_k, config.split_k, config.cluster) > 1:
         raise ValueError(
             "`config` must have swap_operands=False, and `stream_k`, `split_k` and `cluster` of 1, in "
             f"`linear_cross_entropy`, got {config}: leave them out"
         )
     limits.check(mainloop_of(target), types, sizes, config, target)
-    row_bytes = w.shape[1] * w.dtype.itemsize
-    if row_bytes % limits.TMA_ROW_BYTES:
+    if (row_bytes := w.shape[1] * w.dtype.itemsize) % limits.TMA_ROW_BYTES:
         raise NotImplementedError(
             f"the copy engine needs the rows of w to be multiples of {limits.TMA_ROW_BYTES} bytes, got {row_bytes}: pad "
-            "them, and pass `vocabulary_size`, or use implementation=\"xla\""
+            'them, and pass `vocabulary_size`, or use implementation="xla"'
         )
     return types
 
@@ -147,7 +155,9 @@ def statistics(
     blocks = ceil_div(n, config.tile_n) * config.tile_n // EPILOGUE_COLUMNS
     rows = ceil_div(m, config.tile_m) * config.tile_m
     table: GmemRef = jax.ShapeDtypeStruct((blocks, rows), F32)
-    sums, at_label = _launched(x, w, bias, Rows(labels), place, n, (table, table), vocabulary, config, target)
+    types = check(x, w, vocabulary, n, config, target)
+    inputs = _inputs(x, w, place, Rows(labels), bias, config)
+    sums, at_label = _launched(inputs, types, n, (table, table), vocabulary, config, target)
     return jax.nn.logsumexp(sums[:, :m], axis=0), at_label[:, :m].sum(axis=0)
 
 
@@ -166,37 +176,59 @@ def cotangent(
 ) -> jax.Array:
     """Returns the cotangent of the product, before `cap`, of the columns from `place[0]` on: [m, columns]."""
     out: GmemRef = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
-    (dz,) = _launched(x, w, bias, rows, place, columns, (out,), vocabulary, config, target)
+    types = check(x, w, vocabulary, columns, config, target)
+    inputs = _inputs(x, w, place, rows, bias, config)
+    (dz,) = _launched(inputs, types, columns, (out,), vocabulary, config, target)
     return dz
 
 
-def _launched(
-    x: jax.Array,
+@in_32_bits
+def summed(
+    total: jax.Array,
+    dz: jax.Array,
     w: jax.Array,
-    bias: jax.Array | None,
-    rows: Rows,
     place: jax.Array,
+    *,
+    vocabulary: Vocabulary,
+    config: Config,
+    target: Target,
+) -> jax.Array:
+    """Returns total + dz @ wᵀ for the columns of w from `place[0]` on, as many as dz has: f32 [m, k]."""
+    out: GmemRef = jax.ShapeDtypeStruct(total.shape, F32)
+    columns = dz.shape[1]
+    types = check(jax.ShapeDtypeStruct(total.shape, dz.dtype), w, vocabulary, columns, config, target, sums=True)
+    inputs = _Inputs(dz, w, place, total=total)
+    (found,) = _launched(inputs, types, columns, (out,), vocabulary, config, target)
+    return found
+
+
+def _inputs(
+    x: jax.Array, w: jax.Array, place: jax.Array, rows: Rows, bias: jax.Array | None, config: Config
+) -> _Inputs:
+    """Pads the vectors to whole tiles: a tile of the last chunk may reach beyond the last column, too."""
+    rows = jax.tree.map(lambda v: jnp.pad(v, (0, -x.shape[0] % config.tile_m)), rows)
+    return _Inputs(x, w, place, rows, None if bias is None else jnp.pad(bias.astype(F32), (0, config.tile_n)))
+
+
+def _launched(
+    inputs: _Inputs,
+    types: OperandTypes,
     columns: int,
     out_types: tuple[GmemRef, ...],
     vocabulary: Vocabulary,
     config: Config,
     target: Target,
 ) -> tuple[jax.Array, ...]:
-    m, k = x.shape
-    types = check(x, w, vocabulary, columns, config, target)
-    order = TileOrder.of(m, columns, config)
-    work = StreamK.on(target, config, order.tiles, ceil_div(k, tile_k(x.dtype)))
-    rows = jax.tree.map(lambda v: jnp.pad(v, (0, -m % config.tile_m)), rows)
-    if bias is not None:  # A tile of the last chunk may reach beyond the last column.
-        bias = jnp.pad(bias.astype(F32), (0, config.tile_n))
+    m, k = inputs.lhs.shape
+    order = TileOrder.of(m, columns if inputs.total is None else out_types[0].shape[1], config)
+    work = StreamK.on(target, config, order.tiles, ceil_div(k, tile_k(inputs.lhs.dtype)))
     kernel = ProductKernel(NAME, target, config, types, work)
-    inputs = _Inputs(x, w, place, rows, bias)
     return kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, columns, vocabulary))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """The body of both kernels: the tiles of a chunk of columns, and the epilogue.
+    """The body of all kernels: where a chunk of columns lies, and the epilogue.
 
     Attributes:
       kernel: the static properties of the kernel.
@@ -218,19 +250,23 @@ class _Body:
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
-        is_cotangent = inputs.rows.lse is not None
+        of_rows = inputs.rows
         return Hooks(
             load_lhs=lambda tile, load: load(inputs.lhs),
             rhs_at=lambda tile: self._chunk(inputs.rhs),
             out_at=lambda tile: self.refs.outputs[0],
-            epilogue_at=(lambda tile: self._cotangent) if is_cotangent else None,
-            through=None if is_cotangent else hooks.Through((), (), lambda tile: self._statistics),
+            addend_at=None if inputs.total is None else lambda tile: inputs.total,
+            epilogue_at=None if of_rows.lse is None else lambda tile: self._cotangent,
+            through=hooks.Through((), (), lambda tile: self._statistics) if len(self.refs.outputs) > 1 else None,
         )
 
-    def _chunk(self, rhs_gmem: GmemRef) -> GmemRef:
+    def _chunk(self, rhs_gmem: GmemRef) -> GmemRef | ByKStep:
         """The chunk of the right operand. A load beyond it reads what follows, and zeros behind the last column."""
         if self.columns == self.vocabulary.size(rhs_gmem):
             return rhs_gmem
+        if self.refs.inputs.total is not None:
+            # What follows the chunk is multiplied by the zeros behind the last column of dz.
+            return ByKStep(lambda k_step: (rhs_gmem, self._first + k_step * tile_k(rhs_gmem.dtype)))
         chunk = pl.ds(self._first, self.columns)
         return rhs_gmem.at[chunk] if self.vocabulary.transposed else rhs_gmem.at[:, chunk]
 
@@ -266,26 +302,43 @@ class _Body:
         addends: Callable[[], Sequence[jax.Array]],
     ) -> Iterator[dict[int, jax.Array]]:
         """The epilogue of the first product (`hooks.Through`), which has no results but the tables."""
-        (sums,) = values(0, EPILOGUE_COLUMNS)
-        z, numbers, _ = self._logits(sums, columns)
-        labels = self._broadcast(self.refs.inputs.rows.labels, rows, z.shape)
-        at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
-        # With biases of −∞, all logits of a block may be −∞.
-        largest = jnp.maximum(z.max(axis=1), FAR)
-        from_largest = z - lax.broadcast_in_dim(largest, z.shape, (0,))
-        lse = largest + jnp.log(jnp.exp2(from_largest * _LOG2_E).sum(axis=1))
+        parts = [
+            self._of_part(*values(first, WIDTH), rows, pl.ds(columns.start + first, WIDTH))
+            for first in range(0, EPILOGUE_COLUMNS, WIDTH)
+        ]
+        largest = functools.reduce(jnp.maximum, [part[0] for part in parts])
+        total = sum(part[1] * jnp.exp2((part[0] - largest) * _LOG2_E) for part in parts) if parts[1:] else parts[0][1]
+        lse = largest + jnp.log(total)
+        at_label = sum(part[2] for part in parts[1:]) + parts[0][2] if parts[1:] else parts[0][2]
         place = quotient(columns.start, EPILOGUE_COLUMNS), rows
         for table_gmem, entries in zip(self.refs.outputs, (lse, at_label), strict=True):
             epilogue.store_in_registers_order(entries, table_gmem.at[place])
         yield {}
 
+    def _of_part(
+        self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns for each row the largest z of some columns, Σ exp(z − largest), and z at the label."""
+        z, numbers, _ = self._logits(sums, columns)
+        labels = self._broadcast(self.refs.inputs.rows.labels, rows, z.shape)
+        at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
+        # With biases of −∞, all logits of a part may be −∞.
+        largest = jnp.maximum(z.max(axis=1), FAR)
+        from_largest = z - lax.broadcast_in_dim(largest, z.shape, (0,))
+        return largest, jnp.exp2(from_largest * _LOG2_E).sum(axis=1), at_label
+
     def _cotangent(self, values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         """The epilogue of the second product (`Hooks.epilogue_at`)."""
         assert not isinstance(values, tuple)
-        z, numbers, slope = self._logits(values, columns)
-        of_row = self.refs.inputs.rows
-        labels, lse, of_sum, of_label = (
-            self._broadcast(x, rows, z.shape) for x in (of_row.labels, of_row.lse, of_row.of_sum, of_row.of_label)
-        )
-        dz = jnp.exp2((z - lse) * _LOG2_E) * of_sum + jnp.where(numbers == labels, of_label, 0.0)
-        return dz if slope is None else dz * slope
+        rows_of = self.refs.inputs.rows
+        height, width = values.shape
+        parts = []
+        for first in range(0, width, WIDTH):
+            part = lax.slice(values, (0, first), (height, first + WIDTH))
+            z, numbers, slope = self._logits(part, pl.ds(columns.start + first, WIDTH))
+            labels, lse, of_sum, of_label = (
+                self._broadcast(x, rows, z.shape) for x in (rows_of.labels, rows_of.lse, rows_of.of_sum, rows_of.of_label)
+            )
+            dz = jnp.exp2((z - lse) * _LOG2_E) * of_sum + jnp.where(numbers == labels, of_label, 0.0)
+            parts.append((dz if slope is None else dz * slope).astype(self.refs.outputs[0].dtype))
+        return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)

@@ -355,3 +355,34 @@ def of_operation(op: str) -> str:
         return "all_gather_rhs_matmul"
     assert op.startswith(("matmul_reduce_scatter", "matmul_all_reduce")), f"no program assembles {op} yet"
     return "summed"
+
+
+def linear_cross_entropy(case: Case, mesh: jax.sharding.Mesh) -> Program:
+    """The loss of m tokens over n columns; with "cotangent" its gradient. `cap`: with a soft cap, a bias and cut columns."""
+    import jax.numpy as jnp
+
+    import overlap
+
+    options = dict(case.config)
+    cotangent, cap = options.pop("cotangent", False), options.pop("cap", False)
+    transposed = options.pop("transposed", False)
+    config = overlap.Config(**options) if options else None
+    m, n, k = case.shape
+    more = {"soft_cap": 30.0, "vocabulary_size": n - 3, "z_loss": 1e-4} if cap else {}
+
+    def loss(x: Any, w: Any, labels: Any, bias: Any) -> Any:
+        return overlap.linear_cross_entropy(
+            x, w, labels, transpose_w=transposed, bias=bias if cap else None, config=config, implementation="fused", **more
+        ).sum()
+
+    def run(x: Any, w: Any, labels: Any, bias: Any) -> Any:
+        return jax.grad(loss, (0, 1))(x, w, labels, bias) if cotangent else loss(x, w, labels, bias)
+
+    import jax
+
+    shapes = (m, k), (n, k) if transposed else (k, n), (m,), (n,)
+    dtypes = case.dtype, case.dtype, "int32", "f32"
+    every = [struct(mesh, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    in_specs = tuple(jax.P() for _ in every)
+    del jnp
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=jax.P(), check_vma=False), tuple(every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def linear_cross_entropy(
       return_lse: whether `lse` is a result as well.
       chunk: the columns of `w` for which the backward pass stores cotangents at a time, a multiple of 64; by default
         as many as take 256 MiB.
-      config: tile sizes of the kernels; see `overlap.matmul`.
+      config: tile sizes of the kernels that compute logits; see `overlap.matmul`.
       implementation: "fused" (the kernels; emulated on a CPU), "xla", or None to choose. XLA stores the logits whole in
         float32 unless they take more than 1 GiB or `chunk` is given; then it goes by chunks, too.
 
@@ -201,7 +202,7 @@ def _chosen(
     size = max(min(-(-wanted // _UNIT) * _UNIT if chunk is None else wanted, columns), 1)
     found, cannot = None, arguments.why_not_fused([("x", x), ("w", w)])
     if implementation != "xla" and not cannot:
-        found, cannot = _config(x, w, vocabulary, size, config, target)
+        found, cannot = _configs(x, w, vocabulary, size, config, target)
     logits_bytes = 4 * tokens * columns
     why_not = "" if logits_bytes > _MOST_LOGITS_BYTES or config or chunk else (
         f"the logits take {logits_bytes:,} bytes: XLA, which stores them, is not slower"
@@ -212,36 +213,46 @@ def _chosen(
     fused = choice.implementation == "fused"
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
-    record(dataclasses.replace(choice, config=found if fused else None, source=source, shapes=shapes))
+    record(dataclasses.replace(choice, config=found[0] if fused and found else None, source=source, shapes=shapes))
     if fused and target.platform == "cpu":
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
     return Static(vocabulary, 0 if stores else size, found if fused else None, target)
 
 
-def _config(
+def _configs(
     x: Leaf, w: Leaf, vocabulary: Vocabulary, size: int, config: Config | None, target: Target
-) -> tuple[Config | None, str]:
-    """Returns the first configuration that serves the call, and else why there is none.
+) -> tuple[tuple[Config, Config, Config] | None, str]:
+    """Returns the first configurations that serve the call; or None, and why there are none.
 
     Raises:
       ValueError: `config` contradicts the call.
     """
-    refusal: ValueError | None = None
-    rest = vocabulary.size(w) % size
-    for one in logits_product.CONFIGS if config is None else (config,):
-        try:
-            mesh_axes.require_no_partitioner_axes()
-            for columns in filter(None, (vocabulary.size(w), size, rest)):
-                logits_product.check(x, w, vocabulary, columns, one, target)
-        except NotImplementedError as cannot:
-            return None, str(cannot).removesuffix(', or use implementation="xla"')
-        except ValueError as error:
-            refusal = refusal or error
-        else:
-            return one, ""
-    assert refusal is not None
-    raise refusal
+    columns = vocabulary.size(w)
+    of_chunks = tuple(filter(None, (size, columns % size)))
+
+    def first(configs: Sequence[Config], sizes: tuple[int, ...], sums: bool = False) -> Config:
+        refusals = []
+        for one in configs:
+            try:
+                for size in sizes:
+                    logits_product.check(x, w, vocabulary, size, one, target, sums)
+            except ValueError as refusal:
+                refusals.append(refusal)
+            else:
+                return one
+        raise refusals[0]
+
+    of_cotangent = logits_product.OF_COTANGENT if vocabulary.soft_cap is None else logits_product.OF_CAPPED_COTANGENT
+    try:
+        mesh_axes.require_no_partitioner_axes()
+        return (
+            first(logits_product.OF_STATISTICS if config is None else [config], (columns,)),
+            first(of_cotangent if config is None else [config], of_chunks),
+            first(logits_product.OF_SUM, of_chunks, sums=True),
+        ), ""
+    except NotImplementedError as cannot:
+        return None, str(cannot).removesuffix(', or use implementation="xla"')
 
 
 def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, options: _Options) -> dict[str, Leaf]:

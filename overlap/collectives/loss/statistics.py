@@ -9,9 +9,9 @@ dz, the cotangent of x @ w, in the dtype of x:
     dz = (p · exp(z − lse) + q · [the column is the label]) · cap′        p, q: cotangents of lse and at_label
     dx += dz @ w[:, chunk]ᵀ in f32,   dw[:, chunk] = xᵀ @ dz
 
-So it takes memory for one dz, [T, chunk], and for dx in f32. Kernels compute the statistics and dz, XLA the two
-products of dz. The same by XLA, with logits of one chunk in f32, is the reference for other derivatives, and is what
-runs where no kernel does.
+So it takes memory for one dz, [T, chunk], and for dx in f32. Kernels compute the statistics, dz and dx, XLA computes dw.
+The same by XLA, with logits of one chunk in f32, is the reference for other derivatives, and is what runs where no
+kernel does.
 """
 
 from __future__ import annotations
@@ -50,14 +50,19 @@ class Static:
     Attributes:
       vocabulary: the layout of `w`, the soft cap, and whether columns are left out.
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
-      config: the kernels' configuration; None: XLA runs.
+      configs: of the kernels `statistics`, `cotangent` and `summed`; None: XLA runs.
       target: the device.
     """
 
     vocabulary: Vocabulary
     chunk: int
-    config: Config | None
+    configs: tuple[Config, Config, Config] | None
     target: Target
+
+    def kernel(self, run: Callable[..., Leaf], index: int) -> Callable[..., Leaf]:
+        """Returns a function of `logits_product` with its configuration, the one with this index."""
+        assert self.configs is not None
+        return functools.partial(run, vocabulary=self.vocabulary, config=self.configs[index], target=self.target)
 
 
 def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -68,12 +73,9 @@ def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
-    config = static.config
-    if config is None:
+    if static.configs is None:
         return _by_xla(static, given)
-    run = functools.partial(
-        logits_product.statistics, vocabulary=static.vocabulary, config=config, target=static.target
-    )
+    run = static.kernel(logits_product.statistics, 0)
 
     def of(given: Given) -> tuple[jax.Array, jax.Array]:
         return run(given["x"], given["w"], given.get("bias"), given["labels"], given["place"])
@@ -110,7 +112,7 @@ def _cotangents(
     of_sum, of_label = map(ad.instantiate_zeros, cotangents)
     names = tuple(name for name, dtype in wanted[0].items() if dtype is not None)
     more = {**given, "lse": saved[0], "of_sum": of_sum, "of_label": of_label}
-    by_xla = functools.partial(_backward, dataclasses.replace(static, config=None), names)
+    by_xla = functools.partial(_backward, dataclasses.replace(static, configs=None), names)
 
     def rule(primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
         (given,) = primals
@@ -129,7 +131,7 @@ def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str,
     wide = accumulator(x.dtype)
     transposed = static.vocabulary.transposed
     # A kernel's result is never differentiated, so what it is stored to may hold anything before.
-    empty = jnp.zeros if static.config is None else lax.empty
+    empty = jnp.zeros if static.configs is None else lax.empty
     sums: dict[str, jax.Array] = {}
     if "x" in names:
         sums["x"] = jnp.zeros(x.shape, wide)
@@ -143,13 +145,11 @@ def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str,
         dz = _dz(static, given, first, size)
         found = dict(sums)
         if "x" in names:
-            chunk = lax.dynamic_slice_in_dim(w, first, size, 0 if transposed else 1)
-            found["x"] += _dot(dz, chunk, 1, 0 if transposed else 1, wide)
+            found["x"] = _added(static, given, sums["x"], dz, first)
         if "w" in names:
-            of_chunk = _dot(dz, x, 0, 0, wide) if transposed else _dot(x, dz, 0, 0, wide)
-            found["w"] = lax.dynamic_update_slice_in_dim(
-                sums["w"], of_chunk.astype(w.dtype), first, 0 if transposed else 1
-            )
+            # Summed in f32, and rounded once.
+            of_chunk = _dot(dz, x, 0, 0, w.dtype) if transposed else _dot(x, dz, 0, 0, w.dtype)
+            found["w"] = lax.dynamic_update_slice_in_dim(sums["w"], of_chunk, first, 0 if transposed else 1)
         if "bias" in names:
             found["bias"] = lax.dynamic_update_slice_in_dim(sums["bias"], dz.sum(axis=0, dtype=wide), first, 0)
         return found
@@ -168,21 +168,35 @@ def _over_chunks[T](static: Static, w: jax.Array, add: Callable[[Leaf, int, T], 
     return add(chunks * static.chunk, rest, sums) if rest else sums
 
 
+def _place(given: Given, first: Leaf) -> jax.Array:
+    """Where a chunk begins, and how many columns count, as kernels read it."""
+    return jnp.stack([varying(jnp.asarray(first, jnp.int32), axes_of(given["x"])), given["place"][1]])
+
+
+def _added(static: Static, given: Given, total: jax.Array, dz: jax.Array, first: Leaf) -> jax.Array:
+    """Returns total + dz @ wᵀ, of the columns of w from `first` on."""
+    w = given["w"]
+    if static.configs is None:
+        along = 0 if static.vocabulary.transposed else 1
+        chunk = lax.dynamic_slice_in_dim(w, first, dz.shape[1], along)
+        return total + _dot(dz, chunk, 1, along, total.dtype)
+    run = static.kernel(logits_product.summed, 2)
+    more = {"total": total, "dz": dz, "w": w, "place": _place(given, first)}
+    return _kernel(lambda more: run(more["total"], more["dz"], more["w"], more["place"]), more, total)
+
+
 def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     """The cotangent of x @ w of the columns `first` to `first + size`, [T, size], in the dtype of x."""
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
-    if static.config is not None:
-        place = jnp.stack([varying(jnp.asarray(first, jnp.int32), axes_of(x)), given["place"][1]])
+    if static.configs is not None:
+        run = static.kernel(logits_product.cotangent, 1)
 
         def of(given: Given) -> jax.Array:
-            return logits_product.cotangent(
-                given["x"], given["w"], given.get("bias"), given["rows"], given["place"], size,
-                vocabulary=static.vocabulary, config=static.config, target=static.target,
-            )  # fmt: skip
+            return run(given["x"], given["w"], given.get("bias"), given["rows"], given["place"], size)
 
         out = varying(jnp.zeros((x.shape[0], size), x.dtype), axes_of(x))
-        return _kernel(of, {**given, "rows": rows, "place": place}, out)
+        return _kernel(of, {**given, "rows": rows, "place": _place(given, first)}, out)
     z, numbers, slope = _logits(static, given, first, size)
     of_label = jnp.where(numbers == rows.labels[:, None], rows.of_label[:, None], 0)
     dz = jnp.exp(z - rows.lse[:, None]) * rows.of_sum[:, None] + of_label
