@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from overlap.kernels import epilogue, hooks, limits
 from overlap.kernels.architectures import mainloop_of
@@ -112,6 +113,12 @@ class _Inputs:
     total: GmemRef = None
 
 
+def in_whole_rows(columns: int, dtype: DTypeLike) -> int:
+    """Returns columns for dz, at least so many, whose rows the copy engine can read."""
+    unit = limits.TMA_ROW_BYTES // jnp.dtype(dtype).itemsize
+    return ceil_div(columns, unit) * unit
+
+
 def check(
     x: GmemRef, w: GmemRef, vocabulary: Vocabulary, columns: int, config: Config, target: Target, sums: bool = False
 ) -> OperandTypes:
@@ -122,7 +129,8 @@ def check(
     # The right operand of the sum is wᵀ: its rows run along what the sum contracts, unless w is transposed.
     layouts = OperandLayouts(transpose_rhs=vocabulary.transposed != sums)
     types = OperandTypes(x.shape[0], x.dtype, w.dtype, F32 if sums else x.dtype, layouts, addend=sums)
-    of_tokens, of_columns, of_features = ("the tokens", x.shape[0]), ("the columns of a chunk", columns), ("H", x.shape[1])
+    of_tokens, of_features = ("the tokens", x.shape[0]), ("H", x.shape[1])
+    of_columns = "the columns of a chunk", in_whole_rows(columns, x.dtype)
     sizes = {"m": of_tokens, "n": of_features if sums else of_columns, "k": of_columns if sums else of_features}
     if config.swap_operands or max(config.stream_k, config.split_k, config.cluster) > 1:
         raise ValueError(
@@ -174,7 +182,10 @@ def cotangent(
     config: Config,
     target: Target,
 ) -> jax.Array:
-    """Returns the cotangent of the product, before `cap`, of the columns from `place[0]` on: [m, columns]."""
+    """Returns the cotangent of the product, before `cap`, of the columns from `place[0]` on: [m, columns].
+
+    Columns behind the last one of w have any finite number; `columns` is as `in_whole_rows` returns it.
+    """
     out: GmemRef = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
     types = check(x, w, vocabulary, columns, config, target)
     inputs = _inputs(x, w, place, rows, bias, config)
@@ -262,7 +273,7 @@ class _Body:
 
     def _chunk(self, rhs_gmem: GmemRef) -> GmemRef | ByKStep:
         """The chunk of the right operand. A load beyond it reads what follows, and zeros behind the last column."""
-        if self.columns == self.vocabulary.size(rhs_gmem):
+        if self.columns >= self.vocabulary.size(rhs_gmem):
             return rhs_gmem
         if self.refs.inputs.total is not None:
             # What follows the chunk is multiplied by the zeros behind the last column of dz.
@@ -273,7 +284,7 @@ class _Body:
     @property
     def _first(self) -> Index:
         """The first column of the chunk."""
-        return 0 if self.columns == self.vocabulary.size(self.refs.inputs.rhs) else self.refs.inputs.place[0]
+        return 0 if self.columns >= self.vocabulary.size(self.refs.inputs.rhs) else self.refs.inputs.place[0]
 
     def _logits(
         self, values: jax.Array, columns: pl.Slice

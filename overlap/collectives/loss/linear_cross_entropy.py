@@ -137,7 +137,9 @@ def linear_cross_entropy(
     rank = 0 if group is None else lax.axis_index(group.axis_name)
     own = jnp.clip(size - rank * columns, 0, columns)
     label = whole["labels"] - rank * columns
-    is_cut = size < columns * (1 if group is None else group.size)
+    devices = 1 if group is None else group.size
+    # A chunk of whole rows may have more columns than are left.
+    is_cut = size < columns * devices or columns != logits_product.in_whole_rows(columns, x.dtype)
     # `number` may be anything: so compare it before what is subtracted could wrap around.
     counts = (whole["labels"] >= 0) & (whole["labels"] < size) & (label >= 0) & (label < columns)
     whole["labels"] = jnp.where(counts, label, -1)

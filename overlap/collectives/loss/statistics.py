@@ -142,10 +142,12 @@ def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str,
     sums = {name: varying(value, axes_of(x)) for name, value in sums.items()}
 
     def add(first: Leaf, size: int, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        dz = _dz(static, given, first, size)
+        padded = size if static.configs is None else logits_product.in_whole_rows(size, x.dtype)
+        dz = _dz(static, given, first, padded)
         found = dict(sums)
         if "x" in names:
             found["x"] = _added(static, given, sums["x"], dz, first)
+        dz = dz[:, :size]
         if "w" in names:
             # Summed in f32, and rounded once.
             of_chunk = _dot(dz, x, 0, 0, w.dtype) if transposed else _dot(x, dz, 0, 0, w.dtype)
