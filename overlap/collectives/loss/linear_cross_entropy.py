@@ -122,7 +122,7 @@ def linear_cross_entropy(
     columns = operands["w"].shape[0 if transpose_w else 1]
     size = _vocabulary_size(vocabulary_size, columns * (1 if group is None else group.size))
     ignored = _ignored(ignored_label)
-    _check_concrete(operands["labels"], size, ignored)
+    check_labels(operands["labels"], size, ignored)
     if not arguments.is_in_jit():
         require_same_devices([(name, value) for name, value in operands.items() if value is not None])
     given = {name: value for name, value in operands.items() if value is not None and name != "weights"}
@@ -329,7 +329,7 @@ def _ignored(value: Given) -> int | None:
     return None if value is None else int(value)
 
 
-def _check_concrete(labels: Leaf, size: int, ignored: int | None) -> None:
+def check_labels(labels: Leaf, size: int, ignored: int | None) -> None:
     """Raises ValueError for a label that is not in the vocabulary, if labels have values yet."""
     if isinstance(labels, Tracer) or not getattr(labels, "is_fully_addressable", True):
         return
