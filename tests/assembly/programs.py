@@ -358,31 +358,24 @@ def of_operation(op: str) -> str:
 
 
 def linear_cross_entropy(case: Case, mesh: jax.sharding.Mesh) -> Program:
-    """The loss of m tokens over n columns; with "cotangent" its gradient. `cap`: with a soft cap, a bias and cut columns."""
-    import jax.numpy as jnp
+    """The loss of m tokens over n columns; with "cotangent" its gradients. "cap": with a soft cap, a bias, padding."""
+    import jax
 
     import overlap
 
     options = dict(case.config)
-    cotangent, cap = options.pop("cotangent", False), options.pop("cap", False)
-    transposed = options.pop("transposed", False)
-    config = overlap.Config(**options) if options else None
+    cotangent, cap, transposed = (options.pop(name, False) for name in ("cotangent", "cap", "transposed"))
+    words = {"transpose_w": transposed, "config": overlap.Config(**options) if options else None}
     m, n, k = case.shape
-    more = {"soft_cap": 30.0, "vocabulary_size": n - 3, "z_loss": 1e-4} if cap else {}
+    if cap:
+        words |= {"soft_cap": 30.0, "vocabulary_size": n - 3, "z_loss": 1e-4}
 
     def loss(x: Any, w: Any, labels: Any, bias: Any) -> Any:
-        return overlap.linear_cross_entropy(
-            x, w, labels, transpose_w=transposed, bias=bias if cap else None, config=config, implementation="fused", **more
-        ).sum()
+        bias = bias if cap else None
+        return overlap.linear_cross_entropy(x, w, labels, bias=bias, implementation="fused", **words).sum()
 
-    def run(x: Any, w: Any, labels: Any, bias: Any) -> Any:
-        return jax.grad(loss, (0, 1))(x, w, labels, bias) if cotangent else loss(x, w, labels, bias)
-
-    import jax
-
+    run = jax.grad(loss, (0, 1)) if cotangent else loss
     shapes = (m, k), (n, k) if transposed else (k, n), (m,), (n,)
-    dtypes = case.dtype, case.dtype, "int32", "f32"
-    every = [struct(mesh, shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    in_specs = tuple(jax.P() for _ in every)
-    del jnp
-    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=jax.P(), check_vma=False), tuple(every)
+    given = [struct(mesh, shape, dtype) for shape, dtype in zip(shapes, (case.dtype, case.dtype, "int32", case.dtype))]
+    in_specs = (jax.P(),) * len(given)
+    return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=jax.P(), check_vma=False), tuple(given)
