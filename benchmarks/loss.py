@@ -98,7 +98,7 @@ def loops(tokens: int, head: Head, mesh: Mesh, methods: Sequence[str], backward:
     """Returns the loop of each method."""
     of = losses(max(head.vocabulary // mesh.size // 8 // 64, 1) * 64)
 
-    def once(method: str, x: jax.Array, w: jax.Array, labels: jax.Array, kept: Any) -> Any:
+    def once(method: str, x: jax.Array, w: jax.Array, labels: jax.Array) -> Any:
         if method == "roof":
             rows = lax.all_gather(x, AXIS, tiled=True)
             z = rows @ w
@@ -110,9 +110,9 @@ def loops(tokens: int, head: Head, mesh: Mesh, methods: Sequence[str], backward:
 
     def program(method: str, turns: int) -> Any:
         def turn(_: Any, state: tuple[Any, ...]) -> tuple[Any, ...]:
-            x, w, labels, kept, loss = state
+            x, w, labels, _, loss = state
             x = lax.dynamic_update_slice(x, jnp.clip(loss[:1, :1], -4, 4).astype(x.dtype), (0, 0))
-            found, *kept = once(method, x, w, labels, kept)
+            found, *kept = once(method, x, w, labels)
             return x, w, labels, tuple(kept), found[:, None].astype(jnp.float32)
 
         specs = P(AXIS), P(None, AXIS), P(AXIS), P(AXIS), P(AXIS)
@@ -127,9 +127,11 @@ def loops(tokens: int, head: Head, mesh: Mesh, methods: Sequence[str], backward:
         w = put(lambda: (0.02 * jax.random.normal(jax.random.key(1), shape)).astype(jnp.bfloat16), P(None, AXIS))
         labels = put(lambda: jax.random.randint(jax.random.key(2), (tokens,), 0, head.vocabulary), P(AXIS))
         specs = P(AXIS), P(None, AXIS), P(AXIS)
-        run = jax.shard_map(lambda *a: tuple(once(method, *a, ())[1:]), mesh=mesh, in_specs=specs, out_specs=P(AXIS),
+        run = jax.shard_map(lambda *a: tuple(once(method, *a)[1:]), mesh=mesh, in_specs=specs, out_specs=P(AXIS),
                             check_vma=False)  # fmt: skip
-        kept = jax.tree.map(lambda t: put(lambda: jnp.zeros(t.shape, t.dtype), P(AXIS)), jax.eval_shape(run, x, w, labels))
+        kept = jax.tree.map(
+            lambda t: put(lambda: jnp.zeros(t.shape, t.dtype), P(AXIS)), jax.eval_shape(run, x, w, labels)
+        )
         return x, w, labels, kept, put(lambda: jnp.zeros((tokens, 1)), P(AXIS))
 
     return {name: (functools.partial(program, name), functools.partial(given, name)) for name in methods}
@@ -144,7 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         made = loops(tokens, head, mesh, asked.methods, backward)
         for method, (program, given) in made.items():
             memory = program(1).lower(jax.eval_shape(given)).compile().memory_analysis()
-            print(f"{name}, {passed}, {method}: {memory.temp_size_in_bytes / 2**20:.0f} MiB beside operands", flush=True)
+            print(
+                f"{name}, {passed}, {method}: {memory.temp_size_in_bytes / 2**20:.0f} MiB beside operands", flush=True
+            )
         flops = 2.0 * tokens * head.features * head.vocabulary * (4 if backward else 1)
         us = experts.measure(made, asked.rounds, run.turns(flops))
         if us:

@@ -220,8 +220,8 @@ GATHER_TOKENS = dataclasses.replace(
 SCATTER_TOKENS = dataclasses.replace(
     GATHER_TOKENS, name="grouped_matmul_reduce_scatter", function="grouped_matmul_reduce_scatter", epilogue=("bias",)
 )
-# A gathered product whose results are reduced to a loss for each row, never stored (`single_gpu/logits_product.py`). Its
-# frame is its own: it has no `Kernel`, and problems of its products are those of `matmul`.
+# A gathered product whose results are reduced to a loss for each row, and never stored (`logits_product.py`). It has no
+# `Kernel`, but kernels and rules of its own.
 LINEAR_CROSS_ENTROPY = OperationSpec(
     "linear_cross_entropy",
     "linear_cross_entropy",

@@ -97,10 +97,10 @@ class CrossEntropyHead(ColumnParallelLinear):
             if name not in parts:
                 continue
             check_array(self.title, name, parts[name])
-            if parts[name].shape != inputs.shape[:-1]:
+            if (found := tuple(parts[name].shape)) != (wanted := tuple(inputs.shape[:-1])):
                 raise ValueError(
-                    f"{self.title}: {name} must have an entry for each row of the input, {inputs.shape[:-1]}, got shape "
-                    f"{parts[name].shape}: reshape them"
+                    f"{self.title}: {name} must have an entry for each row of the input, {wanted}, got shape {found}: "
+                    "reshape them"
                 )
         check_labels(labels, self.vocabulary, self.ignored_label)
         with jax.named_scope(self.name):

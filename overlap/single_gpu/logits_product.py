@@ -43,6 +43,8 @@ F32 = jnp.float32
 NAME = "overlap_linear_cross_entropy"
 # Stands for −∞ in columns that do not count. It is finite, so that a block of such columns makes no NaN.
 FAR = -1e30
+# For each row of some columns: the largest z, Σ exp(z − largest), and z at the label.
+type _Part = tuple[jax.Array, jax.Array, jax.Array]
 _LOG2_E = 1.4426950408889634
 # So many columns an epilogue computes at a time. With jax 0.12 a kernel has fewer registers (docs/DESIGN.md).
 WIDTH = 64 if jax.__version_info__ < (0, 12) else 32
@@ -102,11 +104,20 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
-    """The kernel's operands. `place`: the first column of the chunk, and how many columns belong to the vocabulary."""
+class Logits:
+    """The operands of a product.
 
-    lhs: GmemRef
-    rhs: GmemRef
+    Attributes:
+      x: [m, k]; of the sum dz, [m, columns of the chunk].
+      w: the matrix, whole: [k, columns], or transposed.
+      place: int32 [2]: the first column of the chunk, and how many columns belong to the vocabulary.
+      rows: what the epilogue reads for each token.
+      bias: [columns].
+      total: f32 [m, k], to which the sum is added.
+    """
+
+    x: GmemRef
+    w: GmemRef
     place: GmemRef
     rows: Rows = Rows()
     bias: GmemRef = None
@@ -140,101 +151,61 @@ def check(
     limits.check(mainloop_of(target), types, sizes, config, target)
     if (row_bytes := w.shape[1] * w.dtype.itemsize) % limits.TMA_ROW_BYTES:
         raise NotImplementedError(
-            f"the copy engine needs the rows of w to be multiples of {limits.TMA_ROW_BYTES} bytes, got {row_bytes}: pad "
-            'them, and pass `vocabulary_size`, or use implementation="xla"'
+            f"the copy engine needs the rows of w to be multiples of {limits.TMA_ROW_BYTES} bytes, got {row_bytes}: "
+            'pad them, and pass `vocabulary_size`, or use implementation="xla"'
         )
     return types
 
 
-@in_32_bits
-def statistics(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    labels: jax.Array,
-    place: jax.Array,
-    *,
-    vocabulary: Vocabulary,
-    config: Config,
-    target: Target,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns log Σ exp z and z at the label, zero for a label that is no column: f32 [m] each."""
-    m, n = x.shape[0], vocabulary.size(w)
-    blocks = ceil_div(n, config.tile_n) * config.tile_n // EPILOGUE_COLUMNS
-    rows = ceil_div(m, config.tile_m) * config.tile_m
-    table: GmemRef = jax.ShapeDtypeStruct((blocks, rows), F32)
-    types = check(x, w, vocabulary, n, config, target)
-    inputs = _inputs(x, w, place, Rows(labels), bias, config)
-    sums, at_label = _launched(inputs, types, n, (table, table), vocabulary, config, target)
-    return jax.nn.logsumexp(sums[:, :m], axis=0), at_label[:, :m].sum(axis=0)
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One of the three products, with what is static about it."""
 
+    vocabulary: Vocabulary
+    config: Config
+    target: Target
 
-@in_32_bits
-def cotangent(
-    x: jax.Array,
-    w: jax.Array,
-    bias: jax.Array | None,
-    rows: Rows,
-    place: jax.Array,
-    columns: int,
-    *,
-    vocabulary: Vocabulary,
-    config: Config,
-    target: Target,
-) -> jax.Array:
-    """Returns the cotangent of the product, before `cap`, of the columns from `place[0]` on: [m, columns].
+    @in_32_bits
+    def statistics(self, given: Logits) -> tuple[jax.Array, jax.Array]:
+        """Returns log Σ exp z, and z at the label or zero for a label that is no column: f32 [m] each."""
+        config = self.config
+        m, n = given.x.shape[0], self.vocabulary.size(given.w)
+        tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
+        shape = tiles[1] * config.tile_n // EPILOGUE_COLUMNS, tiles[0] * config.tile_m
+        table: GmemRef = jax.ShapeDtypeStruct(shape, F32)
+        lse, at_label = self._launched(given, n, (table, table))
+        return jax.nn.logsumexp(lse[:, :m], axis=0), at_label[:, :m].sum(axis=0)
 
-    Columns behind the last one of w have any finite number; `columns` is as `in_whole_rows` returns it.
-    """
-    out: GmemRef = jax.ShapeDtypeStruct((x.shape[0], columns), x.dtype)
-    types = check(x, w, vocabulary, columns, config, target)
-    inputs = _inputs(x, w, place, rows, bias, config)
-    (dz,) = _launched(inputs, types, columns, (out,), vocabulary, config, target)
-    return dz
+    @in_32_bits
+    def cotangent(self, given: Logits, columns: int) -> jax.Array:
+        """Returns the cotangent of the product, before `cap`, of so many columns from `place[0]` on: [m, columns].
 
+        `columns` is as `in_whole_rows` returns it. Columns behind the last one of w are zero (`Vocabulary.is_cut`).
+        """
+        out: GmemRef = jax.ShapeDtypeStruct((given.x.shape[0], columns), given.x.dtype)
+        return self._launched(given, columns, (out,))[0]
 
-@in_32_bits
-def summed(
-    total: jax.Array,
-    dz: jax.Array,
-    w: jax.Array,
-    place: jax.Array,
-    *,
-    vocabulary: Vocabulary,
-    config: Config,
-    target: Target,
-) -> jax.Array:
-    """Returns total + dz @ wᵀ for the columns of w from `place[0]` on, as many as dz has: f32 [m, k]."""
-    out: GmemRef = jax.ShapeDtypeStruct(total.shape, F32)
-    columns = dz.shape[1]
-    types = check(jax.ShapeDtypeStruct(total.shape, dz.dtype), w, vocabulary, columns, config, target, sums=True)
-    inputs = _Inputs(dz, w, place, total=total)
-    (found,) = _launched(inputs, types, columns, (out,), vocabulary, config, target)
-    return found
+    @in_32_bits
+    def summed(self, total: jax.Array, dz: jax.Array, w: jax.Array, place: jax.Array) -> jax.Array:
+        """Returns total + dz @ wᵀ for the columns of w from `place[0]` on, as many as dz has: f32 [m, k]."""
+        out: GmemRef = jax.ShapeDtypeStruct(total.shape, F32)
+        return self._launched(Logits(dz, w, place, total=total), dz.shape[1], (out,))[0]
 
-
-def _inputs(
-    x: jax.Array, w: jax.Array, place: jax.Array, rows: Rows, bias: jax.Array | None, config: Config
-) -> _Inputs:
-    """Pads the vectors to whole tiles: a tile of the last chunk may reach beyond the last column, too."""
-    rows = jax.tree.map(lambda v: jnp.pad(v, (0, -x.shape[0] % config.tile_m)), rows)
-    return _Inputs(x, w, place, rows, None if bias is None else jnp.pad(bias.astype(F32), (0, config.tile_n)))
-
-
-def _launched(
-    inputs: _Inputs,
-    types: OperandTypes,
-    columns: int,
-    out_types: tuple[GmemRef, ...],
-    vocabulary: Vocabulary,
-    config: Config,
-    target: Target,
-) -> tuple[jax.Array, ...]:
-    m, k = inputs.lhs.shape
-    order = TileOrder.of(m, columns if inputs.total is None else out_types[0].shape[1], config)
-    work = StreamK.on(target, config, order.tiles, ceil_div(k, tile_k(inputs.lhs.dtype)))
-    kernel = ProductKernel(NAME, target, config, types, work)
-    return kernel.launch(inputs, out_types, functools.partial(_Body, kernel, order, columns, vocabulary))
+    def _launched(self, given: Logits, columns: int, out_types: tuple[GmemRef, ...]) -> tuple[jax.Array, ...]:
+        config = self.config
+        m, k = given.x.shape
+        sums = given.total is not None
+        n = out_types[0].shape[1] if sums else columns
+        of_types = jax.ShapeDtypeStruct((m, n), given.x.dtype) if sums else given.x
+        types = check(of_types, given.w, self.vocabulary, columns, config, self.target, sums)
+        order = TileOrder.of(m, n, config)
+        work = StreamK.on(self.target, config, order.tiles, ceil_div(k, tile_k(given.x.dtype)))
+        # Pad the vectors to whole tiles. A tile of the last chunk may reach beyond the last column, too.
+        rows = jax.tree.map(lambda vector: jnp.pad(vector, (0, -m % config.tile_m)), given.rows)
+        bias = None if given.bias is None else jnp.pad(given.bias.astype(F32), (0, config.tile_n))
+        kernel = ProductKernel(NAME, self.target, config, types, work)
+        body_of = functools.partial(_Body, kernel, order, columns, self.vocabulary)
+        return kernel.launch(dataclasses.replace(given, rows=rows, bias=bias), out_types, body_of)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +224,7 @@ class _Body:
     order: TileOrder
     columns: int
     vocabulary: Vocabulary
-    refs: Refs[_Inputs, tuple[GmemRef, ...]]
+    refs: Refs[Logits, tuple[GmemRef, ...]]
 
     def tile_at(self, index: Index) -> Tile:
         row, column = self.order(index)
@@ -263,8 +234,8 @@ class _Body:
         inputs = self.refs.inputs
         of_rows = inputs.rows
         return Hooks(
-            load_lhs=lambda tile, load: load(inputs.lhs),
-            rhs_at=lambda tile: self._chunk(inputs.rhs),
+            load_lhs=lambda tile, load: load(inputs.x),
+            rhs_at=lambda tile: self._chunk(inputs.w),
             out_at=lambda tile: self.refs.outputs[0],
             addend_at=None if inputs.total is None else lambda tile: inputs.total,
             epilogue_at=None if of_rows.lse is None else lambda tile: self._cotangent,
@@ -284,12 +255,10 @@ class _Body:
     @property
     def _first(self) -> Index:
         """The first column of the chunk."""
-        return 0 if self.columns >= self.vocabulary.size(self.refs.inputs.rhs) else self.refs.inputs.place[0]
+        return 0 if self.columns >= self.vocabulary.size(self.refs.inputs.w) else self.refs.inputs.place[0]
 
-    def _logits(
-        self, values: jax.Array, columns: pl.Slice
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns z of some columns of the chunk, the columns' numbers in `rhs`, and cap′ or None."""
+    def _logits(self, values: jax.Array, columns: pl.Slice) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns z of some columns of the chunk, the columns' numbers in `w`, and cap′ or None."""
         shape = values.shape
         first = columns.start + self._first
         bias_gmem = self.refs.inputs.bias
@@ -302,9 +271,6 @@ class _Body:
             z = jnp.where(numbers < counted, z, FAR)
         return z, numbers, slope
 
-    def _broadcast(self, vector_gmem: GmemRef, rows: pl.Slice, shape: tuple[int, ...]) -> jax.Array:
-        return self.kernel.mainloop.broadcast_vector(vector_gmem, rows, shape, 0)
-
     def _statistics(
         self,
         values: Callable[[int, int], tuple[jax.Array, ...]],
@@ -314,24 +280,20 @@ class _Body:
     ) -> Iterator[dict[int, jax.Array]]:
         """The epilogue of the first product (`hooks.Through`), which has no results but the tables."""
         parts = [
-            self._of_part(*values(first, WIDTH), rows, pl.ds(columns.start + first, WIDTH))
+            self._of_part(values(first, WIDTH)[0], rows, pl.ds(columns.start + first, WIDTH))
             for first in range(0, EPILOGUE_COLUMNS, WIDTH)
         ]
-        largest = functools.reduce(jnp.maximum, [part[0] for part in parts])
-        total = sum(part[1] * jnp.exp2((part[0] - largest) * _LOG2_E) for part in parts) if parts[1:] else parts[0][1]
+        largest, total, at_label = functools.reduce(_merged, parts)
         lse = largest + jnp.log(total)
-        at_label = sum(part[2] for part in parts[1:]) + parts[0][2] if parts[1:] else parts[0][2]
         place = quotient(columns.start, EPILOGUE_COLUMNS), rows
         for table_gmem, entries in zip(self.refs.outputs, (lse, at_label), strict=True):
             epilogue.store_in_registers_order(entries, table_gmem.at[place])
         yield {}
 
-    def _of_part(
-        self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _of_part(self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns for each row the largest z of some columns, Σ exp(z − largest), and z at the label."""
         z, numbers, _ = self._logits(sums, columns)
-        labels = self._broadcast(self.refs.inputs.rows.labels, rows, z.shape)
+        labels = self.kernel.mainloop.broadcast_vector(self.refs.inputs.rows.labels, rows, z.shape, 0)
         at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
         # With biases of −∞, all logits of a part may be −∞.
         largest = jnp.maximum(z.max(axis=1), FAR)
@@ -341,15 +303,23 @@ class _Body:
     def _cotangent(self, values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         """The epilogue of the second product (`Hooks.epilogue_at`)."""
         assert not isinstance(values, tuple)
-        rows_of = self.refs.inputs.rows
+        of_row = self.refs.inputs.rows
         height, width = values.shape
         parts = []
         for first in range(0, width, WIDTH):
             part = lax.slice(values, (0, first), (height, first + WIDTH))
             z, numbers, slope = self._logits(part, pl.ds(columns.start + first, WIDTH))
             labels, lse, of_sum, of_label = (
-                self._broadcast(x, rows, z.shape) for x in (rows_of.labels, rows_of.lse, rows_of.of_sum, rows_of.of_label)
+                self.kernel.mainloop.broadcast_vector(vector_gmem, rows, z.shape, 0)
+                for vector_gmem in (of_row.labels, of_row.lse, of_row.of_sum, of_row.of_label)
             )
             dz = jnp.exp2((z - lse) * _LOG2_E) * of_sum + jnp.where(numbers == labels, of_label, 0.0)
             parts.append((dz if slope is None else dz * slope).astype(self.refs.outputs[0].dtype))
         return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+
+def _merged(a: _Part, b: _Part) -> _Part:
+    """Returns what `_of_part` finds in the columns of two parts."""
+    largest = jnp.maximum(a[0], b[0])
+    total = a[1] * jnp.exp2((a[0] - largest) * _LOG2_E) + b[1] * jnp.exp2((b[0] - largest) * _LOG2_E)
+    return largest, total, a[2] + b[2]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from overlap import layers
 from overlap.emulation import emulate
-from tests.layers.layer_cases import AUTO, AXES, BETWEEN, EXPLICIT, draw, make_mesh, put
+from tests.layers.layer_cases import AUTO, AXES, BETWEEN, EXPLICIT, draw, make_mesh, put, same
 
 pytestmark = pytest.mark.one_jax
 
@@ -49,7 +49,7 @@ def test_a_head(kind: Any, options: dict[str, Any], implementation: Any) -> None
         weights = put(chance.random((4, 16), np.float32), mesh, of_rows)
         run = nnx.jit(nnx.value_and_grad(lambda head, x: head.loss(x, y, weights).sum(), argnums=(0, 1)))
         loss, (d_head, d_x) = run(head, x)
-        assert head.loss(x, y).sharding.spec == of_rows
+        assert same(head.loss(x, y), of_rows)
     kernel = np.asarray(jnp.asarray(np.asarray(head.kernel[...])).astype(jnp.bfloat16), np.float32)
     given = kernel, np.asarray(x, np.float32), labels, np.asarray(weights)
     expected, (e_kernel, e_x) = jax.value_and_grad(reference, argnums=(0, 1))(*map(jnp.asarray, given))
@@ -69,7 +69,7 @@ def test_what_a_head_refuses() -> None:
             head.loss(x, jnp.zeros((4, 8), jnp.int32))
         with pytest.raises(ValueError, match="`labels` must be from 0 to 63, got 64"):
             head.loss(x, jnp.full((4, 16), 64))
-        with pytest.raises(ValueError, match="CrossEntropyHead: `soft_cap` must be None or a positive number, got -1.0"):
+        with pytest.raises(ValueError, match="CrossEntropyHead: `soft_cap` must be None or a positive number"):
             layers.CrossEntropyHead(32, 64, soft_cap=-1.0, rngs=nnx.Rngs(0)).loss(x, jnp.zeros((4, 16), jnp.int32))
         with pytest.raises(ValueError, match="vocabulary must be at least 1"):
             layers.CrossEntropyHead(32, 0, rngs=nnx.Rngs(0))

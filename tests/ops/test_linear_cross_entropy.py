@@ -148,7 +148,7 @@ def plain(case: Case, given: dict[str, Any]) -> dict[str, jax.Array]:
     return {"loss": loss, **pull(given["d"])[0]}
 
 
-EVERYTHING = dict(soft_cap=5.0, z_loss=1e-2, with_bias=True, weighted=True, ignores=True)
+EVERYTHING: dict[str, Any] = dict(soft_cap=5.0, z_loss=1e-2, with_bias=True, weighted=True, ignores=True)
 CASES = [
     Case(),
     Case(transpose_w=True, vocabulary=327, gpu="blackwell", **EVERYTHING),
@@ -243,10 +243,13 @@ def test_lse_and_biases_of_minus_infinity() -> None:
     x, w, labels = operands()
     bias = jnp.zeros(328).at[64:200].set(-jnp.inf)  # Whole blocks of columns.
     labels = labels % 64
+
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return overlap.linear_cross_entropy(x, w, labels, bias=bias, return_lse=True, chunk=128, implementation="fused")
+
     with emulate(cores=2):
-        (found, lse), (dx,) = jax.jit(lambda x: jax.vjp(
-            lambda x: loss(x, w, labels, bias=bias, return_lse=True), x) )(x)[0], jax.jit(jax.grad(
-            lambda x: loss(x, w, labels, bias=bias, return_lse=True)[1].sum(), (0,)))(x)  # fmt: skip
+        found, lse = jax.jit(both)(x)
+        dx = jax.jit(jax.grad(lambda x: both(x)[1].sum()))(x)
     wide = np.asarray(w, np.float64)[:, np.r_[:64, 200:328]]
     z = np.asarray(x, np.float64) @ wide
     expected = np.log(np.exp(z).sum(axis=1))
@@ -259,15 +262,17 @@ def test_lse_and_biases_of_minus_infinity() -> None:
 def test_transforms() -> None:
     """Under `checkpoint` and a `scan` over microbatches, `vmap`, forward mode; and derivatives of the gradient."""
     x, w, labels = operands(columns=136)
-    step = lambda f, x, w: jax.lax.scan(  # noqa: E731
-        lambda total, batch: (total + f(*batch).sum(), None), 0.0, (x.reshape(2, 36, -1), labels.reshape(2, 36))
-    )[0]
+
+    def step(f: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        batches = x.reshape(2, 36, -1), labels.reshape(2, 36)
+        return jax.lax.scan(lambda total, batch: (total + f(batch[0], w, batch[1]).sum(), None), 0.0, batches)[0]
+
     with emulate(cores=2, detect_races=False):
         for implementation in ("fused", "xla"):
             one = functools.partial(loss, implementation=implementation)
-            (dx, dw) = jax.jit(jax.grad(lambda x, w: one(x, w, labels).sum(), (0, 1)))(x, w)
-            kept = jax.checkpoint(lambda x, y, w: one(x, w, y))
-            again = jax.jit(jax.grad(lambda x, w: step(lambda x, y: kept(x, y, w), x, w), (0, 1)))(x, w)
+            (dx, dw) = jax.jit(jax.grad(lambda x, w, one=one: one(x, w, labels).sum(), (0, 1)))(x, w)
+            kept = jax.checkpoint(one)
+            again = jax.jit(jax.grad(functools.partial(step, kept), (0, 1)))(x, w)
             for a, b in zip((dx, dw), again, strict=True):
                 a, b = (np.asarray(value, np.float64) for value in (a, b))
                 assert np.isfinite(b).all() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
@@ -293,7 +298,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((OK[0].astype(F8), OK[1].astype(F8), OK[2]), {}, ValueError, "of at least 16 bits, got float8_e4m3fn"),
     ((OK[0], OK[1].T, OK[2]), {}, ValueError, r"got 128 of shape \(128, 64\) and 64 .*transpose_w=True"),
     ((*OK[:2], OK[2].astype(jnp.float32)), {}, ValueError, "`labels` must be an array of integers"),
-    ((*OK[:2], OK[2][:8]), {}, ValueError, r"`labels` must have an entry for each row of `x`, \(16,\), got shape \(8,\)"),
+    ((*OK[:2], OK[2][:8]), {}, ValueError, r"`labels` must have an entry for each row of `x`, \(16,\), got .*\(8,\)"),
     (OK, {"bias": jnp.ones(64)}, ValueError, r"`bias` must have an entry for each column of `w`, \(128,\)"),
     (OK, {"soft_cap": 0}, ValueError, "`soft_cap` must be None or a positive number, got 0"),
     (OK, {"z_loss": -1.0}, ValueError, "`z_loss` must be a number of at least 0, got -1.0"),
@@ -309,7 +314,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "words", "error", "message"), REFUSED, ids=lambda x: str(x) if isinstance(x, str) else "")
+@pytest.mark.parametrize(("given", "words", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
 def test_refusals(given: Any, words: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         overlap.linear_cross_entropy(*given, **words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from overlap.collectives.loss.statistics import Static, statistics
 from overlap.frame import arguments, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.explain import record
-from overlap.frame.operands import F32
 from overlap.frame.peers import peer_group_of
 from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
@@ -27,7 +27,7 @@ from overlap.kernels.operations import LINEAR_CROSS_ENTROPY
 from overlap.kernels.target import Target
 from overlap.primitives import PeerGroup
 from overlap.single_gpu import logits_product
-from overlap.single_gpu.logits_product import Vocabulary
+from overlap.single_gpu.logits_product import Product, Vocabulary
 
 NAME = LINEAR_CROSS_ENTROPY.function
 # A chunk has as many columns as this many bytes of dz allow, in whole tiles.
@@ -36,6 +36,46 @@ _UNIT = 256
 # The most bytes of logits that XLA is left to store whole.
 _MOST_LOGITS_BYTES = 1 << 30
 _INT32 = jnp.iinfo(jnp.int32)
+
+
+class _Keywords(TypedDict, total=False):
+    """The keywords of all forms of a call."""
+
+    gather: bool
+    transpose_w: bool
+    bias: AnyArray | None
+    soft_cap: float | None
+    z_loss: float
+    ignored_label: int | None
+    weights: AnyArray | None
+    vocabulary_size: int | None
+    chunk: int | None
+    config: Config | None
+    implementation: Implementation | None
+
+
+@overload
+def linear_cross_entropy(
+    x: AnyArray,
+    w: AnyArray,
+    labels: AnyArray,
+    axis_name: AxisName | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **keywords: Unpack[_Keywords],
+) -> jax.Array: ...
+
+
+@overload
+def linear_cross_entropy(
+    x: AnyArray,
+    w: AnyArray,
+    labels: AnyArray,
+    axis_name: AxisName | None = None,
+    *,
+    return_lse: Literal[True],
+    **keywords: Unpack[_Keywords],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def linear_cross_entropy(
@@ -110,71 +150,48 @@ def linear_cross_entropy(
     arguments.require_values(x=x, w=w, labels=labels, bias=bias, weights=weights)
     arguments.one_of("implementation", implementation, dispatch.IMPLEMENTATIONS)
     group = None if axis_name is None else peer_group_of(NAME, arguments.axis_name(axis_name))
-    options = _Options(
-        arguments.flag("transpose_w", transpose_w),
-        arguments.flag("gather", gather) and group is not None,
-        arguments.flag("return_lse", return_lse),
-        _number("soft_cap", soft_cap, least=0) if soft_cap is not None else None,
-        _number("z_loss", z_loss, least=0),
-        _chunk(chunk),
-    )
-    operands = _operands(x, w, labels, bias, weights, options)
-    columns = operands["w"].shape[0 if transpose_w else 1]
-    size = _vocabulary_size(vocabulary_size, columns * (1 if group is None else group.size))
+    transposed = arguments.flag("transpose_w", transpose_w)
+    gathers = arguments.flag("gather", gather) and group is not None
+    soft_cap = None if soft_cap is None else _number("soft_cap", soft_cap)
+    z_loss = _number("z_loss", z_loss)
+    chunk = _chunk(chunk)
+    given = _operands(x, w, labels, bias, weights, transposed)
+    columns = given["w"].shape[0 if transposed else 1]
+    total = columns * (1 if group is None else group.size)
+    size = _vocabulary_size(vocabulary_size, total)
     ignored = _ignored(ignored_label)
-    check_labels(operands["labels"], size, ignored)
+    check_labels(given["labels"], size, ignored)
     if not arguments.is_in_jit():
-        require_same_devices([(name, value) for name, value in operands.items() if value is not None])
-    given = {name: value for name, value in operands.items() if value is not None and name != "weights"}
-    number = _numbers(given["labels"])
-    whole = dict(given)
-    if options.gather:
-        assert group is not None
-        whole["x"] = lax.all_gather(given["x"], group.axis_name, tiled=True)
-        whole["labels"] = lax.all_gather(number, group.axis_name, tiled=True)
-    else:
-        whole["labels"] = number
-    rank = 0 if group is None else lax.axis_index(group.axis_name)
-    own = jnp.clip(size - rank * columns, 0, columns)
-    label = whole["labels"] - rank * columns
-    devices = 1 if group is None else group.size
+        require_same_devices(list(given.items()))
+    factors = given.pop("weights", None)
+    number = given["labels"] = _numbers(given["labels"])
+    if group is not None and gathers:
+        for name in ("x", "labels"):
+            given[name] = lax.all_gather(given[name], group.axis_name, tiled=True)
+    first = 0 if group is None else lax.axis_index(group.axis_name) * columns
+    own = jnp.clip(size - first, 0, columns)
+    # A label may be any number: so compare it before the subtraction could wrap around.
+    is_own = (given["labels"] >= first) & (given["labels"] < first + own)
+    given["labels"] = jnp.where(is_own, given["labels"] - first, -1)
+    given["place"] = jnp.stack([jnp.zeros_like(own), own]).astype(jnp.int32)
     # A chunk of whole rows may have more columns than are left.
-    is_cut = size < columns * devices or columns != logits_product.in_whole_rows(columns, x.dtype)
-    # `number` may be anything: so compare it before what is subtracted could wrap around.
-    counts = (whole["labels"] >= 0) & (whole["labels"] < size) & (label >= 0) & (label < columns)
-    whole["labels"] = jnp.where(counts, label, -1)
-    whole["place"] = jnp.stack([jnp.zeros_like(own), own]).astype(jnp.int32)
-    vocabulary = Vocabulary(options.transpose_w, options.soft_cap, is_cut)
-    static = _chosen(whole, vocabulary, options.chunk, config, implementation)
+    is_cut = size < total or columns != logits_product.in_whole_rows(columns, given["w"].dtype)
+    static = _chosen(given, Vocabulary(transposed, soft_cap, is_cut), chunk, config, implementation)
     with jax.named_scope(NAME):
-        lse, at_label = statistics(static, whole)
+        lse, at_label = statistics(static, given)
         if group is not None:
-            lse, at_label = _of_all(lse, at_label, group, options.gather)
-    loss = lse - at_label + options.z_loss * lse * lse
-    if (factors := operands["weights"]) is not None:
+            lse, at_label = _of_all(lse, at_label, group, gathers)
+    loss = lse - at_label + z_loss * lse * lse
+    if factors is not None:
         loss *= factors.astype(loss.dtype)
     is_ignored = jnp.zeros(number.shape, bool) if ignored is None else number == ignored
     is_wrong = ~is_ignored & ((number < 0) | (number >= size))
     # A factor of NaN makes the gradient NaN, too.
     loss = jnp.where(is_ignored, 0, loss * jnp.where(is_wrong, jnp.nan, 1).astype(loss.dtype))
-    return (loss, lse) if options.return_lse else loss
+    return (loss, lse) if arguments.flag("return_lse", return_lse) else loss
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The keywords of a call, checked."""
-
-    transpose_w: bool
-    gather: bool
-    return_lse: bool
-    soft_cap: float | None
-    z_loss: float
-    chunk: int | None
-
-
-def _of_all(
-    lse: jax.Array, at_label: jax.Array, group: PeerGroup, scatters: bool
-) -> tuple[jax.Array, jax.Array]:
+def _of_all(lse: jax.Array, at_label: jax.Array, group: PeerGroup, scatters: bool) -> tuple[jax.Array, jax.Array]:
     """Returns the statistics of all columns: of all tokens, or of this device's if `scatters`."""
     axis = group.axis_name
     largest = lax.pmax(lax.stop_gradient(lse), axis)
@@ -219,7 +236,8 @@ def _chosen(
     if fused and target.platform == "cpu":
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
-    return Static(vocabulary, 0 if stores else size, found if fused else None, target)
+    products = tuple(Product(vocabulary, one, target) for one in found) if fused and found else None
+    return Static(vocabulary, 0 if stores else size, products)
 
 
 def _configs(
@@ -257,8 +275,8 @@ def _configs(
         return None, str(cannot).removesuffix(', or use implementation="xla"')
 
 
-def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, options: _Options) -> dict[str, Leaf]:
-    """Checks the arrays, and returns them by name."""
+def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, transposed: bool) -> dict[str, Leaf]:
+    """Checks the arrays, and returns those that are given by name."""
     x, w = arguments.array("x", x), arguments.array("w", w)
     for name, value in (("x", x), ("w", w)):
         if value.ndim != 2:
@@ -271,11 +289,11 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, op
             f"`x` and `w` must have one floating-point dtype of at least 16 bits, got {x.dtype.name} and "
             f"{w.dtype.name}: cast one, e.g. w.astype(x.dtype)"
         )
-    columns, features = w.shape if options.transpose_w else w.shape[::-1]
+    columns, features = w.shape if transposed else w.shape[::-1]
     if features != x.shape[1]:
         raise ValueError(
             f"`w` must have as many features as `x`, got {features} of shape {tuple(w.shape)} and {x.shape[1]} of "
-            f"shape {tuple(x.shape)}: transpose w, or pass transpose_w={not options.transpose_w}"
+            f"shape {tuple(x.shape)}: transpose w, or pass transpose_w={not transposed}"
         )
     if isinstance(labels, (np.ndarray, list, tuple)):
         labels = np.asarray(labels)
@@ -283,22 +301,24 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, op
     if kind is None or not jnp.issubdtype(kind, jnp.integer):
         raise ValueError(f"`labels` must be an array of integers, got {shown(labels)}: convert it")
     found = {"x": x, "w": w, "labels": labels}
-    for name, value, size in (("labels", labels, x.shape[0]), ("bias", bias, columns), ("weights", weights, x.shape[0])):
-        if value is not None and name != "labels":
-            value = arguments.array(name, value)
-        if value is not None and tuple(value.shape) != (size,):
+    if bias is not None:
+        found["bias"] = arguments.array("bias", bias)
+    if weights is not None:
+        found["weights"] = arguments.array("weights", weights)
+    for name, size in (("labels", x.shape[0]), ("bias", columns), ("weights", x.shape[0])):
+        if name in found and tuple(found[name].shape) != (size,):
             of = "column of `w`" if name == "bias" else "row of `x`"
             raise ValueError(
-                f"`{name}` must have an entry for each {of}, ({size},), got shape {tuple(value.shape)}: reshape it"
+                f"`{name}` must have an entry for each {of}, ({size},), got shape {tuple(found[name].shape)}: reshape "
+                "it"
             )
-        found[name] = value
     return found
 
 
-def _number(name: str, value: Given, least: float) -> float:
+def _number(name: str, value: Given) -> float:
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not np.isfinite(value) or value < least or (name == "soft_cap" and value == 0):
-        what = "None or a positive number" if name == "soft_cap" else f"a number of at least {least}"
+    if not is_number or not np.isfinite(value) or value < 0 or (name == "soft_cap" and value == 0):
+        what = "None or a positive number" if name == "soft_cap" else "a number of at least 0"
         raise ValueError(f"`{name}` must be {what}, got {shown(value)}: leave it out, or pass one")
     return float(value)
 

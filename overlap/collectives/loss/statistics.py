@@ -9,9 +9,9 @@ dz, the cotangent of x @ w, in the dtype of x:
     dz = (p · exp(z − lse) + q · [the column is the label]) · cap′        p, q: cotangents of lse and at_label
     dx += dz @ w[:, chunk]ᵀ in f32,   dw[:, chunk] = xᵀ @ dz
 
-So it takes memory for one dz, [T, chunk], and for dx in f32. Kernels compute the statistics, dz and dx, XLA computes dw.
-The same by XLA, with logits of one chunk in f32, is the reference for other derivatives, and is what runs where no
-kernel does.
+So it takes memory for one dz, [T, chunk], and for dx in f32. Kernels compute the statistics, dz and dx, and XLA dw. The
+same by XLA, with logits of one chunk in f32, is the reference for other derivatives, and is what runs where no kernel
+does.
 """
 
 from __future__ import annotations
@@ -32,11 +32,8 @@ from overlap.frame.linear import tangents_of
 from overlap.frame.operands import F32, accumulator
 from overlap.frame.rules import with_rule
 from overlap.frame.signatures import Leaf
-from overlap.kernels.config import Config
-from overlap.kernels.target import Target
 from overlap.kernels.varying import alike, axes_of, varying
-from overlap.single_gpu import logits_product
-from overlap.single_gpu.logits_product import FAR, Rows, Vocabulary
+from overlap.single_gpu.logits_product import FAR, Logits, Product, Rows, Vocabulary, in_whole_rows
 
 # The arrays of a call: "x", [T, H]; "w", [H, n] or [n, H]; "labels", int32 [T]; "place", int32 [2]: 0, and how many
 # columns belong to the vocabulary; perhaps "bias", [n]. In the backward pass also "lse", "of_sum" and "of_label".
@@ -50,19 +47,12 @@ class Static:
     Attributes:
       vocabulary: the layout of `w`, the soft cap, and whether columns are left out.
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
-      configs: of the kernels `statistics`, `cotangent` and `summed`; None: XLA runs.
-      target: the device.
+      products: the kernels for `Product.statistics`, `cotangent` and `summed`; None: XLA runs.
     """
 
     vocabulary: Vocabulary
     chunk: int
-    configs: tuple[Config, Config, Config] | None
-    target: Target
-
-    def kernel(self, run: Callable[..., Leaf], index: int) -> Callable[..., Leaf]:
-        """Returns a function of `logits_product` with its configuration, the one with this index."""
-        assert self.configs is not None
-        return functools.partial(run, vocabulary=self.vocabulary, config=self.configs[index], target=self.target)
+    products: tuple[Product, ...] | None
 
 
 def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -73,21 +63,17 @@ def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
-    if static.configs is None:
+    if static.products is None:
         return _by_xla(static, given)
-    run = static.kernel(logits_product.statistics, 0)
-
-    def of(given: Given) -> tuple[jax.Array, jax.Array]:
-        return run(given["x"], given["w"], given.get("bias"), given["labels"], given["place"])
-
     given = alike(given)
     of_token = varying(jnp.zeros(given["x"].shape[0], F32), axes_of(given["x"]))
-    return _kernel(of, given, (of_token, of_token))
+    logits = Logits(given["x"], given["w"], given["place"], Rows(given["labels"]), given.get("bias"))
+    return _kernel(static.products[0].statistics, (of_token, of_token), logits)
 
 
-def _kernel[T](run: Callable[[Given], T], given: Given, like: T) -> T:
+def _kernel[T](run: Callable[..., T], like: T, *operands: Leaf) -> T:
     """Runs a kernel. Under `jax.vmap` it runs for one element after the other. `explain` wants only types."""
-    return like if explaining.value is not None else sequential_vmap(run)(given)
+    return like if explaining.value is not None else sequential_vmap(run)(*operands)
 
 
 def _tangent(static: Static, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
@@ -112,7 +98,7 @@ def _cotangents(
     of_sum, of_label = map(ad.instantiate_zeros, cotangents)
     names = tuple(name for name, dtype in wanted[0].items() if dtype is not None)
     more = {**given, "lse": saved[0], "of_sum": of_sum, "of_label": of_label}
-    by_xla = functools.partial(_backward, dataclasses.replace(static, configs=None), names)
+    by_xla = functools.partial(_backward, dataclasses.replace(static, products=None), names)
 
     def rule(primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
         (given,) = primals
@@ -131,7 +117,7 @@ def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str,
     wide = accumulator(x.dtype)
     transposed = static.vocabulary.transposed
     # A kernel's result is never differentiated, so what it is stored to may hold anything before.
-    empty = jnp.zeros if static.configs is None else lax.empty
+    empty = jnp.zeros if static.products is None else lax.empty
     sums: dict[str, jax.Array] = {}
     if "x" in names:
         sums["x"] = jnp.zeros(x.shape, wide)
@@ -142,7 +128,7 @@ def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str,
     sums = {name: varying(value, axes_of(x)) for name, value in sums.items()}
 
     def add(first: Leaf, size: int, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        padded = size if static.configs is None else logits_product.in_whole_rows(size, x.dtype)
+        padded = size if static.products is None else in_whole_rows(size, x.dtype)
         dz = _dz(static, given, first, padded)
         found = dict(sums)
         if "x" in names:
@@ -178,27 +164,21 @@ def _place(given: Given, first: Leaf) -> jax.Array:
 def _added(static: Static, given: Given, total: jax.Array, dz: jax.Array, first: Leaf) -> jax.Array:
     """Returns total + dz @ wᵀ, of the columns of w from `first` on."""
     w = given["w"]
-    if static.configs is None:
+    if static.products is None:
         along = 0 if static.vocabulary.transposed else 1
         chunk = lax.dynamic_slice_in_dim(w, first, dz.shape[1], along)
         return total + _dot(dz, chunk, 1, along, total.dtype)
-    run = static.kernel(logits_product.summed, 2)
-    more = {"total": total, "dz": dz, "w": w, "place": _place(given, first)}
-    return _kernel(lambda more: run(more["total"], more["dz"], more["w"], more["place"]), more, total)
+    return _kernel(static.products[2].summed, total, total, dz, w, _place(given, first))
 
 
 def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     """The cotangent of x @ w of the columns `first` to `first + size`, [T, size], in the dtype of x."""
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
-    if static.configs is not None:
-        run = static.kernel(logits_product.cotangent, 1)
-
-        def of(given: Given) -> jax.Array:
-            return run(given["x"], given["w"], given.get("bias"), given["rows"], given["place"], size)
-
+    if static.products is not None:
+        run = functools.partial(static.products[1].cotangent, columns=size)
         out = varying(jnp.zeros((x.shape[0], size), x.dtype), axes_of(x))
-        return _kernel(of, {**given, "rows": rows, "place": _place(given, first)}, out)
+        return _kernel(run, out, Logits(x, given["w"], _place(given, first), rows, given.get("bias")))
     z, numbers, slope = _logits(static, given, first, size)
     of_label = jnp.where(numbers == rows.labels[:, None], rows.of_label[:, None], 0)
     dz = jnp.exp(z - rows.lse[:, None]) * rows.of_sum[:, None] + of_label
