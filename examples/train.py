@@ -158,6 +158,12 @@ def check(options: Options) -> None:
         ("hidden", options.fsdp if options.experts else 1, f"--fsdp {options.fsdp}"),
         ("experts", options.tensor, f"--tensor {options.tensor}"),
         ("sequence", options.tensor, f"--tensor {options.tensor}"),
+        # Padded, the head would have other first weights than a plain one.
+        (
+            "vocabulary",
+            8 * options.tensor if options.compare or options.implementation == "plain" else 1,
+            f"8 × --tensor {options.tensor}",
+        ),
         ("batch", parts, f"--data {options.data} × --fsdp {options.fsdp} × --accumulate {options.accumulate}"),
     ):
         if (size := getattr(options, name)) % divisor:

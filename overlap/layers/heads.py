@@ -27,8 +27,9 @@ from overlap.layers.parallel import (
 )
 from overlap.sharded import partitions
 
-# A vocabulary that the devices do not divide is padded to a multiple of so many columns for each.
-_UNIT = 64
+# A vocabulary of which the devices cannot have equal parts whose rows a kernel can load, multiples of the first, is
+# padded to a multiple of the second for each.
+_ROWS, _UNIT = 8, 64
 
 
 class CrossEntropyHead(ColumnParallelLinear):
@@ -36,8 +37,8 @@ class CrossEntropyHead(ColumnParallelLinear):
 
     Called, it returns logits, as `ColumnParallelLinear` does. `loss` computes the loss of each token without them.
 
-    kernel: [in_features, vocabulary], sharded P(fsdp_axis, axis). If the devices along `axis` do not divide the
-    vocabulary, the kernel, and so the logits, have more columns, which `loss` leaves out.
+    kernel: [in_features, vocabulary], sharded P(fsdp_axis, axis). If the vocabulary is no multiple of 8 for each device
+    along `axis`, the kernel, and so the logits, have more columns, which `loss` leaves out.
 
     Args:
       in_features: features of the input.
@@ -66,7 +67,7 @@ class CrossEntropyHead(ColumnParallelLinear):
         of_mesh: Any = {key: value for key, value in options.items() if key in Options.__annotations__}
         Parallel.__init__(self, name=name, **of_mesh)
         devices = devices_along(self, self.axis)
-        unit = devices * _UNIT if vocabulary % devices else 1
+        unit = devices * _UNIT if vocabulary % (devices * _ROWS) else 1
         columns = -(-vocabulary // unit) * unit
         super().__init__(in_features, columns, use_bias=use_bias, name=name, **options)
         self.vocabulary = vocabulary

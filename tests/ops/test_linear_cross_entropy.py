@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap import Config
+from overlap.collectives.loss import linear_cross_entropy as implementation
 from overlap.emulation import emulate
 from overlap.kernels.target import emulating
 from overlap.single_gpu import logits_product
@@ -268,8 +269,8 @@ def test_transforms() -> None:
         return jax.lax.scan(lambda total, batch: (total + f(batch[0], w, batch[1]).sum(), None), 0.0, batches)[0]
 
     with emulate(cores=2, detect_races=False):
-        for implementation in ("fused", "xla"):
-            one = functools.partial(loss, implementation=implementation)
+        for name in ("fused", "xla"):
+            one = functools.partial(loss, implementation=name)
             (dx, dw) = jax.jit(jax.grad(lambda x, w, one=one: one(x, w, labels).sum(), (0, 1)))(x, w)
             kept = jax.checkpoint(one)
             again = jax.jit(jax.grad(functools.partial(step, kept), (0, 1)))(x, w)
@@ -278,6 +279,9 @@ def test_transforms() -> None:
                 assert np.isfinite(b).all() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
         mapped = jax.jit(jax.vmap(lambda x, y: loss(x, w, y)))(x.reshape(2, 36, -1), labels.reshape(2, 36))
         np.testing.assert_allclose(mapped.reshape(-1), loss(x, w, labels), rtol=1e-5)
+        of_all = jax.vmap(jax.grad(lambda x, y: loss(x, w, y).sum()))
+        found = jax.jit(of_all)(x.reshape(2, 36, -1), labels.reshape(2, 36))
+        np.testing.assert_array_equal(found.reshape(x.shape), jax.jit(jax.grad(lambda x: loss(x, w, labels).sum()))(x))
         of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
         direction = jnp.ones_like(x)
         _, along = jax.jit(lambda x: jax.jvp(of, (x,), (direction,)))(x)
@@ -288,6 +292,19 @@ def test_transforms() -> None:
         ]
     a, b = (np.asarray(value, np.float64) for value in second)
     assert np.isfinite(a).all() and np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b) and b.any()
+
+
+def test_where_the_partitioner_would_have_to_split_the_kernels(monkeypatch: Any) -> None:
+    """XLA runs in their place, with the same results; if the caller asked for the kernels, the call is refused."""
+    x, w, labels = operands(columns=136)
+    placed = jax.device_put(x, jax.NamedSharding(make_mesh(x=2), P("x")))
+    of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"in a program for 2 devices, .* call it inside jax\.shard_map"):
+        jax.jit(jax.grad(of))(placed)
+    chosen = implementation._chosen
+    monkeypatch.setattr(implementation, "_chosen", lambda *given: dataclasses.replace(chosen(*given), must_fuse=False))
+    expected = jax.grad(functools.partial(of, implementation="xla"))(x)
+    np.testing.assert_array_equal(jax.jit(jax.grad(of))(placed), expected)
 
 
 OK = (jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16), jnp.zeros(16, jnp.int32))

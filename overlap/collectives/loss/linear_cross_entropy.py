@@ -155,6 +155,8 @@ def linear_cross_entropy(
     soft_cap = None if soft_cap is None else _number("soft_cap", soft_cap)
     z_loss = _number("z_loss", z_loss)
     chunk = _chunk(chunk)
+    config = arguments.config(config)
+    returns_lse = arguments.flag("return_lse", return_lse)
     given = _operands(x, w, labels, bias, weights, transposed)
     columns = given["w"].shape[0 if transposed else 1]
     total = columns * (1 if group is None else group.size)
@@ -188,7 +190,7 @@ def linear_cross_entropy(
     is_wrong = ~is_ignored & ((number < 0) | (number >= size))
     # A factor of NaN makes the gradient NaN, too.
     loss = jnp.where(is_ignored, 0, loss * jnp.where(is_wrong, jnp.nan, 1).astype(loss.dtype))
-    return (loss, lse) if arguments.flag("return_lse", return_lse) else loss
+    return (loss, lse) if returns_lse else loss
 
 
 def _of_all(lse: jax.Array, at_label: jax.Array, group: PeerGroup, scatters: bool) -> tuple[jax.Array, jax.Array]:
@@ -215,7 +217,6 @@ def _chosen(
     x, w = given["x"], given["w"]
     target = dispatch.target()
     tokens, columns = x.shape[0], vocabulary.size(w)
-    config = arguments.config(config)
     most = max(_CHUNK_BYTES // max(tokens * x.dtype.itemsize, 1) // _UNIT, 1) * _UNIT
     wanted = chunk or -(-columns // max(-(-columns // most), 1))  # Chunks of about one size.
     size = max(min(-(-wanted // _UNIT) * _UNIT if chunk is None else wanted, columns), 1)
@@ -237,7 +238,7 @@ def _chosen(
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
     products = tuple(Product(vocabulary, one, target) for one in found) if fused and found else None
-    return Static(vocabulary, 0 if stores else size, products)
+    return Static(vocabulary, 0 if stores else size, products, implementation == "fused")
 
 
 def _configs(

@@ -29,11 +29,12 @@ from jax.interpreters import ad
 from overlap.choice.session import explaining
 from overlap.frame.explain import recorded
 from overlap.frame.linear import tangents_of
-from overlap.frame.operands import F32, accumulator
+from overlap.frame.operands import accumulator
 from overlap.frame.rules import with_rule
 from overlap.frame.signatures import Leaf
+from overlap.kernels import launch
 from overlap.kernels.varying import alike, axes_of, varying
-from overlap.single_gpu.logits_product import FAR, Logits, Product, Rows, Vocabulary, in_whole_rows
+from overlap.single_gpu.logits_product import FAR, NAME, Logits, Product, Rows, Vocabulary, in_whole_rows
 
 # The arrays of a call: "x", [T, H]; "w", [H, n] or [n, H]; "labels", int32 [T]; "place", int32 [2]: 0, and how many
 # columns belong to the vocabulary; perhaps "bias", [n]. In the backward pass also "lse", "of_sum" and "of_label".
@@ -48,32 +49,39 @@ class Static:
       vocabulary: the layout of `w`, the soft cap, and whether columns are left out.
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
       products: the kernels for `Product.statistics`, `cotangent` and `summed`; None: XLA runs.
+      must_fuse: whether the caller asked for the kernels. XLA may then not run in their place.
     """
 
     vocabulary: Vocabulary
     chunk: int
     products: tuple[Product, ...] | None
+    must_fuse: bool = False
 
 
 def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
     """Returns `lse` and `at_label`, each [T], in f32 (f64 for operands of f64), with derivatives of any order."""
     if not static.chunk:
         return _by_xla(static, given)
-    return with_rule(functools.partial(_forward, static), functools.partial(_tangent, static), given)
+    return with_rule(functools.partial(_run, _forward, static), functools.partial(_tangent, static), given)
+
+
+def _run[T](function: Callable[[Static, Given], T], static: Static, given: Given) -> T:
+    """Returns `function(static, given)`, as one operation of jax if it has kernels; by XLA where only types count.
+
+    Under `jax.vmap` kernels run for one element after the other.
+    """
+    by_xla = functools.partial(function, dataclasses.replace(static, products=None))
+    if static.products is None or explaining.value is not None:
+        return by_xla(given)
+    run = launch.sealed(functools.partial(function, static), NAME, None if static.must_fuse else by_xla)
+    return sequential_vmap(run)(given)
 
 
 def _forward(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
     if static.products is None:
         return _by_xla(static, given)
-    given = alike(given)
-    of_token = varying(jnp.zeros(given["x"].shape[0], F32), axes_of(given["x"]))
     logits = Logits(given["x"], given["w"], given["place"], Rows(given["labels"]), given.get("bias"))
-    return _kernel(static.products[0].statistics, (of_token, of_token), logits)
-
-
-def _kernel[T](run: Callable[..., T], like: T, *operands: Leaf) -> T:
-    """Runs a kernel. Under `jax.vmap` it runs for one element after the other. `explain` wants only types."""
-    return like if explaining.value is not None else sequential_vmap(run)(*operands)
+    return static.products[0].statistics(logits)
 
 
 def _tangent(static: Static, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
@@ -98,7 +106,8 @@ def _cotangents(
     of_sum, of_label = map(ad.instantiate_zeros, cotangents)
     names = tuple(name for name, dtype in wanted[0].items() if dtype is not None)
     more = {**given, "lse": saved[0], "of_sum": of_sum, "of_label": of_label}
-    by_xla = functools.partial(_backward, dataclasses.replace(static, products=None), names)
+    backward = functools.partial(_backward, names)
+    by_xla = functools.partial(backward, dataclasses.replace(static, products=None))
 
     def rule(primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
         (given,) = primals
@@ -106,11 +115,11 @@ def _cotangents(
         with recorded():
             return jax.jvp(lambda moved: by_xla({**given, **moved}), ({k: given[k] for k in moved},), (moved,))
 
-    found = with_rule(functools.partial(_backward, static, names), rule, more)
+    found = with_rule(functools.partial(_run, backward, static), rule, more)
     return ({name: found.get(name) for name in given},)
 
 
-def _backward(static: Static, names: tuple[str, ...], given: Given) -> dict[str, jax.Array]:
+def _backward(names: tuple[str, ...], static: Static, given: Given) -> dict[str, jax.Array]:
     """Returns the cotangents of the arrays with these names, that of x with more bits than x."""
     given = alike(given)
     x, w = given["x"], given["w"]
@@ -168,7 +177,7 @@ def _added(static: Static, given: Given, total: jax.Array, dz: jax.Array, first:
         along = 0 if static.vocabulary.transposed else 1
         chunk = lax.dynamic_slice_in_dim(w, first, dz.shape[1], along)
         return total + _dot(dz, chunk, 1, along, total.dtype)
-    return _kernel(static.products[2].summed, total, total, dz, w, _place(given, first))
+    return static.products[2].summed(total, dz, w, _place(given, first))
 
 
 def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
@@ -176,9 +185,8 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
     if static.products is not None:
-        run = functools.partial(static.products[1].cotangent, columns=size)
-        out = varying(jnp.zeros((x.shape[0], size), x.dtype), axes_of(x))
-        return _kernel(run, out, Logits(x, given["w"], _place(given, first), rows, given.get("bias")))
+        logits = Logits(x, given["w"], _place(given, first), rows, given.get("bias"))
+        return static.products[1].cotangent(logits, size)
     z, numbers, slope = _logits(static, given, first, size)
     of_label = jnp.where(numbers == rows.labels[:, None], rows.of_label[:, None], 0)
     dz = jnp.exp(z - rows.lse[:, None]) * rows.of_sum[:, None] + of_label
