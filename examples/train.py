@@ -150,7 +150,10 @@ def check(options: Options) -> None:
         raise WrongArguments(
             f"train: --vocabulary {options.vocabulary} is less than the {VOCABULARY} bytes of a text: leave it out"
         )
+    # A padded head would have other first weights than a plain one, which is not padded.
+    is_plain = options.vocabulary > VOCABULARY and (options.compare or options.implementation == "plain")
     for name, divisor, by in (
+        ("vocabulary", 8 * options.tensor if is_plain else 1, f"8 × --tensor {options.tensor}"),
         ("features", options.heads, f"--heads {options.heads}"),
         ("features", options.fsdp, f"--fsdp {options.fsdp}"),
         ("heads", options.tensor, f"--tensor {options.tensor}"),
@@ -158,12 +161,6 @@ def check(options: Options) -> None:
         ("hidden", options.fsdp if options.experts else 1, f"--fsdp {options.fsdp}"),
         ("experts", options.tensor, f"--tensor {options.tensor}"),
         ("sequence", options.tensor, f"--tensor {options.tensor}"),
-        # Padded, the head would have other first weights than a plain one.
-        (
-            "vocabulary",
-            8 * options.tensor if options.compare or options.implementation == "plain" else 1,
-            f"8 × --tensor {options.tensor}",
-        ),
         ("batch", parts, f"--data {options.data} × --fsdp {options.fsdp} × --accumulate {options.accumulate}"),
     ):
         if (size := getattr(options, name)) % divisor:

@@ -29,7 +29,7 @@ def reference(kernel: jax.Array, x: jax.Array, labels: jax.Array, weights: jax.A
 
 @pytest.mark.parametrize(("kind", "options", "implementation"), [
     (AUTO, {}, "fused"),
-    (EXPLICIT, {}, "xla"),
+    pytest.param(EXPLICIT, {}, "xla", marks=pytest.mark.slow),
     (EXPLICIT, {"sequence_parallel": False, "fsdp_axis": None}, "fused"),
     pytest.param(AUTO, {"sequence_parallel": False, "batch_axis": None}, "xla", marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
