@@ -31,7 +31,7 @@ HEADLINE = (
     ("matmul_all_reduce-h200-2-one_process", "8192x8192x14336"),
     ("matmul-h200-1-one_process", "8192x8192x8192"),
 )
-_OF_METHODS = ("block", "layer", "backward", "ladder", "experts", "step")
+_OF_METHODS = ("block", "layer", "backward", "ladder", "experts", "loss", "step")
 # The rivals in the table of experts.
 _RIVALS = ("xla", "jax", "batched", "roof")
 Problem = tuple[Table, Row, Row | None]  # A problem's table, the row of fused, and the row of XLA.

@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/experts.md": {"x": (2, 128, 256), "y": (128, 256), "loads": (3, 16)},
     "docs/launching.md": {},
     "docs/layers.md": {"y": (2, 128, 256), "z": (2, 128, 256), "a": (2, 128, 256), "h": (2, 128, 512)},
+    "docs/loss.md": {"loss": (), "dx": (256, 128), "dw": (128, 1024)},
     "docs/primitives.md": {"gathered": (4, 32, 1024), "y": (32, 1024)},
     "docs/quickstart.md": {"y": (1024, 512)},
     "docs/shard_map.md": {"y": (512, 256), "tokens": (16, 256), "h": (512, 1024), "quantized": (512, 1024)},

@@ -51,6 +51,7 @@ GIVEN: dict[str, Callable[[], dict[str, Any]]] = {
     "all_gather_lhs_grouped_matmul": dict,
     "grouped_matmul": dict,
     "grouped_matmul_reduce_scatter": dict,
+    "linear_cross_entropy": dict,
     "matmul": dict,
     "matmul_all_reduce": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
     "matmul_reduce_scatter": lambda: {"x": matrix(64, 256), "w": matrix(256, 64)},
