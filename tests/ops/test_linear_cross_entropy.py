@@ -375,8 +375,10 @@ def test_a_defect_is_seen(monkeypatch: Any, defect: str) -> None:
     case = Case(vocabulary=300)
     given = drawn(case)
     expected = formulas(case, given)
+    jax.clear_caches()  # Neither is a trace of another test taken for this one, nor this one for others.
     with emulate(cores=2):
         found = program(case, "fused")(given)
+    jax.clear_caches()
     unfused = distances(plain(case, given), expected)
     parts = {name: np.asarray(x, np.float64) for name, x in found.items()}
     off = {name: np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name]) for name, x in parts.items()}
