@@ -32,6 +32,7 @@ from flax import nnx
 
 from overlap.layers.attention import QKVProjection
 from overlap.layers.experts import ExpertKernel, ExpertMLP
+from overlap.layers.heads import CrossEntropyHead
 from overlap.layers.mlp import GatedMLP
 
 # Stands in a name for the number of an expert: each has a tensor.
@@ -79,6 +80,7 @@ class _Weight:
       transposed: whether the last two dimensions of the tensor are the other way round.
       half: 0 or 1 if the tensor has this parameter and another one along the last dimension; else None.
       interleaved: whether these two lie in every second column.
+      columns: how many entries of its last dimension a checkpoint has, if the others are padding, which is zero.
     """
 
     variable: nnx.Variable[Any]
@@ -86,10 +88,13 @@ class _Weight:
     transposed: bool = False
     half: int | None = None
     interleaved: bool = False
+    columns: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.variable.get_value().shape)
+        """The shape of the parameter, without padding."""
+        *others, last = self.variable.get_value().shape
+        return (*others, last if self.columns is None else self.columns)
 
     @property
     def names(self) -> list[str]:
@@ -110,10 +115,14 @@ class _Weight:
 
     def read(self, tensors: Mapping[str, Tensor], index: tuple[slice, ...]) -> np.ndarray:
         """Returns a part of the parameter."""
-        at = [slice(*part.indices(size)[:2]) for part, size in zip(index, self.shape, strict=True)]
+        whole = self.variable.get_value().shape
+        at = [slice(*part.indices(size)[:2]) for part, size in zip(index, whole, strict=True)]
         if _EXPERT in self.name:
             return np.stack([self._read(tensors[self.names[e]], at[1:]) for e in range(at[0].start, at[0].stop)])
-        return self._read(tensors[self.name], at)
+        first, end = at[-1].start, at[-1].stop
+        size = self.shape[-1]
+        found = self._read(tensors[self.name], [*at[:-1], slice(min(first, size), min(end, size))])
+        return np.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, end - first - found.shape[-1])])
 
     def _read(self, tensor: Tensor, at: list[slice]) -> np.ndarray:
         *others, last = at
@@ -131,6 +140,7 @@ class _Weight:
     def write(self, value: np.ndarray, into: np.ndarray) -> None:
         """Stores the parameter, of one expert if each has a tensor, into a tensor."""
         into = into.swapaxes(-1, -2) if self.transposed else into
+        value = value[..., : self.columns]
         if self.half is not None:
             size = self.shape[-1]
             columns = slice(self.half, None, 2) if self.interleaved else slice(self.half * size, (self.half + 1) * size)
@@ -171,6 +181,11 @@ def load_weights(
       [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
     """
     weights = _all_weights(layers, experts, tied or {})
+    if not isinstance(tensors, Mapping):
+        raise ValueError(
+            f"`tensors` must be a mapping from names to tensors, got {type(tensors).__name__}: pass arrays by name, or "
+            "`with open_checkpoint(folder) as tensors:`"
+        )
     lacking = [name for weight in weights for name in weight.names if name not in tensors]
     if lacking:
         more = f" and {len(lacking) - _MOST_NAMES} more" if len(lacking) > _MOST_NAMES else ""
@@ -182,6 +197,12 @@ def load_weights(
     for weight in weights:
         for name in weight.names:
             _check_tensor(name, tensors[name], weight, rounds)
+    if unread := _unread(weights, tensors):
+        raise ValueError(
+            f"`tensors` have {', '.join(map(repr, unread[:_MOST_NAMES]))}, which no layer takes: make the layer with "
+            "what it belongs to (use_bias=True, router_bias=True, a router with a bias of the choice, as many "
+            "experts), or leave the tensor out"
+        )
     for weight in weights:
         old = weight.variable.get_value()
         of_device = functools.partial(_part, weight, tensors)
@@ -199,6 +220,7 @@ def saved_weights(
     Raises:
       ValueError: other processes hold parts of a weight.
     """
+    _all_weights(layers, experts, tied or {})  # For its checks.
     weights = _all_weights({prefix: x for prefix, x in layers.items() if prefix not in (tied or {})}, experts, {})
     by_name: dict[str, list[_Weight]] = {}
     for weight in weights:
@@ -212,9 +234,20 @@ def saved_weights(
         for number, name in enumerate(sharers[0].names):
             tensor = np.empty(sharers[0].tensor_shape, sharers[0].variable.get_value().dtype)
             for weight in sharers:
-                value = weight.variable.get_value()
-                weight.write(np.asarray(value[number] if _EXPERT in weight.name else value), tensor)
+                value = np.asarray(weight.variable.get_value())
+                weight.write(value[number] if _EXPERT in weight.name else value, tensor)
             yield name, tensor
+
+
+def _unread(weights: Sequence[_Weight], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns tensors that belong to the same linear layer as one that is read, or to the same experts, and are not."""
+    read = {name for weight in weights for name in weight.names}
+    parents = {name.rpartition(".")[0] for name in read}
+    of_experts = ".experts."
+    within = tuple({name[: name.index(of_experts)] + of_experts for name in read if of_experts in name})
+    return sorted(
+        name for name in tensors if name not in read and (name.rpartition(".")[0] in parents or name.startswith(within))
+    )
 
 
 def _part(weight: _Weight, tensors: Mapping[str, Tensor], index: tuple[slice, ...] | None) -> np.ndarray:
@@ -226,6 +259,16 @@ def _part(weight: _Weight, tensors: Mapping[str, Tensor], index: tuple[slice, ..
 def _all_weights(layers: Mapping[str, nnx.Module], experts: str, tied: Mapping[str, str]) -> list[_Weight]:
     if experts not in FORMATS:
         raise ValueError(f"`experts` must be one of {', '.join(map(repr, FORMATS))}, got {experts!r}: pass one of them")
+    if not isinstance(layers, Mapping) or not layers:
+        raise ValueError(
+            f"`layers` must be a mapping from prefixes to layers, at least one, got {type(layers).__name__}: pass "
+            '{"model.layers.0.mlp": layer}'
+        )
+    if unknown := [prefix for prefix in tied if prefix not in layers]:
+        raise ValueError(
+            f"`tied` must have prefixes of `layers`, got {unknown[0]!r}, and there are {', '.join(map(repr, layers))}: "
+            "correct it"
+        )
     return [
         weight
         for prefix, layer in layers.items()
@@ -252,12 +295,14 @@ def _weights(layer: nnx.Module, prefix: str, experts: _Experts) -> list[_Weight]
     own = {name: getattr(layer, name, None) for name in ("kernel", "embedding", "scale", "bias")}
     variables = {name: x for name, x in own.items() if isinstance(x, nnx.Variable)}
     if not variables or any(x.get_value().ndim > 2 for x in variables.values()):
+        shapes = ", ".join(str(x.get_value().shape) for x in variables.values()) or "none"
         raise ValueError(
             f"`layers` must be layers of this library, nnx.Linear, nnx.Embed or norms, got {type(layer).__name__} for "
-            f"{prefix!r}: pass its layers one by one"
+            f"{prefix!r}, with weights of shape {shapes}: pass its layers one by one, not stacked by nnx.vmap"
         )
+    columns = layer.vocabulary if isinstance(layer, CrossEntropyHead) else None
     return [
-        _Weight(x, f"{prefix}.{'bias' if name == 'bias' else 'weight'}", transposed=name == "kernel")
+        _Weight(x, f"{prefix}.{'bias' if name == 'bias' else 'weight'}", name == "kernel", columns=columns)
         for name, x in variables.items()
     ]
 
@@ -270,6 +315,13 @@ def _of_experts(kernel: ExpertKernel, name: str, half: int | None, experts: _Exp
 
 
 def _check_tensor(name: str, tensor: Tensor, weight: _Weight, rounds: bool) -> None:
+    of_file = str(tensor.get_dtype()) if hasattr(tensor, "get_dtype") else ""
+    if of_file.startswith(("F8", "F4", "F6", "E8")):  # NumPy has no such numbers.
+        raise ValueError(f"{name!r} of `tensors` has numbers of type {of_file}: dequantize the checkpoint to 16 bits")
+    if not hasattr(tensor, "get_shape") and not hasattr(tensor, "shape"):
+        raise ValueError(
+            f"{name!r} of `tensors` must be an array, got {type(tensor).__name__}: convert it by np.asarray"
+        )
     shape = tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
     if shape != weight.tensor_shape:
         raise ValueError(
@@ -301,8 +353,13 @@ def open_checkpoint(folder: str | pathlib.Path) -> Iterator[Mapping[str, Tensor]
     from safetensors import safe_open  # pyright: ignore[reportMissingImports]
 
     folder = pathlib.Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"`folder` must be a folder, got {str(folder)!r}: pass the one that has the *.safetensors")
     index = folder / "model.safetensors.index.json"
-    of_index: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    try:
+        of_index: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} must be JSON with a `weight_map`, got {error!r}: download it again") from None
     files = sorted({*of_index.values()}) or sorted(path.name for path in folder.glob("*.safetensors"))
     missing = [name for name in files if not (folder / name).exists()]
     if missing or not files:
@@ -311,6 +368,11 @@ def open_checkpoint(folder: str | pathlib.Path) -> Iterator[Mapping[str, Tensor]
     with contextlib.ExitStack() as stack:
         slices: dict[str, Callable[[], Tensor]] = {}
         for file in files:
-            opened = stack.enter_context(safe_open(folder / file, framework="numpy"))
+            try:
+                opened = stack.enter_context(safe_open(folder / file, framework="numpy"))
+            except Exception as error:  # Its own class, which no base has in common with others.
+                raise ValueError(
+                    f"{folder / file} is no whole file of safetensors ({error}): download it again"
+                ) from None
             slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  It is no mapping.
         yield slices

@@ -43,7 +43,7 @@ def test_a_head(kind: Any, options: dict[str, Any], implementation: Any) -> None
     with jax.set_mesh(mesh), emulate(cores=2, detect_races=False):
         head = layers.CrossEntropyHead(32, 201, soft_cap=8.0, z_loss=1e-3, ignored_label=-100, dtype=jnp.bfloat16,
                                        implementation=implementation, rngs=nnx.Rngs(0), **given)  # fmt: skip
-        assert head.kernel.shape == (32, 256)
+        assert head.kernel.shape == (32, 512)
         x = put(draw(int(chance.integers(1 << 30)), dtype=jnp.bfloat16), mesh, P(*of_rows, None))
         y = put(labels, mesh, of_rows)
         weights = put(chance.random((4, 16), np.float32), mesh, of_rows)

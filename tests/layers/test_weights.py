@@ -204,7 +204,21 @@ def test_dense_layers_with_tied_embeddings(tmp_path: pathlib.Path) -> None:
     message = "lacks b.safetensors, which model.safetensors.index.json names: download the whole"
     with pytest.raises(ValueError, match=message), layers.open_checkpoint(tmp_path):
         pass
-    with pytest.raises(ValueError, match="has no"), layers.open_checkpoint(tmp_path / "nowhere"):
+    for folder, text, message in (
+        (tmp_path / "nowhere", None, "must be a folder, got .*nowhere"),
+        (tmp_path, "{}", r"must be JSON with a `weight_map`, got KeyError"),
+        (tmp_path, "{", "got JSONDecodeError"),
+    ):
+        if text is not None:
+            (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=message), layers.open_checkpoint(folder):
+            pass
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "a.safetensors").write_bytes(b"no file of this kind")
+    with pytest.raises(ValueError, match="a.safetensors is no whole file"), layers.open_checkpoint(tmp_path):
+        pass
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no"), layers.open_checkpoint(tmp_path):
         pass
 
 
@@ -237,9 +251,81 @@ def test_wrong_checkpoints(name: str) -> None:
             assert not np.asarray(layer.router.kernel[...]).any()
 
 
+def test_tensors_that_no_layer_takes() -> None:
+    """They are named: without them the model is another one."""
+    biased = tensors_of("gpt_oss")
+    fifth = tensors_of("qwen3_moe") | {"experts.4.up_proj.weight": drawn(INNER, H)}
+    chosen = tensors_of("qwen3_moe") | {"gate.e_score_correction_bias": drawn(EXPERTS)}
+    with jax.set_mesh(make_mesh(x=DEVICES)):
+        plain = {"router_bias": True, "activation": gpt_oss_activation, "use_bias": False}
+        for form, of, options, left in (
+            ("gpt_oss", biased, plain, "'h.experts.down_proj_bias', 'h.experts.gate_up_proj_bias'"),
+            ("qwen3_moe", fifth, {}, "'h.experts.4.up_proj.weight'"),
+            ("qwen3_moe", chosen, {}, "'h.gate.e_score_correction_bias'"),
+        ):
+            layer = experts_layer(form, **options)
+            named = {f"h.{name}": tensor for name, tensor in of.items()} | {"other.weight": drawn(2)}
+            with pytest.raises(ValueError, match=f"`tensors` have {left}, which no layer takes: make the layer with"):
+                layers.load_weights({"h": layer}, named, experts=form)
+        attention = layers.QKVProjection(H, 4, 2, head_dim=8, axis="x", rngs=nnx.Rngs(0))
+        of = {f"a.{name}_proj.weight": drawn(size, H) for name, size in (("q", 32), ("k", 16), ("v", 16))}
+        layers.load_weights({"a": attention}, of | {"a.o_proj.weight": drawn(H, 32)})  # Of a layer that is not given.
+        with pytest.raises(ValueError, match="have 'a.q_proj.bias'"):
+            layers.load_weights({"a": attention}, of | {"a.q_proj.bias": drawn(32)})
+
+
+def test_a_padded_head() -> None:
+    """Its padding is zero and in no checkpoint, on any number of devices."""
+    tensor = drawn(101, H)
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh(x=devices)):
+            head = layers.CrossEntropyHead(H, 101, axis="x", rngs=nnx.Rngs(0))
+            layers.load_weights({"lm_head": head}, {"embed.weight": tensor}, tied={"lm_head": "embed"})
+            kernel = np.asarray(head.kernel[...])
+            assert kernel.shape == (H, 512) and (kernel[:, :101] == tensor.T).all() and not kernel[:, 101:].any()
+            ((name, saved),) = layers.saved_weights({"lm_head": head})
+            assert name == "lm_head.weight" and (saved == tensor).all()
+
+
+def test_explicit_meshes() -> None:
+    of = {f"h.{name}": tensor for name, tensor in tensors_of("mixtral").items()}
+    explicit = jax.make_mesh((DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        layer = experts_layer("mixtral")
+        layers.load_weights({"h": layer}, of, experts="mixtral")
+        saved = dict(layers.saved_weights({"h": layer}, experts="mixtral"))
+    assert saved.keys() == of.keys() and all((saved[name] == of[name]).all() for name in of)
+
+
+def test_float8_in_files(tmp_path: pathlib.Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"h.weight": np.zeros((3, 2), jnp.float8_e4m3fn)}, tmp_path / "a.safetensors")
+    linear = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    with layers.open_checkpoint(tmp_path) as tensors, pytest.raises(ValueError, match="type F8_E4M3: dequantize"):
+        layers.load_weights({"h": linear}, tensors)
+
+
+def test_wrong_arguments() -> None:
+    linear = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    wrong: Any
+    for wrong, message in (
+        (lambda: layers.load_weights(linear, {}), "`layers` must be a mapping from prefixes to layers.*got Linear"),
+        (lambda: layers.load_weights({}, {}), "at least one"),
+        (lambda: layers.load_weights({"h": linear}, {"h.weight": [[1.0]]}), "'h.weight' .* must be an array, got list"),
+        (lambda: layers.load_weights({"h": linear}, layers.open_checkpoint(".")), "`tensors` must be a mapping"),
+        (lambda: layers.load_weights({"h": linear}, {}, tied={"g": "h"}), "`tied` must have prefixes.*got 'g'"),
+        (lambda: [*layers.saved_weights({"h": linear}, tied={"g": "h"})], "`tied` must have prefixes.*got 'g'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
 def test_wrong_layers() -> None:
     whole = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="got Sequential for 'h': pass its layers one by one"):
+    with pytest.raises(
+        ValueError, match="got Sequential for 'h', with weights of shape none: pass its layers one by one"
+    ):
         layers.load_weights({"h": whole}, {})
 
 
