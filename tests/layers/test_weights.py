@@ -215,7 +215,7 @@ def test_dense_layers_with_tied_embeddings(tmp_path: pathlib.Path) -> None:
             pass
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "a.safetensors").write_bytes(b"no file of this kind")
-    with pytest.raises(ValueError, match="a.safetensors is no whole file"), layers.open_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.safetensors is no whole file"), layers.open_checkpoint(tmp_path):
         pass
     (tmp_path / "a.safetensors").unlink()
     with pytest.raises(ValueError, match="has no"), layers.open_checkpoint(tmp_path):
@@ -265,12 +265,12 @@ def test_tensors_that_no_layer_takes() -> None:
         ):
             layer = experts_layer(form, **options)
             named = {f"h.{name}": tensor for name, tensor in of.items()} | {"other.weight": drawn(2)}
-            with pytest.raises(ValueError, match=f"`tensors` have {left}, which no layer takes: make the layer with"):
+            with pytest.raises(ValueError, match=f"have {left}, which no layer takes: make"):
                 layers.load_weights({"h": layer}, named, experts=form)
         attention = layers.QKVProjection(H, 4, 2, head_dim=8, axis="x", rngs=nnx.Rngs(0))
         of = {f"a.{name}_proj.weight": drawn(size, H) for name, size in (("q", 32), ("k", 16), ("v", 16))}
         layers.load_weights({"a": attention}, of | {"a.o_proj.weight": drawn(H, 32)})  # Of a layer that is not given.
-        with pytest.raises(ValueError, match="have 'a.q_proj.bias'"):
+        with pytest.raises(ValueError, match=r"have 'a\.q_proj\.bias'"):
             layers.load_weights({"a": attention}, of | {"a.q_proj.bias": drawn(32)})
 
 

@@ -226,11 +226,8 @@ def _chosen(
     target = dispatch.target()
     tokens, columns = x.shape[0], vocabulary.size(w)
     found, cannot = None, arguments.why_not_fused([("x", x), ("w", w)])
-    if jax.export.is_symbolic_dim(tokens):  # Such a number cannot be compared.
-        tokens, cannot = (
-            1,
-            cannot or "the number of tokens is a symbol of `jax.export`: export a program for each number",
-        )
+    if jax.export.is_symbolic_dim(tokens):  # Such a number cannot be compared. No kernel takes it.
+        tokens = 1
     most = max(_CHUNK_BYTES // max(tokens * x.dtype.itemsize, 1) // _UNIT, 1) * _UNIT
     wanted = chunk or -(-columns // max(-(-columns // most), 1))  # Chunks of about one size.
     size = max(min(-(-wanted // _UNIT) * _UNIT if chunk is None else wanted, columns), 1)
