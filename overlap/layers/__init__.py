@@ -4,7 +4,7 @@
     row parallel      RowParallelLinear, GatedMLP's down, OutputProjection            multiplies, then scatters the sums
     expert parallel   ExpertMLP: a router, and a gated MLP for each expert            gathers rows, scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
-    for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
+    for flax's own    ShardedDotGeneral, make_dot_general_cls                         as their `dot_general[_cls]=`
 
 Activations are [batch, sequence, features]. Between layers the sequence is sharded along the tensor-parallel mesh axis
 (sequence parallelism). Inside a layer the features (or heads) are sharded along it. Each layer calls
@@ -29,7 +29,7 @@ except ImportError as _error:
     ) from _error
 
 from overlap.layers.attention import OutputProjection, QKVProjection
-from overlap.layers.dot_general import ShardedDotGeneral
+from overlap.layers.dot_general import ShardedDotGeneral, make_dot_general_cls
 from overlap.layers.experts import ExpertMLP
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
 from overlap.layers.mlp import GatedMLP
@@ -55,4 +55,5 @@ __all__ = [
     "SigmoidTopK",
     "SoftmaxTopK",
     "TopKSoftmax",
+    "make_dot_general_cls",
 ]
