@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal
@@ -15,12 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 import overlap
-from overlap.frame import arguments
-from overlap.layers.checks import check_flags, check_implementation
-from overlap.layers.parallel import Axis, Parallel, check_axis, spec_between_layers, spec_inside_layer
+from overlap.layers.checks import check_implementation
+from overlap.layers.parallel import Axis, Parallel, spec_between_layers, spec_inside_layer
 from overlap.sharded.partitions import given_spec
-
-_NAME = "make_dot_general_cls"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,79 +123,30 @@ class ShardedDotGeneral:
 
 @dataclasses.dataclass(frozen=True)
 class _ParallelDotGeneral:
-    """The function of a class that `make_dot_general_cls` makes: it derives the partitions from the ranks."""
+    """What `make_dot_general_cls` returns: called without arguments itself, else the product.
+
+    Equal arguments give equal objects, as static attributes of flax must be.
+    """
 
     parallel: Literal["column", "row"]
-    axis: str
-    fsdp_axis: Axis | None
-    batch_axis: Axis | None
-    sequence_parallel: bool
-    implementation: Literal["fused", "xla"] | None
-    mesh: Mesh | AbstractMesh | None
+    keywords: tuple[tuple[str, Any], ...]
 
-    def __call__(
-        self,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: DTypeLike | None = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        """Computes the product. Arguments, result and errors are those of `ShardedDotGeneral`."""
-        (_, contracted), _ = dimension_numbers
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        if not operands:
+            return self
+        lhs, _, ((_, contracted), _), *_ = operands
         count = len(contracted)
-        if tuple(sorted(contracted)) != tuple(range(count)):
-            raise NotImplementedError(
-                f"{_NAME}: the first dimensions of the kernel must be contracted, got {dimension_numbers} for a kernel "
-                f"of shape {rhs.shape}: use ShardedDotGeneral, which names the partitions itself"
-            )
-        keywords = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del keywords["parallel"]
-        layer = Parallel(name=_NAME, **keywords)  # It compares the axes with the mesh.
-        # Several contracted dimensions, such as heads and head_dim, count as the features.
-        shape = lhs.shape[: lhs.ndim - count + 1]
+        layer = Parallel(name="make_dot_general_cls", **dict(self.keywords))  # It checks the keywords.
+        shape = lhs.shape[: lhs.ndim - count + 1]  # Heads and head_dim count as the features.
         between = spec_between_layers(layer, shape)
         inside = spec_inside_layer(layer, shape)
         others = [None] * (count - 1)
         if self.parallel == "column":
-            partitions = between, P(self.fsdp_axis, *others, self.axis), inside
+            partitions = between, P(layer.fsdp_axis, *others, layer.axis), inside
         else:
-            partitions = inside, P(self.axis, *others, self.fsdp_axis), between
-        dot = ShardedDotGeneral(*partitions, mesh=self.mesh, implementation=self.implementation)
-        return dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding)
-
-
-@dataclasses.dataclass(frozen=True)
-class _DotGeneralClass:
-    """What `make_dot_general_cls` returns. Equal arguments give equal objects, as static attributes of flax must be."""
-
-    function: _ParallelDotGeneral
-    linen_module: bool
-
-    def __call__(self, *arrays: Any, **_: Any) -> Callable[..., jax.Array]:
-        if arrays:
-            raise TypeError(
-                f"{_NAME} returns a class, for dot_general_cls=, and it was called with {len(arrays)} arguments: give "
-                "it as dot_general_cls=, or call it first, as in dot_general=cls()"
-            )
-        return _linen_class()(self.function) if self.linen_module else self.function
-
-
-@functools.cache
-def _linen_class() -> Any:
-    from flax import linen
-
-    class ParallelDotGeneral(linen.Module):
-        """The function as a module without parameters."""
-
-        function: _ParallelDotGeneral
-
-        def __call__(self, *args: Any, **keywords: Any) -> jax.Array:
-            return self.function(*args, **keywords)
-
-    return ParallelDotGeneral
+            partitions = inside, P(layer.axis, *others, layer.fsdp_axis), between
+        dot = ShardedDotGeneral(*partitions, mesh=layer.mesh, implementation=layer.implementation)
+        return dot(*operands, **keywords)
 
 
 def make_dot_general_cls(
@@ -211,60 +158,38 @@ def make_dot_general_cls(
     sequence_parallel: bool = True,
     implementation: Literal["fused", "xla"] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
-    linen_module: bool = False,
-) -> Callable[[], Callable[..., jax.Array]]:
-    """Makes a class for `dot_general_cls=` of flax's own layers, so that they are tensor-parallel.
+) -> Callable[..., Any]:
+    """Makes a class for `dot_general_cls=` of flax's own layers, whose products are then tensor-parallel.
 
-    It serves linen's Dense, DenseGeneral and attention, nnx.LinearGeneral and nnx.MultiHeadAttention
-    (`qkv_dot_general_cls=` and `out_dot_general_cls=`); and, called, nnx.Linear (`dot_general=cls()`). The partitions
-    follow from the ranks of the operands, where `ShardedDotGeneral` is given them. With T, F and B for `axis`,
-    `fsdp_axis` and `batch_axis`:
+    It serves linen's Dense, DenseGeneral and attention, nnx.LinearGeneral and nnx.MultiHeadAttention, and as
+    `dot_general=` nnx.Linear. The partitions follow from the ranks; `ShardedDotGeneral` is given them. With T, F and B
+    for `axis`, `fsdp_axis` and `batch_axis`:
 
         "column"    [B, rows T, k] @ [k F, n T] -> [B, rows, n T]    as in ColumnParallelLinear: gathers rows
         "row"       [B, rows, k T] @ [k T, n F] -> [B, rows T, n]    as in RowParallelLinear: scatters the sums
 
-    k and n may each be several dimensions, of which the first is sharded: heads, but not head_dim. Operands are
-    floating-point, of one dtype, which is that of the result; sums are in float32. The layer makes its kernel as ever:
-    shard it as above, by `kernel_metadata=` (nnx) or linen.with_partitioning, else each device holds it whole.
+    k and n may each be several dimensions, of which the first is sharded: heads, but not head_dim. The layer makes its
+    kernel as ever; shard it as above (nnx: `kernel_metadata=`), or each device holds all of it. Operands are
+    floating-point, of one dtype, which is that of the result. The first dimensions of the kernel are contracted.
 
     Args:
       parallel: "column" or "row".
       axis, fsdp_axis, batch_axis, sequence_parallel, implementation, mesh: as for `Parallel`.
-      linen_module: whether the class makes a flax.linen.Module, which some callers wrap, such as nnx.bridge.ToNNX.
-        linen's and nnx's own layers need none.
-
-    Returns:
-      A function without arguments, whose result takes the arguments of `lax.dot_general`, and `out_sharding=`. Equal
-      arguments give equal functions.
 
     Raises:
-      TypeError: a flag is neither True nor False, or an axis no name.
-      ValueError: there is no such `parallel` or `implementation`, or `axis` is in `fsdp_axis` or `batch_axis`. At the
-        call: there is no mesh, it has no such axis, or its devices do not divide rows, batch or features.
-      NotImplementedError: at the call, see `ShardedDotGeneral`.
+      ValueError: there is no such `parallel`.
+      TypeError, ValueError, NotImplementedError: at the call, as `Parallel` and `ShardedDotGeneral`.
 
     Examples:
-      >>> column = make_dot_general_cls("column", batch_axis="data")
-      >>> row = make_dot_general_cls("row", batch_axis="data")
-      >>> dense = linen.Dense(16384, use_bias=False, dot_general_cls=column)
-      >>> attention = nnx.MultiHeadAttention(
-      ...     32, 4096, qkv_dot_general_cls=column, out_dot_general_cls=row, decode=False, rngs=nnx.Rngs(0)
-      ... )
+      >>> column, row = (make_dot_general_cls(kind, batch_axis="data") for kind in ("column", "row"))
+      >>> dense = linen.Dense(16384, dot_general_cls=column)
+      >>> attention = nnx.MultiHeadAttention(32, 4096, qkv_dot_general_cls=column, out_dot_general_cls=row, ...)
     """
     if parallel not in ("column", "row"):
         raise ValueError(
-            f'{_NAME}: parallel must be "column" (gathers rows) or "row" (scatters sums), got {parallel!r}: name one'
+            f'make_dot_general_cls: parallel must be "column" (gathers rows) or "row" (scatters sums), got '
+            f"{parallel!r}: name one"
         )
-    check_flags(_NAME, sequence_parallel=sequence_parallel, linen_module=linen_module)
-    check_implementation(_NAME, implementation)
-    for keyword, value in (("fsdp_axis", fsdp_axis), ("batch_axis", batch_axis)):
-        if not isinstance(value, (str, tuple, NoneType)):
-            raise TypeError(
-                f"{_NAME}: {keyword} must be a mesh axis, a tuple of several or None, got {value!r}: name one, such as "
-                '"data"'
-            )
-    check_axis(_NAME, axis, fsdp_axis, batch_axis)
-    function = _ParallelDotGeneral(
-        parallel, axis, fsdp_axis, batch_axis, sequence_parallel, implementation, arguments.mesh(mesh)
-    )
-    return _DotGeneralClass(function, linen_module)
+    keywords = {"axis": axis, "fsdp_axis": fsdp_axis, "batch_axis": batch_axis, "sequence_parallel": sequence_parallel,
+                "implementation": implementation, "mesh": mesh}  # fmt: skip
+    return _ParallelDotGeneral(parallel, tuple(keywords.items()))

@@ -159,16 +159,13 @@ class Parallel(Layer):
         return f"{self.part_of}.{self.name}" if self.part_of else self.name
 
     def _check_axis(self) -> None:
-        check_axis(self.title, self.axis, self.fsdp_axis, self.batch_axis)
-
-
-def check_axis(title: str, axis: Axis, fsdp_axis: Axis | None, batch_axis: Axis | None) -> None:
-    """Raises ValueError if `axis` is not one axis beside the others."""
-    if not isinstance(axis, str) or axis in (*names_in(fsdp_axis), *names_in(batch_axis)):
-        raise ValueError(
-            f"{title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got axis={axis!r}, "
-            f"fsdp_axis={fsdp_axis!r} and batch_axis={batch_axis!r}: name an axis that those two do not name"
-        )
+        """Raises ValueError if `axis` is not one axis beside the others."""
+        if not isinstance(self.axis, str) or self.axis in (*names_in(self.fsdp_axis), *names_in(self.batch_axis)):
+            raise ValueError(
+                f"{self.title}: axis must be one mesh axis, other than fsdp_axis and batch_axis, got "
+                f"axis={self.axis!r}, fsdp_axis={self.fsdp_axis!r} and batch_axis={self.batch_axis!r}: name an axis "
+                "that those two do not name"
+            )
 
 
 def mesh_in_use(layer: Parallel) -> Mesh | AbstractMesh:
