@@ -123,7 +123,8 @@ def check(config: Any) -> None:
     has_experts = config.num_experts > 1
     for name, must in (_FIELDS | (_FIELDS_OF_EXPERTS if has_experts else {})).items():
         found = getattr(config, name)
-        if (getattr(found, "value", found) or type(must)()) != must:
+        found = getattr(found, "value", found)  # Of an enumeration.
+        if (found or type(must)()) != must:
             raise NotServed(name, repr(must), found)
     if "float8" in str(config.weight_dtype):
         raise NotServed("weight_dtype", "float32 or bfloat16, since quantised products are not served",
@@ -131,7 +132,12 @@ def check(config: Any) -> None:
     block = getattr(config.decoder_block, "value", config.decoder_block)
     if has_experts and block in _OTHER_EXPERTS:
         raise NotServed("decoder_block", f"none of {', '.join(_OTHER_EXPERTS)}", block, "train it by MaxText alone")
-    for axis, ici, dcn in zip(config.mesh_axes, config.ici_parallelism, config.dcn_parallelism, strict=True):
+    sizes = [*zip(config.mesh_axes, config.ici_parallelism, config.dcn_parallelism, strict=True)]
+    devices = math.prod(ici * dcn for axis, ici, dcn in sizes if axis in EXPERTS)
+    if has_experts and config.num_experts % devices:
+        raise NotServed("num_experts", f"a multiple of the {devices} devices along {', '.join(EXPERTS)}",
+                        config.num_experts, "share devices along fsdp instead")  # fmt: skip
+    for axis, ici, dcn in sizes:
         if axis not in _SERVED and (ici, dcn) != (1, 1):
             field = "pipeline" if axis == "stage" else axis
             raise NotServed(f"ici_ and dcn_{field}_parallelism", "1", (ici, dcn), f"share devices along {_SERVED}")
@@ -191,9 +197,6 @@ def _sparse_matmul(
         raise NotServed("forced_routed_experts", "None", "an array")
     mesh = jax.sharding.get_abstract_mesh()
     axis = tuple(axis for axis in EXPERTS if mesh.shape[axis] > 1)
-    if self.num_experts % (devices := math.prod(mesh.shape[one] for one in axis)):
-        raise NotServed("num_experts", f"a multiple of the {devices} devices along {axis}", self.num_experts,
-                        "share devices along fsdp instead")  # fmt: skip
     tokens, wi, wo = _specs(_BETWEEN, self.wi_kernel_axes, self.wo_kernel_axes)
     names = ("gate", "up", "down", "gate.bias", "up.bias", "down.bias")
     given = {name: w.astype(inputs.dtype) for name, w in zip(names, weights, strict=True) if w is not None}

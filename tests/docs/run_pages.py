@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/quickstart.md": {"y": (1024, 512)},
     "docs/shard_map.md": {"y": (512, 256), "tokens": (16, 256), "h": (512, 1024), "quantized": (512, 1024)},
     "docs/sharded.md": {"y": (4, 128, 256), "h": (4, 128, 1024)},
+    "docs/trainers.md": {"y": (4, 128, 256), "z": (4, 128, 256), "mixed": (64, 128)},
     "docs/training.md": {},
     "mosaic_emulator/README.md": {},
 }
