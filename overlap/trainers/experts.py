@@ -13,6 +13,7 @@ from overlap.choice.dispatch import Implementation
 from overlap.collectives.rows.mlp import expert_mlp
 from overlap.frame.mesh_axes import axes_of_spec
 from overlap.frame.signatures import AnyMesh
+from overlap.kernels.varying import axes_of, same_along
 from overlap.sharded import partitions
 
 
@@ -50,7 +51,9 @@ def routed_mlp(
             whole[name] = parts[name]
             for dimension, along in enumerate(axes_of_spec(specs[name])):
                 if dimension and along:
-                    whole[name] = lax.all_gather(whole[name], along, axis=dimension, tiled=True)
+                    gathered = lax.all_gather(whole[name], along, axis=dimension, tiled=True)
+                    # Where tokens are the same along an axis, so is the result, and its type must say so.
+                    whole[name] = same_along(gathered, {*along} - axes_of(x))
         routing = overlap.route(chosen, num_experts, axis or None, gates=gates)
         out = expert_mlp(x, whole, routing, axis or None, activation=activation, implementation=implementation)
         return out.reshape(parts["x"].shape)

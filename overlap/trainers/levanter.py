@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from overlap.choice.dispatch import Implementation
 from overlap.frame import mesh_axes
@@ -34,7 +33,7 @@ def moe_mlp(
       x: [T, D], sharded P((..., "expert"), None).
       selected_experts: integers [T, K], sharded as `x`.
       combine_weights: floating-point [T, K], sharded as `x`.
-      w_up_gate: [E, D, 2 I], gate in front, sharded P("expert", ...); in the dtype of `x`. Gathered along other axes.
+      w_up_gate: [E, D, 2 I], gate in front, sharded P("expert", ...), in the dtype of `x`; gathered along other axes.
       w_down: [E, I, D], in the same dtype, sharded alike.
       token_valid: booleans [T]; None: all are valid. For others the result is 0.
       activation: an elementwise function of gate, or levanter's name of one.
@@ -74,13 +73,15 @@ def moe_mlp(
         )
     if token_valid is not None:
         selected_experts = jnp.where(token_valid[:, None], selected_experts, -1)
-    at = P(axis or None, None, None)
-    gate, up = jnp.split(jax.reshard(w_up_gate, at), 2, axis=-1)
+    _, along, _ = mesh_axes.axes_of_type(w_up_gate)
+    inwards = mesh_axes.spec((axis, along, ()))
+    outwards = mesh_axes.spec((axis, *mesh_axes.axes_of_type(w_down)[1:]))
+    gate, up = jnp.split(jax.reshard(w_up_gate, inwards), 2, axis=-1)
     function = getattr(activation, "to_jax_fn", lambda: activation)()
     return routed_mlp(
         {"x": x, "chosen": selected_experts, "gates": combine_weights},
         {"gate": gate, "up": up, "down": w_down},
-        {"x": spec, "gate": at, "up": at, "down": at},
+        {"x": spec, "gate": inwards, "up": inwards, "down": outwards},
         axis,
         lambda gate, up: function(gate) * up,
         mesh,

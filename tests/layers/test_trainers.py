@@ -117,7 +117,7 @@ def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 TOKENS, HIDDEN, FEATURES, EXPERTS, K = 32, 16, 24, 4, 2
 ALONG = P(("data", "expert"))
 SPECS = {"x": ALONG, "selected_experts": ALONG, "combine_weights": ALONG, "w_up_gate": P("expert", "data", None),
-         "w_down": P("expert", None, "data"), "token_valid": ALONG}  # fmt: skip
+         "w_down": P("expert", "model", "data"), "token_valid": ALONG}  # fmt: skip
 
 
 def operands() -> dict[str, np.ndarray]:
@@ -132,35 +132,38 @@ def operands() -> dict[str, np.ndarray]:
     }
 
 
-def formula(given: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The result, and the gradient of its sum in the combine weights, in float64."""
+def formula(given: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The result, and the gradients of its sum in w_down and in the combine weights, in float64."""
     out, of_weights = np.zeros((TOKENS, HIDDEN)), np.zeros((TOKENS, K))
+    of_down = np.zeros((EXPERTS, FEATURES, HIDDEN))
     for token in np.flatnonzero(given["token_valid"]):
         for slot, expert in enumerate(given["selected_experts"][token]):
             z = given["x"][token].astype(np.float64) @ given["w_up_gate"][expert]
             gate, up = z[:FEATURES], z[FEATURES:]
-            row = (gate / (1 + np.exp(-gate)) * up) @ given["w_down"][expert]
+            inside = gate / (1 + np.exp(-gate)) * up
+            row = inside @ given["w_down"][expert]
             out[token] += given["combine_weights"][token, slot] * row
             of_weights[token, slot] = row.sum()
-    return out, of_weights
+            of_down[expert] += given["combine_weights"][token, slot] * inside[:, None]
+    return out, of_down, of_weights
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
-def test_experts_of_levanter(sizes: tuple[int, int]) -> None:
-    mesh, given = jax.make_mesh(sizes, ("data", "expert")), operands()
+@pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((4, 1, 1), marks=pytest.mark.slow)])
+def test_experts_of_levanter(sizes: tuple[int, int, int]) -> None:
+    """Weights are cut along an axis of the tokens, too, and along one that does not cut tokens."""
+    mesh, given = jax.make_mesh(sizes, ("data", "expert", "model")), operands()
     with jax.set_mesh(mesh):
         placed: dict[str, Any] = {name: jax.device_put(value, SPECS[name]) for name, value in given.items()}
 
-        def total(weights: jax.Array, others: dict[str, Any]) -> Any:
-            out = moe_mlp(**others, combine_weights=weights)
+        def total(down: jax.Array, weights: jax.Array, others: dict[str, Any]) -> Any:
+            out = moe_mlp(**others, combine_weights=weights, w_down=down)
             return out.sum(), out
 
-        weights = placed.pop("combine_weights")
-        (_, out), grad = jax.jit(jax.value_and_grad(total, has_aux=True))(weights, placed)
-        found = overlap.explain(lambda *given: total(*given)[1], weights, placed)
-    wanted = formula(given)
-    np.testing.assert_allclose(out, wanted[0], rtol=1e-4, atol=1e-4, equal_nan=False)
-    np.testing.assert_allclose(grad, wanted[1], rtol=1e-4, atol=1e-4, equal_nan=False)
+        arrays = placed.pop("w_down"), placed.pop("combine_weights"), placed
+        (_, out), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(*arrays)
+        found = overlap.explain(lambda *given: total(*given)[1], *arrays)
+    for ours, wanted in zip((out, *grads), formula(given), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-4, equal_nan=False)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, ALONG), 2)
     assert [choice.op for choice in found].count("grouped_matmul") == 2
 
@@ -180,7 +183,7 @@ def test_experts_of_levanter(sizes: tuple[int, int]) -> None:
     ],
 )
 def test_what_the_experts_refuse(changed: dict[str, Any], message: str) -> None:
-    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "expert"))):
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), ("data", "expert", "model"))):
         placed = {name: jax.device_put(value, SPECS[name]) for name, value in operands().items()}
         with pytest.raises(ValueError, match=f"^moe_mlp: {message}"):
             jax.eval_shape(lambda given: moe_mlp(**given | changed), placed)
