@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -173,8 +174,18 @@ def test_which_products_run(name: str, traces: int) -> None:
     ]
 
 
+@pytest.fixture
+def without_single_axes() -> Iterator[None]:
+    """Types know no mesh axes of one device, as in MaxText's training."""
+    name = "jax_remove_size_one_mesh_axis_from_type"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
 @pytest.mark.one_jax
-def test_kernels_of_dense() -> None:
+def test_kernels_of_dense(without_single_axes: None) -> None:
     """Emulated: sums of whole numbers are exact."""
     x, w, back = whole(0, 4, 16, 64), whole(1, 64, 128), whole(2, 128, 64)
     options: Any = {"batch_axis": "data", "implementation": "fused"}

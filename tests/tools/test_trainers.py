@@ -72,6 +72,14 @@ KERNELS: dict[str, dict[str, int]] = {
 }
 
 
+@pytest.mark.parametrize("model", ["balance loss", "qwen3_moe", "gpt_oss", "deepseek"])
+def test_other_models(found: dict[str, Any], model: str) -> None:
+    """Three steps in float32: the balance loss, normalized gates, biases of experts, latent attention."""
+    alone, ours = found[model]["alone"], found[model]["tensor_sequence"]
+    np.testing.assert_allclose(ours["losses"], alone["losses"], rtol=1e-5, equal_nan=False)
+    assert ours["counts"].keys() >= {f"{op} xla" for op in DENSE | GROUPED}
+
+
 def test_weights_in_one_kernel(found: dict[str, Any]) -> None:
     """With fused_mlp and fused_qkv one gather serves gate and up, and one serves query, key and value."""
     of_model = found["fused weights"]

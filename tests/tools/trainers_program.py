@@ -40,10 +40,21 @@ COMMON = f"""
     vocab_size=256 max_target_length=32 per_device_batch_size=2
 """.split()
 MIXTRAL = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "megablox=false"]
+_EXPERTS = MIXTRAL[1:]
 MODELS = {
     "llama": [],
     "fused weights": ["fused_mlp=true", "fused_qkv=true"],
     "mixtral": MIXTRAL,
+    "balance loss": [*MIXTRAL, "load_balance_loss_weight=0.1"],
+    "qwen3_moe": ["decoder_block=qwen3_moe", *_EXPERTS, "norm_topk_prob=true", "use_qk_norm=true"],
+    "gpt_oss": [
+        *("decoder_block=gpt_oss", *_EXPERTS, "mlp_bias=true", "routed_bias=true", "mlp_activations_limit=7.0"),
+        *("inhomogeneous_layer_cycle_interval=2", "attention_sink=true", "sliding_window_size=16"),
+    ],
+    "deepseek": [
+        *("decoder_block=deepseek", *_EXPERTS, "first_num_dense_layers=1", "shared_experts=1", "attention_type=mla"),
+        *("q_lora_rank=32", "kv_lora_rank=32", "qk_nope_head_dim=16", "qk_rope_head_dim=16", "v_head_dim=16"),
+    ],
 }
 # Each is refused by the field that it names.
 REFUSED = {
@@ -141,6 +152,13 @@ def main() -> None:
             "tensor": trained(20, "float32", model, *axes),
             "bfloat16, alone": trained(2, "bfloat16", model, by="alone"),
             "bfloat16, fused": trained(2, "bfloat16", model, two, by="fused"),
+        }
+    for model in ("balance loss", "qwen3_moe", "gpt_oss", "deepseek"):
+        # With tensor=4 each device has all tokens, so MaxText alone takes the balance loss of all.
+        whole = ["ici_tensor_parallelism=4"] if model == "balance loss" else []
+        found[model] = {
+            "alone": trained(3, "float32", model, *whole, by="alone"),
+            "tensor_sequence": trained(3, "float32", model, two),
         }
     # With fused_qkv MaxText's losses depend on the mesh, so both have the same.
     found["fused weights"] = {
