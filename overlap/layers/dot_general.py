@@ -136,6 +136,11 @@ class _ParallelDotGeneral:
             return self
         lhs, _, ((_, contracted), _), *_ = operands
         count = len(contracted)
+        if tuple(contracted) != tuple(range(count)):
+            raise ValueError(
+                "make_dot_general_cls: the product must contract the first dimensions of the kernel, got dimensions "
+                f"{tuple(contracted)}: use `ShardedDotGeneral`, which is given the partitions, or transpose the kernel"
+            )
         layer = Parallel(name="make_dot_general_cls", **dict(self.keywords))  # It checks the keywords.
         shape = lhs.shape[: lhs.ndim - count + 1]  # Heads and head_dim count as the features.
         between = spec_between_layers(layer, shape)

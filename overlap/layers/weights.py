@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from overlap.layers.attention import QKVProjection
 from overlap.layers.experts import ExpertKernel, ExpertMLP
@@ -121,7 +122,9 @@ class _Weight:
             return np.stack([self._read(tensors[self.names[e]], at[1:]) for e in range(at[0].start, at[0].stop)])
         first, end = at[-1].start, at[-1].stop
         size = self.shape[-1]
-        found = self._read(tensors[self.name], [*at[:-1], slice(min(first, size), min(end, size))])
+        if first >= size:  # Padding alone. Files refuse to read nothing at their end.
+            return np.zeros([part.stop - part.start for part in at], np.float32)
+        found = self._read(tensors[self.name], [*at[:-1], slice(first, min(end, size))])
         return np.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, end - first - found.shape[-1])])
 
     def _read(self, tensor: Tensor, at: list[slice]) -> np.ndarray:
@@ -165,7 +168,8 @@ def load_weights(
       tensors: the checkpoint, by name: `open_checkpoint(folder)`, or arrays.
       experts: the format of layers of experts: "mixtral" and "qwen3_moe" (DeepSeek-V3 has the same names) as in files
         of these models, "fused" as in their memory, or "gpt_oss".
-      tied: from prefixes to those whose tensors they share: {"lm_head": "model.embed_tokens"}.
+      tied: from prefixes to those whose tensors they share: {"lm_head": "model.embed_tokens"}. Each layer gets weights
+        of its own: training makes them differ.
       rounds: whether weights may be rounded to a narrower dtype; if not, that is refused.
 
     Raises:
@@ -181,6 +185,16 @@ def load_weights(
       [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
     """
     weights = _all_weights(layers, experts, tied or {})
+    if not isinstance(rounds, bool):
+        raise ValueError(f"`rounds` must be True or False, got {rounds!r}: pass one of them")
+    for weight in weights:
+        if isinstance(weight.variable.get_value(), Tracer):
+            raise ValueError(f"`layers` must not be traced, and the weight for {weight.name!r} is: load outside of jit")
+        if getattr(weight.variable.get_value(), "sharding", None) is None:
+            raise ValueError(
+                f"`layers` must have weights, or types with shardings, and that for {weight.name!r} has none: make the "
+                "model by nnx.get_abstract_model, or draw its weights"
+            )
     if not isinstance(tensors, Mapping):
         raise ValueError(
             f"`tensors` must be a mapping from names to tensors, got {type(tensors).__name__}: pass arrays by name, or "
@@ -225,7 +239,13 @@ def saved_weights(
     by_name: dict[str, list[_Weight]] = {}
     for weight in weights:
         by_name.setdefault(weight.name, []).append(weight)
-        if not weight.variable.get_value().is_fully_addressable:
+        value = weight.variable.get_value()
+        if isinstance(value, Tracer) or not isinstance(value, jax.Array):
+            raise ValueError(
+                f"`layers` must have weights, and that for {weight.name!r} is a type or is traced: load them first, "
+                "and save outside of jit"
+            )
+        if not value.is_fully_addressable:
             raise ValueError(
                 f"`layers` must lie on devices of this process, and other processes have parts of {weight.name!r}: "
                 "gather it first (jax.experimental.multihost_utils.process_allgather)"
@@ -264,6 +284,8 @@ def _all_weights(layers: Mapping[str, nnx.Module], experts: str, tied: Mapping[s
             f"`layers` must be a mapping from prefixes to layers, at least one, got {type(layers).__name__}: pass "
             '{"model.layers.0.mlp": layer}'
         )
+    if not isinstance(tied, Mapping):
+        raise ValueError(f'`tied` must be a mapping, got {tied!r}: pass {{"lm_head": "model.embed_tokens"}}')
     if unknown := [prefix for prefix in tied if prefix not in layers]:
         raise ValueError(
             f"`tied` must have prefixes of `layers`, got {unknown[0]!r}, and there are {', '.join(map(repr, layers))}: "
@@ -298,7 +320,7 @@ def _weights(layer: nnx.Module, prefix: str, experts: _Experts) -> list[_Weight]
         shapes = ", ".join(str(x.get_value().shape) for x in variables.values()) or "none"
         raise ValueError(
             f"`layers` must be layers of this library, nnx.Linear, nnx.Embed or norms, got {type(layer).__name__} for "
-            f"{prefix!r}, with weights of shape {shapes}: pass its layers one by one, not stacked by nnx.vmap"
+            f"{prefix!r}, with weights of shape {shapes}: pass the layers of a model one by one, with kernels [in, out]"
         )
     columns = layer.vocabulary if isinstance(layer, CrossEntropyHead) else None
     return [

@@ -36,15 +36,15 @@ def moe_mlp(
       w_up_gate: [E, D, 2 I], gate in front, sharded P("expert", ...), in the dtype of `x`; gathered along other axes.
       w_down: [E, I, D], in the same dtype, sharded alike.
       token_valid: booleans [T]; None: all are valid. For others the result is 0.
-      activation: an elementwise function of gate, or levanter's name of one.
+      activation: an elementwise function of gate, or a member of levanter's ActivationFunctionEnum.
       implementation: "fused", "xla" or None, as for `overlap.grouped_matmul`; levanter's own names are not known here.
 
     Returns:
       [T, D], sharded as `x`.
 
     Raises:
-      ValueError: the mesh is not Explicit, or "expert" does not cut the tokens; shapes, dtypes or the implementation
-        are wrong: the message names the argument.
+      ValueError: the mesh is not Explicit, or has an axis "expert" that does not cut the tokens; shapes, dtypes or the
+        implementation are wrong: the message names the argument.
 
     Examples:
       >>> out = moe_mlp(x, selected_experts, combine_weights, w_up_gate, w_down, implementation="fused")
@@ -62,7 +62,33 @@ def moe_mlp(
     ):
         if array.shape != wanted:
             raise ValueError(f"moe_mlp: {name} must have shape {wanted}, got {array.shape}: transpose or reshape it")
+    for name, array, kind, what in (
+        ("selected_experts", selected_experts, jnp.integer, "integers"),
+        ("combine_weights", combine_weights, jnp.floating, "floating-point numbers"),
+    ):
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f"moe_mlp: {name} must be {what}, got {array.dtype}: cast them")
+    for name, array in (("w_up_gate", w_up_gate), ("w_down", w_down)):
+        if array.dtype != x.dtype:
+            raise ValueError(f"moe_mlp: {name} must have the dtype of x, {x.dtype}, got {array.dtype}: cast one")
+    if token_valid is not None and (token_valid.shape != (tokens,) or token_valid.dtype != jnp.dtype(bool)):
+        raise ValueError(
+            f"moe_mlp: token_valid must be booleans of shape {(tokens,)}, got {token_valid.dtype} of shape "
+            f"{token_valid.shape}: compare or reshape it"
+        )
+    function = getattr(activation, "to_jax_fn", lambda: activation)()
+    if not callable(function):
+        raise ValueError(
+            f"moe_mlp: activation must be a function or a member of levanter's ActivationFunctionEnum, got "
+            f"{activation!r}: pass jax.nn.silu, say"
+        )
     mesh = jax.sharding.get_abstract_mesh()
+    devices = dict(mesh.shape).get("expert", 1)
+    if experts % devices:
+        raise ValueError(
+            f'moe_mlp: w_up_gate must have a multiple of the {devices} devices along "expert", got {experts} experts: '
+            "use more experts or fewer devices"
+        )
     spec = jax.typeof(x).sharding.spec
     axis = ("expert",) if dict(mesh.shape).get("expert", 1) > 1 else ()
     is_explicit = not mesh.empty and {*mesh_axes.explicit_axes(mesh)} == {*mesh.axis_names}
@@ -77,7 +103,6 @@ def moe_mlp(
     inwards = mesh_axes.spec((axis, along, ()))
     outwards = mesh_axes.spec((axis, *mesh_axes.axes_of_type(w_down)[1:]))
     gate, up = jnp.split(jax.reshard(w_up_gate, inwards), 2, axis=-1)
-    function = getattr(activation, "to_jax_fn", lambda: activation)()
     return routed_mlp(
         {"x": x, "chosen": selected_experts, "gates": combine_weights},
         {"gate": gate, "up": up, "down": w_down},

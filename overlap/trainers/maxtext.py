@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import math
 import sys
 from collections.abc import Sequence
@@ -220,13 +221,23 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command."""
     own = dict(word.split("=", 1) for word in argv if word.startswith("overlap_"))
     if unknown := own.keys() - {"overlap_implementation", "overlap_explain"}:
-        sys.exit(f"overlap.trainers.maxtext: there are overlap_implementation= and overlap_explain=, got {unknown}")
-    try:
-        found = run([word for word in argv if not word.startswith("overlap_")], own.get("overlap_implementation"))
-    except NotServed as reason:
-        sys.exit(str(reason))
-    if own.get("overlap_explain", "false").lower() == "true":
-        print(found)
+        sys.exit(f"overlap.trainers.maxtext: there are overlap_implementation= and overlap_explain=, and no {unknown}")
+    if (explains := own.get("overlap_explain", "false").lower()) not in ("true", "false"):
+        sys.exit(f"overlap.trainers.maxtext: overlap_explain must be true or false, got {explains!r}: leave it out")
+    words = [word for word in argv if not word.startswith("overlap_")]
+
+    def command(_: Sequence[str]) -> None:
+        try:
+            found = run(words, own.get("overlap_implementation"))
+        except NotServed as reason:
+            sys.exit(str(reason))
+        if explains == "true":
+            print(found)
+
+    if importlib.util.find_spec("absl") is None:  # There is no MaxText either, as `run` says.
+        command(())
+    else:  # As MaxText's own command does, so that its log is seen.
+        importlib.import_module("absl.app").run(command, argv=["overlap.trainers.maxtext"])
 
 
 if __name__ == "__main__":

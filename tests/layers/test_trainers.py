@@ -107,7 +107,7 @@ def test_what_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             maxtext.main(["base.yml", "overlap_explain=true"])
     with pytest.raises(
-        SystemExit, match=r"there are overlap_implementation= and overlap_explain=, got .*overlap_fused"
+        SystemExit, match=r"there are overlap_implementation= and overlap_explain=, and no .*overlap_fused"
     ):
         maxtext.main(["base.yml", "overlap_fused=true"])
 
@@ -176,6 +176,19 @@ def test_experts_of_levanter(sizes: tuple[int, int, int]) -> None:
         ({"w_up_gate": jnp.zeros((4, 24, 48))}, r"w_up_gate must have shape \(4, 16, 48\), got \(4, 24, 48\)"),
         ({"combine_weights": jnp.zeros((32, 1))}, r"combine_weights must have shape \(32, 2\), got \(32, 1\)"),
         ({"selected_experts": jnp.zeros((16, 2), int)}, r"selected_experts must have shape \(32, 2\), got \(16, 2\)"),
+        ({"selected_experts": jnp.zeros((32, 2))}, "selected_experts must be integers, got float32: cast"),
+        ({"combine_weights": jnp.zeros((32, 2), int)}, "combine_weights must be floating-point numbers, got int32"),
+        ({"w_down": jnp.zeros((4, 24, 16), jnp.bfloat16)}, "w_down must have the dtype of x, float32, got bfloat16"),
+        (
+            {"token_valid": jnp.zeros(16, bool)},
+            r"token_valid must be booleans of shape \(32,\), got bool of shape \(16,\)",
+        ),
+        ({"token_valid": jnp.zeros(32)}, "token_valid must be booleans"),
+        ({"activation": "silu"}, "activation must be a function or a member"),
+        (
+            {"w_up_gate": jnp.zeros((3, 16, 48)), "w_down": jnp.zeros((3, 24, 16))},
+            'w_up_gate must have a multiple of the 2 devices along "expert", got 3 experts: use more',
+        ),
         (
             {"x": jnp.zeros((32, 16))},
             r'x must be on a mesh of Explicit axes, .* along "expert", got .*: jax.reshard it',

@@ -287,6 +287,19 @@ def test_a_padded_head() -> None:
             assert name == "lm_head.weight" and (saved == tensor).all()
 
 
+def test_devices_with_padding_alone(tmp_path: pathlib.Path) -> None:
+    """From a file, which refuses to read nothing at its end."""
+    from safetensors.numpy import save_file
+
+    tensor = drawn(100, H)
+    save_file({"lm_head.weight": tensor}, tmp_path / "a.safetensors")
+    with jax.set_mesh(make_mesh(x=4)), layers.open_checkpoint(tmp_path) as tensors:
+        head = layers.CrossEntropyHead(H, 100, axis="x", rngs=nnx.Rngs(0))
+        layers.load_weights({"lm_head": head}, tensors)
+    kernel = np.asarray(head.kernel[...])
+    assert (kernel[:, :100] == tensor.T).all() and not kernel[:, 100:].any()
+
+
 def test_explicit_meshes() -> None:
     of = {f"h.{name}": tensor for name, tensor in tensors_of("mixtral").items()}
     explicit = jax.make_mesh((DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
@@ -308,10 +321,17 @@ def test_float8_in_files(tmp_path: pathlib.Path) -> None:
 
 def test_wrong_arguments() -> None:
     linear = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))
     wrong: Any
     for wrong, message in (
         (lambda: layers.load_weights(linear, {}), "`layers` must be a mapping from prefixes to layers.*got Linear"),
         (lambda: layers.load_weights({}, {}), "at least one"),
+        (lambda: layers.load_weights({"h": linear}, {}, tied="h"), "`tied` must be a mapping, got 'h'"),
+        (lambda: layers.load_weights({"h": linear}, {}, rounds="yes"), "`rounds` must be True or False, got 'yes'"),
+        (lambda: nnx.jit(lambda x: layers.load_weights({"h": x}, {}))(linear), "must not be traced"),
+        (lambda: nnx.jit(lambda x: [*layers.saved_weights({"h": x})])(linear), "is a type or is traced"),
+        (lambda: layers.load_weights({"h": abstract}, {}), r"types with shardings, and that for 'h\.weight' has none"),
+        (lambda: [*layers.saved_weights({"h": abstract})], "is a type or is traced: load them first"),
         (lambda: layers.load_weights({"h": linear}, {"h.weight": [[1.0]]}), "'h.weight' .* must be an array, got list"),
         (lambda: layers.load_weights({"h": linear}, layers.open_checkpoint(".")), "`tensors` must be a mapping"),
         (lambda: layers.load_weights({"h": linear}, {}, tied={"g": "h"}), "`tied` must have prefixes.*got 'g'"),
@@ -324,7 +344,7 @@ def test_wrong_arguments() -> None:
 def test_wrong_layers() -> None:
     whole = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
     with pytest.raises(
-        ValueError, match="got Sequential for 'h', with weights of shape none: pass its layers one by one"
+        ValueError, match="got Sequential for 'h', with weights of shape none: pass the layers of a model"
     ):
         layers.load_weights({"h": whole}, {})
 
