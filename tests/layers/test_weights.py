@@ -16,6 +16,7 @@ from overlap import layers
 from tests.layers.router_cases import gpt_oss_activation, softmax, top
 from tests.meshes import make_mesh
 
+pytestmark = pytest.mark.one_jax
 H, INNER, EXPERTS, K, DEVICES = 16, 24, 4, 2, 2
 type Tensors = dict[str, np.ndarray]
 
