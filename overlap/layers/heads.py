@@ -27,9 +27,11 @@ from overlap.layers.parallel import (
 )
 from overlap.sharded import partitions
 
-# Columns of a kernel that a device can have. A vocabulary that is no multiple of `_UNIT` is padded to one of
-# `_UNIT * _UNIT / 8`: equal parts of it for 1, 2, 4 or 8 devices, so that checkpoints fit all of these.
-_ROWS, _UNIT = 8, 64
+# Each device must have a multiple of `_LEAST` columns, so that kernels can load its rows. A vocabulary that is no multiple
+# of `_UNIT` is padded to one of `_UNIT * _UNIT / _LEAST`: equal parts of it for 1, 2, 4 or 8 devices, so that
+# checkpoints fit all of these.
+_LEAST = 8
+_UNIT = 64
 
 
 class CrossEntropyHead(ColumnParallelLinear):
@@ -70,7 +72,7 @@ class CrossEntropyHead(ColumnParallelLinear):
         Parallel.__init__(self, name=name, **of_mesh)
         devices = devices_along(self, self.axis)
         columns = vocabulary
-        for unit, parts in ((_UNIT * _UNIT // _ROWS, _UNIT), (devices * _UNIT, devices * _ROWS)):
+        for unit, parts in ((_UNIT * _UNIT // _LEAST, _UNIT), (devices * _UNIT, devices * _LEAST)):
             columns = -(-columns // unit) * unit if columns % parts else columns
         super().__init__(in_features, columns, use_bias=use_bias, name=name, **options)
         self.vocabulary = vocabulary

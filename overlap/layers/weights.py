@@ -1,7 +1,7 @@
 """Loads and saves the weights of layers by the names and layouts of Hugging Face's checkpoints.
 
 A checkpoint is a mapping from names to tensors of which parts can be read: NumPy arrays, or the files of
-`open_checkpoint`. Each device reads its own part of each weight, and nothing is held twice.
+`open_checkpoint`. Each device reads its own part of one weight after the other.
 
     layer                        names below the layer's prefix
     a linear layer               weight [out, in], bias
@@ -120,25 +120,30 @@ class _Weight:
         at = [slice(*part.indices(size)[:2]) for part, size in zip(index, whole, strict=True)]
         if _EXPERT in self.name:
             return np.stack([self._read(tensors[self.names[e]], at[1:]) for e in range(at[0].start, at[0].stop)])
-        first, end = at[-1].start, at[-1].stop
+        *others, last = at
         size = self.shape[-1]
-        if first >= size:  # Padding alone. Files refuse to read nothing at their end.
-            return np.zeros([part.stop - part.start for part in at], np.float32)
-        found = self._read(tensors[self.name], [*at[:-1], slice(first, min(end, size))])
-        return np.pad(found, [(0, 0)] * (found.ndim - 1) + [(0, end - first - found.shape[-1])])
+        if last.stop <= size:
+            return self._read(tensors[self.name], at)
+        padded = np.zeros([part.stop - part.start for part in at], np.float32)
+        if last.start < size:  # Files refuse to read nothing at their end.
+            found = self._read(tensors[self.name], [*others, slice(last.start, size)])
+            padded = padded.astype(found.dtype)
+            padded[..., : size - last.start] = found
+        return padded
 
     def _read(self, tensor: Tensor, at: list[slice]) -> np.ndarray:
+        """Returns a part of the parameter, of one expert if each has a tensor."""
         *others, last = at
-        stride = 1
-        if self.half is not None:
+        if self.half is None:
+            columns = last
+        elif self.interleaved:  # Of both parameters, since files are read without strides.
+            columns = slice(2 * last.start, 2 * last.stop)
+        else:
             first = self.half * self.shape[-1]
-            last = slice(first + last.start, first + last.stop)
-            if self.interleaved:  # Files are read without strides.
-                stride = 2
-                last = slice(2 * at[-1].start, 2 * at[-1].stop)
-        value = np.asarray(tensor[self.turned([*others, last])])
+            columns = slice(first + last.start, first + last.stop)
+        value = np.asarray(tensor[self.turned([*others, columns])])
         value = value.swapaxes(-1, -2) if self.transposed else value
-        return value[..., self.half :: 2] if stride > 1 else value
+        return value[..., self.half :: 2] if self.half is not None and self.interleaved else value
 
     def write(self, value: np.ndarray, into: np.ndarray) -> None:
         """Stores the parameter, of one expert if each has a tensor, into a tensor."""
@@ -273,7 +278,7 @@ def _unread(weights: Sequence[_Weight], tensors: Mapping[str, Tensor]) -> list[s
 def _part(weight: _Weight, tensors: Mapping[str, Tensor], index: tuple[slice, ...] | None) -> np.ndarray:
     """Returns the part of a parameter that a device holds."""
     assert index is not None
-    return np.ascontiguousarray(weight.read(tensors, index).astype(weight.variable.get_value().dtype))
+    return np.ascontiguousarray(weight.read(tensors, index), weight.variable.get_value().dtype)
 
 
 def _all_weights(layers: Mapping[str, nnx.Module], experts: str, tied: Mapping[str, str]) -> list[_Weight]:

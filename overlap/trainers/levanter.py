@@ -53,7 +53,8 @@ def moe_mlp(
         raise ValueError(
             f'moe_mlp: implementation must be "fused", "xla" or None, got {implementation!r}: leave it out'
         )
-    (tokens, hidden), (experts, _, features) = x.shape, w_up_gate.shape
+    (tokens, hidden) = x.shape
+    (experts, _, features) = w_up_gate.shape
     for name, array, wanted in (
         ("selected_experts", selected_experts, (tokens, selected_experts.shape[-1])),
         ("combine_weights", combine_weights, selected_experts.shape),

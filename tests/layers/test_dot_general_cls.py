@@ -131,7 +131,9 @@ def shardings(mesh: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_flaxs_own_layers(name: str, kind: Any) -> None:
     """Dense, DenseGeneral and attention, under jit, scan and remat: values of NumPy, gradients of the plain layers."""
-    weights, x, mesh = drawn(), draw(1), make_mesh(2, 2, kind)
+    weights = drawn()
+    x = draw(1)
+    mesh = make_mesh(2, 2, kind)
     classes = make("column", implementation="xla"), make("row", implementation="xla")
 
     def loss(classes: Any, weights: Any, x: jax.Array) -> Any:

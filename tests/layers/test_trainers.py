@@ -151,7 +151,8 @@ def formula(given: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((4, 1, 1), marks=pytest.mark.slow)])
 def test_experts_of_levanter(sizes: tuple[int, int, int]) -> None:
     """Weights are cut along an axis of the tokens, too, and along one that does not cut tokens."""
-    mesh, given = jax.make_mesh(sizes, ("data", "expert", "model")), operands()
+    mesh = jax.make_mesh(sizes, ("data", "expert", "model"))
+    given = operands()
     with jax.set_mesh(mesh):
         placed: dict[str, Any] = {name: jax.device_put(value, SPECS[name]) for name, value in given.items()}
 

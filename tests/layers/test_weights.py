@@ -90,7 +90,8 @@ class Spy:
     """A tensor that counts how much is read of it at a time, and lies in a file, as far as its reader can see."""
 
     def __init__(self, tensor: np.ndarray):
-        self._tensor, self.most = tensor, 0
+        self._tensor = tensor
+        self.most = 0
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -104,7 +105,8 @@ class Spy:
 @pytest.mark.parametrize("form", ["mixtral", "qwen3_moe", "fused", "gpt_oss"])
 def test_experts(form: Any) -> None:
     """The layer computes what the model's formula says of the tensors, and gives the same tensors back."""
-    of, mesh = tensors_of(form), make_mesh(x=DEVICES)
+    of = tensors_of(form)
+    mesh = make_mesh(x=DEVICES)
     spies = {f"h.0.{name}": Spy(tensor) for name, tensor in of.items()}
     x = drawn(1, 12, H)
     with jax.set_mesh(mesh):
@@ -152,7 +154,8 @@ def test_deepseek() -> None:
 
 
 def dense() -> dict[str, nnx.Module]:
-    rngs, options = nnx.Rngs(0), {"axis": "x", "rngs": nnx.Rngs(1)}
+    rngs = nnx.Rngs(0)
+    options = {"axis": "x", "rngs": nnx.Rngs(1)}
     return {
         "embed": nnx.Embed(32, H, rngs=rngs),
         "self_attn": layers.QKVProjection(H, 4, 2, head_dim=8, use_bias=True, **options),

@@ -74,7 +74,8 @@ def formulas(case: Case, given: dict[str, Any]) -> dict[str, np.ndarray]:
     """The loss of each token, and the gradients of Σ d · loss, in float64."""
     of = {name: np.asarray(value, np.float64) for name, value in given.items() if name != "labels"}
     w = of["w"].T if case.transpose_w else of["w"]
-    labels, rows = np.asarray(given["labels"]), np.arange(case.tokens)
+    labels = np.asarray(given["labels"])
+    rows = np.arange(case.tokens)
     z = of["x"] @ w + of.get("bias", 0)
     slope = np.ones_like(z)
     if case.soft_cap:
@@ -101,7 +102,8 @@ def program(case: Case, implementation: Any, **more: Any) -> Any:
     axis = None if case.devices == 1 else "x"
 
     def run(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        labels, d = given["labels"], given["d"]
+        labels = given["labels"]
+        d = given["d"]
         moved = {name: value for name, value in given.items() if name not in ("labels", "d")}
 
         def of(moved: dict[str, jax.Array]) -> jax.Array:

@@ -112,7 +112,8 @@ def experts_of_levanter() -> list[float]:
     """The largest differences between levanter's own function and the adapter: the result, then each gradient."""
     rng = np.random.default_rng(0)
     tokens, hidden, features, experts, k = 32, 128, 64, 4, 2
-    along, at = P(("data", "expert")), P("expert", "data")
+    along = P(("data", "expert"))
+    at = P("expert", "data")
     chosen = np.argsort(rng.random((tokens, experts)), -1)[:, :k].astype(np.int32)
     operands = {
         "x": (rng.standard_normal((tokens, hidden)), along),

@@ -224,8 +224,10 @@ def _chosen(
     """Decides between the kernels and XLA, and says so to `explain`."""
     x, w = given["x"], given["w"]
     target = dispatch.target()
-    tokens, columns = x.shape[0], vocabulary.size(w)
-    found, cannot = None, arguments.why_not_fused([("x", x), ("w", w)])
+    tokens = x.shape[0]
+    columns = vocabulary.size(w)
+    found = None
+    cannot = arguments.why_not_fused([("x", x), ("w", w)])
     if jax.export.is_symbolic_dim(tokens):  # Such a number cannot be compared. No kernel takes it.
         tokens = 1
     most = max(_CHUNK_BYTES // max(tokens * x.dtype.itemsize, 1) // _UNIT, 1) * _UNIT
