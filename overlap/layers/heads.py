@@ -27,8 +27,8 @@ from overlap.layers.parallel import (
 )
 from overlap.sharded import partitions
 
-# Each device must have a multiple of `_LEAST` columns, so that kernels can load its rows. A vocabulary that is no multiple
-# of `_UNIT` is padded to one of `_UNIT * _UNIT / _LEAST`: equal parts of it for 1, 2, 4 or 8 devices, so that
+# Each device must have a multiple of `_LEAST` columns, so that kernels can load its rows. A vocabulary that is no
+# multiple of `_UNIT` is padded to one of `_UNIT * _UNIT / _LEAST`: equal parts of it for 1, 2, 4 or 8 devices, so that
 # checkpoints fit all of these.
 _LEAST = 8
 _UNIT = 64
