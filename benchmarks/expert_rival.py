@@ -2,10 +2,9 @@
 
 All devices gather all tokens, sort the routes of their own experts, multiply with `tokamax.ragged_dot`, add the rows of
 each token in float32, and scatter the sums. tokamax 0.0.17 has Mosaic kernels for all products, forward and backward.
-Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here.
-
-On H100s and H200s the gradients of its weights were wrong (2026-11-28; right on CPUs; why is not known). So its times
-with gradients must not be printed as those of a rival before they are right.
+Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here. Its product for the gradients
+of weights always takes tiles of 64 rows: with 128 it was wrong by many orders of magnitude (2026-11-28, tokamax 0.0.17
+with jax 0.11.2 on an H200; with 64 it agreed with XLA's).
 
 Install it beside this library: pip install tokamax==0.0.17. Its import needs xprof, which only its own benchmarks use;
 an empty module takes its place.
@@ -13,6 +12,7 @@ an empty module takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -27,6 +27,7 @@ from jax import lax
 
 # block_m, block_n, block_k, stages, width of a band of tiles: those that were fastest of a few on H100s.
 CONFIGS = {"tokamax": (128, 128, 64, 4, 8), "tokamax 2": (128, 128, 64, 4, 1), "tokamax 3": (64, 128, 64, 4, 8)}
+_ROWS_OF_WEIGHTS = 64
 
 
 def layer(
@@ -104,7 +105,8 @@ def _ragged_dot(config: tuple[int, int, int, int, int]) -> Callable[[jax.Array, 
             grid_minor_dim=common.MatmulDimension.M, grid_tile_width=width,
         )  # fmt: skip
         product = kernels.PallasMosaicGpuRaggedDot(config=chosen)
-        pull = functools.partial(base.vjp, dlhs_ragged_dot=product, drhs_ragged_dot=product)
+        of_weights = kernels.PallasMosaicGpuRaggedDot(config=dataclasses.replace(chosen, block_m=_ROWS_OF_WEIGHTS))
+        pull = functools.partial(base.vjp, dlhs_ragged_dot=product, drhs_ragged_dot=of_weights)
         implementation = (kernels.PallasMosaicGpuRaggedDot(config=chosen, vjp=pull),)
 
     def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
