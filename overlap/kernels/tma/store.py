@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -126,7 +127,12 @@ def store(
             exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
-    with_reference(hooks.out_at(tile), functools.partial(_send, box_views, places, left))
+    with_reference(
+        hooks.out_at(tile),
+        lambda out_gmem: _send(
+            [(box_views.at[box], out_gmem, columns) for box, (_, columns) in enumerate(places)], out_rows, left
+        ),
+    )
 
 
 def _place(
@@ -194,39 +200,38 @@ def _store_through(
                 blocks_smem[box][...] = result
     plgpu.commit_smem()
     left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
-    for box, out_gmem in enumerate(through.results):
-        _send(boxes, [(rows, columns)], left, out_gmem, box)
+    _send([(boxes.at[box], out_gmem, columns) for box, out_gmem in enumerate(through.results)], rows, left)
 
 
 def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
     return [block_smem[...] for block_smem in blocks_smem]
 
 
-def _send(
-    box_views: SmemRef,
-    places: Sequence[tuple[pl.Slice, pl.Slice]],
-    left: jax.Array | None,
-    out_gmem: GmemRef,
-    first: int = 0,
-) -> None:
-    """Stores boxes from the `first` on: all rows, or the first `left` in pieces of a power of two of rows."""
-    (rows, _), *_ = places
+def _send(boxes: Sequence[tuple[SmemRef, GmemRef, pl.Slice]], rows: pl.Slice, left: jax.Array | None) -> None:
+    """Stores boxes: all rows, or the first `left` in pieces of a power of two of rows.
+
+    Args:
+      boxes: each with the reference that it is stored to and its columns there.
+      rows: the rows of all boxes in the references.
+      left: at most as many as there are; None: all.
+    """
 
     def whole() -> None:
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[first + box], out_gmem.at[place], commit_group=box == len(places) - 1)
+        send(0, rows.size)
+
+    def send(begin: Index, size: int) -> None:
+        for box, (box_smem, out_gmem, columns) in enumerate(boxes):
+            piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
+            piece_smem = box_smem.at[pl.ds(begin, size)]
+            plgpu.copy_smem_to_gmem(piece_smem, piece_gmem, commit_group=box == len(boxes) - 1)
 
     if left is None:
         whole()
         return
-    pl.when(left >= rows.size)(whole)
-    for size in (128, 64, 32, 16, 8, 4, 2, 1):
 
-        @pl.when(jnp.logical_and(left < rows.size, (left & size) != 0))
-        def _piece(size: int = size) -> None:
-            begin = left & ~(2 * size - 1)
-            for box, (_, columns) in enumerate(places):
-                piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
-                plgpu.copy_smem_to_gmem(
-                    box_views.at[first + box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
-                )
+    def pieces() -> None:
+        for size in (128, 64, 32, 16, 8, 4, 2, 1):
+            if size < rows.size:
+                pl.when((left & size) != 0)(functools.partial(send, left & ~(2 * size - 1), size))
+
+    lax.cond(left >= rows.size, whole, pieces)
