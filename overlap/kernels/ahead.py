@@ -27,9 +27,12 @@ import jax.numpy as jnp
 
 from overlap import _compat
 
+# jax.Device, which type checkers take for a variable.
+type Device = Any
+
 _logger = logging.getLogger("overlap")
 # Kernels to be assembled: the device, and the hash and the text of the kernel.
-_waiting: collections.deque[tuple[jax.Device, bytes, bytes]] = collections.deque()
+_waiting: collections.deque[tuple[Device, bytes, bytes]] = collections.deque()
 _begun: set[bytes] = set()
 _worker: threading.Thread | None = None
 
@@ -54,7 +57,7 @@ def assembling(context: Any) -> Iterator[None]:
     _start()
 
 
-def _device(context: Any) -> jax.Device | None:
+def _device(context: Any) -> Device | None:
     """Returns a GPU of this process that will run the program; None if there is none, or if it is not known."""
     mesh = getattr(context.axis_context, "mesh", None)
     devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
@@ -91,7 +94,7 @@ def _work() -> None:
             _logger.debug("a kernel was not assembled ahead: %s", error)
 
 
-def _assemble(device: jax.Device, kernel_hash: bytes, text: bytes) -> None:
+def _assemble(device: Device, kernel_hash: bytes, text: bytes) -> None:
     """Compiles a program of one kernel, which nobody runs: so it has neither the kernel's operands nor its results."""
 
     def overlap_assembly() -> jax.Array:

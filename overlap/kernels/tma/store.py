@@ -130,7 +130,10 @@ def store(
     with_reference(
         hooks.out_at(tile),
         lambda out_gmem: _send(
-            [(box_views.at[box], out_gmem, columns) for box, (_, columns) in enumerate(places)], out_rows, left
+            [(box_views.at[box], out_gmem, columns) for box, (_, columns) in enumerate(places)],
+            out_rows.start,
+            wg_m,
+            left,
         ),
     )
 
@@ -200,30 +203,31 @@ def _store_through(
                 blocks_smem[box][...] = result
     plgpu.commit_smem()
     left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
-    _send([(boxes.at[box], out_gmem, columns) for box, out_gmem in enumerate(through.results)], rows, left)
+    _send([(boxes.at[box], out_gmem, columns) for box, out_gmem in enumerate(through.results)], rows.start, wg_m, left)
 
 
 def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
     return [block_smem[...] for block_smem in blocks_smem]
 
 
-def _send(boxes: Sequence[tuple[SmemRef, GmemRef, pl.Slice]], rows: pl.Slice, left: jax.Array | None) -> None:
+def _send(
+    boxes: Sequence[tuple[SmemRef, GmemRef, pl.Slice]], first_row: Index, rows: int, left: jax.Array | None
+) -> None:
     """Stores boxes: all rows, or the first `left` in pieces of a power of two of rows.
 
     Args:
       boxes: each with the reference that it is stored to and its columns there.
-      rows: the rows of all boxes in the references.
-      left: at most as many as there are; None: all.
+      first_row: the row in the references at which all boxes begin.
+      rows: how many rows a box has.
+      left: at most `rows`; None: all.
     """
 
     def whole() -> None:
-        send(0, rows.size)
+        _copy([(box_smem, out_gmem.at[pl.ds(first_row, rows), columns]) for box_smem, out_gmem, columns in boxes])
 
-    def send(begin: Index, size: int) -> None:
-        for box, (box_smem, out_gmem, columns) in enumerate(boxes):
-            piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
-            piece_smem = box_smem.at[pl.ds(begin, size)]
-            plgpu.copy_smem_to_gmem(piece_smem, piece_gmem, commit_group=box == len(boxes) - 1)
+    def piece(begin: Index, size: int) -> None:
+        where = pl.ds(first_row + begin, size)
+        _copy([(box_smem.at[pl.ds(begin, size)], out_gmem.at[where, columns]) for box_smem, out_gmem, columns in boxes])
 
     if left is None:
         whole()
@@ -231,7 +235,12 @@ def _send(boxes: Sequence[tuple[SmemRef, GmemRef, pl.Slice]], rows: pl.Slice, le
 
     def pieces() -> None:
         for size in (128, 64, 32, 16, 8, 4, 2, 1):
-            if size < rows.size:
-                pl.when((left & size) != 0)(functools.partial(send, left & ~(2 * size - 1), size))
+            if size < rows:
+                pl.when((left & size) != 0)(functools.partial(piece, left & ~(2 * size - 1), size))
 
-    lax.cond(left >= rows.size, whole, pieces)
+    lax.cond(left >= rows, whole, pieces)
+
+
+def _copy(pairs: Sequence[tuple[SmemRef, GmemRef]]) -> None:
+    for number, (box_smem, place_gmem) in enumerate(pairs, 1):
+        plgpu.copy_smem_to_gmem(box_smem, place_gmem, commit_group=number == len(pairs))
