@@ -238,7 +238,8 @@ def _send(
             if size < rows:
                 pl.when((left & size) != 0)(functools.partial(piece, left & ~(2 * size - 1), size))
 
-    lax.cond(left >= rows, whole, pieces)
+    # Pallas lowers the second branch twice, to learn its types. So the short branch is the second one.
+    lax.cond(left < rows, pieces, whole)
 
 
 def _copy(pairs: Sequence[tuple[SmemRef, GmemRef]]) -> None:
