@@ -69,7 +69,7 @@ class Experts:
     Attributes:
       hidden: width of the tokens.
       width: of an expert's hidden layer.
-      experts: how many experts.
+      experts: how many experts; a layer has twice as many, on any number of devices.
       share: how many rows each token has on this device, on average.
     """
 
@@ -203,8 +203,8 @@ def of_layer(
     tokens: int, model: Experts, routing: str, mesh: Mesh, methods: Sequence[str], backward: bool
 ) -> dict[str, Loop]:
     """Returns the loop of each method for a whole layer of experts: routes, tokens to rows and back, three products."""
-    devices = mesh.size
-    experts, slots = model.experts * devices, round(model.share * 2)
+    experts = model.experts * 2
+    slots = round(model.share * 2)
     shards = {"x": (tokens, model.hidden), "ids": (tokens, slots), "gates": (tokens, slots),
               "w_gate": (experts, model.hidden, model.width), "w_up": (experts, model.hidden, model.width),
               "w_down": (experts, model.width, model.hidden)}  # fmt: skip
@@ -241,8 +241,9 @@ def of_layer(
         odds = np.ones(experts) if routing != "zipf" else chance.permutation(1 / np.arange(1, experts + 1))
         # The experts of a token differ: those with the largest of random keys, whose odds are those of the experts.
         keys = chance.gumbel(size=(tokens, experts)) + np.log(odds)
-        chosen = np.argsort(-keys, axis=1)[:, :slots] if routing != "balanced" else (
-            (np.arange(tokens * slots).reshape(tokens, slots)) % experts)  # fmt: skip
+        chosen = np.argsort(-keys, axis=1)[:, :slots]
+        if routing == "balanced":  # Each token has as many experts on each device.
+            chosen = (np.arange(tokens)[:, None] + np.arange(slots) * (experts // slots)) % experts
         ids = jax.device_put(chosen.astype(np.int32), placed)
         gates = jax.device_put(np.full((tokens, slots), 1 / slots, np.float32), placed)
         weights = [put(i, name) * 0.02 for i, name in enumerate(("w_gate", "w_up", "w_down"))]

@@ -6,7 +6,7 @@ Two kinds of modules:
               change nothing. They work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no
               private name: the first depends on jax's version, the second on how jax names the axes of kernels
     patches     `host_meshes.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
-              `cluster_refs.py`, `equal_texts.py`, `equal_layouts.py` and `warp_loops.py` change jax's own modules. Only
+              `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules. Only
               `apply` makes these changes, and only with a version of jax on which they were checked (`patch.py`)
 
 Where patches are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
@@ -19,7 +19,6 @@ to ask of jax.
 
 from overlap._compat.backends import backends_are_initialized
 from overlap._compat.cluster_refs import CLUSTER_REFS
-from overlap._compat.equal_layouts import equal_layouts
 from overlap._compat.equal_texts import equal_texts, without_locations
 from overlap._compat.host_meshes import device_ids, kernels_on_host_meshes
 from overlap._compat.job_store import job_store
@@ -42,7 +41,6 @@ __all__ = [
     "apply",
     "backends_are_initialized",
     "device_ids",
-    "equal_layouts",
     "equal_texts",
     "has_axis_of_jax",
     "job_store",

@@ -16,14 +16,15 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from overlap.kernels.hooks import Tile
 from overlap.kernels.stream_k import Piece, StreamK
 from overlap.primitives.integers import choose, quotient, remainder
 from overlap.primitives.types import GmemRef, Index
 
-# The columns of the table: of each tile its group, its first row, how many rows it has, and its tile column.
-_GROUP, _FIRST, _ROWS, _COLUMN = range(4)
+# More than the rows of any tile.
+_MOST_ROWS = 512
 # The rows of the table of contractions.
 FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP, GROUP = range(4)
 
@@ -33,8 +34,35 @@ def most_tile_rows(m: int, groups: int, tile_m: int) -> int:
     return m // tile_m + min(groups, m)
 
 
-def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the table of tiles, int32 [most tiles, 4], and [tiles, rows in groups], int32 [2].
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TileTable:
+    """What `GroupedWork` reads, as arrays or references, int32.
+
+    Attributes:
+      group_and_rows, first, column: of each tile its group times `_MOST_ROWS` plus how many rows it has, its first row,
+        and its tile column. XLA computes these in one kernel. It would not if the group were alone or all lay side by
+        side in one array.
+      tile_ends: where each group's tile rows end.
+      ends: where each group's rows end, if the kernel has to know: a kernel of XLA less without it.
+    """
+
+    group_and_rows: GmemRef
+    first: GmemRef
+    column: GmemRef
+    tile_ends: GmemRef
+    ends: GmemRef = None
+
+    def __getitem__(self, index: Index) -> Tile:
+        """Returns the tile with an index."""
+        packed = self.group_and_rows[index]
+        group = quotient(packed, _MOST_ROWS)
+        rows = packed - group * _MOST_ROWS
+        return Tile(step=group, m=0, n=self.column[index], row_offset=self.first[index], rows=rows)
+
+
+def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> TileTable:
+    """Returns the table of tiles. What it says of tiles behind the last one has no meaning.
 
     Groups that would reach beyond row m end there.
 
@@ -46,31 +74,28 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> tu
       width: the most tile rows of a band.
     """
     starts, ends = bounds(sizes, m)
-    rows = (ends - starts + tile_m - 1) // tile_m
-    last = _sums_until(rows * columns)
-    index = jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m) * columns, dtype=jnp.int32)
-    # By comparison with each group, which is one small kernel of XLA; a search or a sort would be many.
-    first_of_group = last - rows * columns
-    is_group = jnp.logical_and(index[:, None] >= first_of_group[None, :], index[:, None] < last[None, :])
-
-    def of_group(values: jax.Array) -> jax.Array:
-        return jnp.where(is_group, values[None, :], 0).sum(axis=1, dtype=jnp.int32)
-
+    last = _sums_until((ends - starts + tile_m - 1) // tile_m)
+    # The group of each tile row is the same array in all kernels with this `tile_m`.
+    group_of_row = _group_of(jnp.arange(most_tile_rows(m, sizes.shape[0], tile_m), dtype=jnp.int32), last)
+    group_of_row = lax.optimization_barrier(group_of_row)
+    index = jnp.arange(group_of_row.shape[0] * columns, dtype=jnp.int32)
+    group = _at(group_of_row, index // columns)
+    start = _at(starts, group)
+    end = _at(ends, group)
+    rows = (end - start + tile_m - 1) // tile_m
     # Bands of about the same number of rows: a band of one row would load a whole right operand for itself.
     bands = jnp.maximum((rows + width - 1) // width, 1)
-    of_band = jnp.maximum((rows + bands - 1) // bands, 1)
-    within = index - of_group(first_of_group)
-    height = jnp.maximum(of_group(of_band), 1)
+    height = jnp.maximum((rows + bands - 1) // bands, 1)
+    within = index - (_at(last, group) - rows) * columns
     band = within // (height * columns)
     in_band = within - band * height * columns
-    own_height = jnp.maximum(jnp.minimum(height, of_group(rows) - band * height), 1)
+    own_height = jnp.maximum(jnp.minimum(height, rows - band * height), 1)
     column = in_band // own_height
     row = band * height + in_band - column * own_height
     column = jnp.where(band % 2 == 1, columns - 1 - column, column)
-    first = of_group(starts) + row * tile_m
-    count = jnp.clip(of_group(ends) - first, 0, tile_m)
-    group = of_group(jnp.arange(sizes.shape[0], dtype=jnp.int32))
-    return jnp.stack([group, first, count, column], axis=1), jnp.stack([last[-1], ends[-1]])
+    first = start + row * tile_m
+    packed = group * _MOST_ROWS + jnp.clip(end - first, 0, tile_m)
+    return TileTable(packed, first, column, last, ends)
 
 
 def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
@@ -82,15 +107,16 @@ def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Arr
     starts, ends = bounds(sizes, m)
     of_group = (ends - starts + tile_m - 1) // tile_m * tile_m
     shifts = _sums_until(of_group) - of_group - starts
-    row = jnp.arange(m, dtype=jnp.int32)[:, None]
-    is_group = jnp.logical_and(row >= starts[None, :], row < ends[None, :])
-    return shifts, jnp.where(is_group, row + shifts[None, :], 0).sum(axis=1, dtype=jnp.int32)
+    row = jnp.arange(m, dtype=jnp.int32)
+    return shifts, row + _at(shifts, _group_of(row, ends))
 
 
 def bounds(sizes: jax.Array, m: int) -> tuple[jax.Array, jax.Array]:
     """Returns first row and end of each group. Groups that would reach beyond row m end there."""
     ends = jnp.minimum(_sums_until(sizes), m)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]]), ends
+    index = jnp.arange(ends.shape[0])
+    # Not by concatenation, which would be a kernel of its own.
+    return jnp.where(index > 0, _at(ends, jnp.maximum(index - 1, 0)), 0), ends
 
 
 def clipped(sizes: jax.Array, m: int) -> jax.Array:
@@ -107,24 +133,40 @@ def _sums_until(values: jax.Array) -> jax.Array:
     return jnp.where(until, values[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
+def _at(values: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns elements of a vector. XLA makes this part of the kernel that uses them."""
+    return values.at[index].get(mode="promise_in_bounds")
+
+
+def _group_of(index: jax.Array, ends: jax.Array) -> jax.Array:
+    """Returns the group in which an index lies, from where groups end; the last group if it lies behind all.
+
+    By comparison with each group, which is one small kernel of XLA; a search or a sort would be many.
+    """
+    return (index[:, None] >= ends[None, :-1]).sum(axis=1, dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupedWork(StreamK):
     """The pieces of each CTA: whole tiles, dealt out in turn. `tiles` is the most that there may be.
 
     Attributes:
-      counts_gmem: [tiles, rows in groups].
+      table: of the tiles.
+      columns: tile columns.
     """
 
-    counts_gmem: GmemRef = None
+    table: TileTable | None = None
+    columns: int = 1
 
     def pieces(self, cta: Index) -> Index:
-        return quotient(self.counts_gmem[0] + (self.num_ctas - 1) - cta, self.num_ctas)
+        assert self.table is not None
+        count = last_of(self.table.tile_ends) * self.columns
+        return quotient(count + (self.num_ctas - 1) - cta, self.num_ctas)
 
 
-def tile_at(table_gmem: GmemRef, index: Index) -> Tile:
-    """Returns the tile with an index in the table."""
-    group, first, rows, column = (table_gmem[index, of_tile] for of_tile in (_GROUP, _FIRST, _ROWS, _COLUMN))
-    return Tile(step=group, m=0, n=column, row_offset=first, rows=rows)
+def last_of(values_gmem: GmemRef) -> Index:
+    """Returns the last element of an array with one dimension."""
+    return values_gmem[values_gmem.shape[0] - 1]
 
 
 def contractions(sizes: jax.Array, m: int, tiles: int, depth: int, num_ctas: int) -> tuple[jax.Array, jax.Array]:

@@ -157,7 +157,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
         leave_to_xla(name, reason, must_fuse=otherwise is None)
         lowered = otherwise
     elif "cuda" in context.module_context.platforms:
-        _compat.apply(*patches, *_compat.equal_texts(), *_compat.equal_layouts())
+        _compat.apply(*patches, *_compat.equal_texts())
 
     def run(*operands: jax.Array) -> Any:
         return jaxpr_as_fun(lowered)(*map(_kept_apart, operands))

@@ -26,7 +26,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue, groups, hooks
 from overlap.kernels.config import tile_k
 from overlap.kernels.grid import GRID_AXIS
-from overlap.kernels.groups import ContractedWork, GroupedWork
+from overlap.kernels.groups import ContractedWork, GroupedWork, TileTable
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
 from overlap.kernels.limits import EPILOGUE_COLUMNS, ZERO_ROWS
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -45,9 +45,8 @@ NAME = "overlap_grouped_matmul"
 class _Rows:
     lefts: tuple[GmemRef, ...]
     rhs_list: tuple[GmemRef, ...]
-    table: GmemRef
-    counts: GmemRef
-    zeros: GmemRef
+    table: TileTable
+    zeros: GmemRef  # For rows behind all groups, if they are cleared.
     vectors: epilogue.Vectors
     through: Through | None = None
 
@@ -137,8 +136,8 @@ def _launched(operands: Operands, plan: LaunchPlan, clears: bool, through: Throu
     out_dtype = form.out_dtype
     columns = ceil_div(types.sides * n, config.tile_n)
     steps = [ceil_div(k, tile_k(dtype)) for k in form.depths]
-    table, counts = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
-    most = StreamK.on(plan.target, config, table.shape[0], sum(steps))
+    table = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
+    most = StreamK.on(plan.target, config, table.first.shape[0], sum(steps))
     zeros = ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
@@ -147,7 +146,9 @@ def _launched(operands: Operands, plan: LaunchPlan, clears: bool, through: Throu
     if through is not None and through.how.sums:
         first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
         through = dataclasses.replace(through, first_of_sums=first_of_sums)
-    inputs = _Rows(lefts, rhs_list, table, counts, jnp.zeros(zeros, out_dtype), _vectors(operands, plan), through)
+    table = dataclasses.replace(table, ends=table.ends if clears else None)
+    of_zeros = jnp.zeros(zeros, out_dtype) if clears else None
+    inputs = _Rows(lefts, rhs_list, table, of_zeros, _vectors(operands, plan), through)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
     out_types: tuple[GmemRef, ...] = (out_type,) * (1 if through is None else through.how.stored)
     if place_of_sums is not None:
@@ -155,7 +156,7 @@ def _launched(operands: Operands, plan: LaunchPlan, clears: bool, through: Throu
         out_types = *out_types, jax.ShapeDtypeStruct((columns * config.tile_n // EPILOGUE_COLUMNS, padded), F32)
 
     def work_of(inputs: _Rows) -> GroupedWork:
-        return GroupedWork(most.tiles, most.k_steps, most.num_ctas, counts_gmem=inputs.counts)
+        return GroupedWork(most.tiles, most.k_steps, most.num_ctas, table=inputs.table, columns=columns)
 
     body_of = functools.partial(_RowsBody, kernel, plan.program, clears, steps)
     outs = kernel.launch(inputs, out_types, body_of, work_of)
@@ -185,7 +186,7 @@ class _RowsBody:
     refs: Refs[_Rows, tuple[GmemRef, ...]]
 
     def tile_at(self, index: Index) -> Tile:
-        return groups.tile_at(self.refs.inputs.table, index)
+        return self.refs.inputs.table[index]
 
     def hooks(self) -> Hooks:
         inputs = self.refs.inputs
@@ -239,7 +240,7 @@ class _RowsBody:
         zeros_smem, loaded = self.refs.smem
         m, n = out_gmem.shape
         box_rows, box_columns = zeros_smem.shape
-        first = self.refs.inputs.counts[1]
+        first = groups.last_of(self.refs.inputs.table.ends)
         across = ceil_div(n, box_columns)
         cta = lax.axis_index(GRID_AXIS)
         ctas = self.kernel.work.num_ctas

@@ -125,7 +125,10 @@ def test_a_layer_gathers_ids_and_gates_alone(tmp_path: pathlib.Path) -> None:
     names = {report.name for report in assemble_case(case, hlo=str(path))}
     # What was assembled before is not reported again.
     assert names - {"overlap_landing_place"} <= {"overlap_copied_rows", "overlap_added_rows", "overlap_grouped_matmul"}
-    gathers = re.findall(r" = (.*?) all-gather(?:-start)?\(", path.read_text())
+    text = path.read_text()
+    # Nine of them are tables of tiles and what the kernels start with; the router has most of the others.
+    assert launches(text)["fusion"] <= 43
+    gathers = re.findall(r" = (.*?) all-gather(?:-start)?\(", text)
     assert len(gathers) == 1 and "f32[4096,8]" in gathers[0] and "s32[4096,8]" in gathers[0], gathers
 
 

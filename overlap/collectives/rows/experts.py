@@ -78,7 +78,7 @@ def all_gather_lhs_grouped_matmul(
     `grouped_matmul_reduce_scatter`: each token's rows are added in float32 in the order of its slots, and the sums are
     scattered in the dtype of `lhs`.
 
-    Example:
+    Examples:
       >>> def layer(x, experts, gates, w_gate, w_up, w_down):  # Inside jax.shard_map over axis "x".
       ...     routing = overlap.route(experts, 8, "x")
       ...     gated = lambda gate, up: jax.nn.silu(gate) * up
@@ -97,18 +97,22 @@ def all_gather_lhs_grouped_matmul(
         transpose_rhs=transpose_rhs,
         config=config,
         implementation=implementation,
+        clears=(True, False),
     )
     return gathered_product(given, routing, axis_name)
 
 
 def gathered_product(given: Arguments, routing: Routing, axis_name: AxisName | None) -> jax.Array:
-    """`all_gather_lhs_grouped_matmul`, given its arguments, and the scalars of an activation that was traced before."""
+    """`all_gather_lhs_grouped_matmul`, given its arguments, and the scalars of an activation that was traced before.
+
+    `given.clears` is that of `Operation`; the gradient of the rows need not be cleared.
+    """
     given, tokens, movement = gathering(given, routing, axis_name)
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
         tokens, rhs, bias = arrays
         rows = copied(tokens, routing, movement)
-        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias, clears=(True, False)))
+        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias))
 
     return in_device_memory(run, (tokens, given.rhs, given.bias))
 
@@ -158,7 +162,7 @@ def grouped_matmul_reduce_scatter(
     Differentiable to any order in `lhs`, `rhs`, `gates` and `bias`. The backward pass gathers the cotangents, as
     `all_gather_lhs_grouped_matmul` gathers tokens. It keeps the product's rows for the gradient of the gates.
 
-    Example:
+    Examples:
       >>> def combine(h, w_down, gates, routing):  # Inside jax.shard_map over axis "x".
       ...     return overlap.grouped_matmul_reduce_scatter(h, w_down, gates, routing, "x")
 

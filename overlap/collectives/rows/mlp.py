@@ -124,6 +124,7 @@ class _Static:
             "scalars": arrays.get("scalars"),
             "preferred_element_type": self.preferred_element_type,
             "implementation": self.implementation,
+            "clears": (False, False),  # The rows of h that are not in use are read by nobody.
         }
 
 
@@ -214,7 +215,7 @@ class _Run:
         chosen: list[tuple[Operation, call.Call, dispatch.Explanation]] = []
 
         def choose(rows: jax.Array) -> None:
-            chosen.append(_chosen(dataclasses.replace(given, lhs=rows, clears=(False, False))))
+            chosen.append(_chosen(dataclasses.replace(given, lhs=rows)))
 
         # Only types are needed to choose: nothing is computed.
         jax.eval_shape(choose, rows)
@@ -229,7 +230,7 @@ class _Run:
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
-        rows = copied(arrays["tokens"], routing, self.movement)
+        rows = checkpoint_name(copied(arrays["tokens"], routing, self.movement), "rows")
         with jax.named_scope("gate_up"):
             given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
             values = functools.partial(_values_by_products, self.static)
