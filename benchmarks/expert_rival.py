@@ -2,9 +2,9 @@
 
 All devices gather all tokens, sort the routes of their own experts, multiply with `tokamax.ragged_dot`, add the rows of
 each token in float32, and scatter the sums. tokamax 0.0.17 has Mosaic kernels for all products, forward and backward.
-Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here. The product for the gradients
-of its weights always takes tiles of 64 rows: with 128 they were wrong by many orders of magnitude, with 64 they agreed
-with XLA's (2026-11-28, with jax 0.11.2 on an H200).
+Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here. The product that makes the
+gradients of weights always takes tiles of 64 rows: with 128 they were wrong by many orders of magnitude, with 64 they
+agreed with XLA's (2026-11-28, with jax 0.11.2 on an H200).
 
 Install it beside this library: pip install tokamax==0.0.17. Its import needs xprof, which only its own benchmarks use;
 an empty module takes its place.
