@@ -118,10 +118,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def tokamax() -> Any:
+    """Imports tokamax."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())  # Behind all others: an installed xprof comes first.
+    return importlib.import_module("tokamax")
+
+
 def _ragged_dot(config: tuple[int, int, int, int, int]) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """Returns tokamax's product with a configuration, forward and backward; on a CPU, its product by XLA."""
-    sys.meta_path.append(_Finder())  # Behind all others: an installed xprof comes first.
-    tokamax = importlib.import_module("tokamax")
+    library = tokamax()
     implementation: Any = "xla"
     if jax.default_backend() == "gpu":
         kernels = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu")
@@ -138,7 +144,7 @@ def _ragged_dot(config: tuple[int, int, int, int, int]) -> Callable[[jax.Array, 
         implementation = (kernels.PallasMosaicGpuRaggedDot(config=chosen, vjp=pull),)
 
     def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return tokamax.ragged_dot(
+        return library.ragged_dot(
             lhs, rhs, group_sizes=sizes, preferred_element_type=lhs.dtype, implementation=implementation
         )
 
