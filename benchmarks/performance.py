@@ -47,14 +47,19 @@ def _gpus(table: Table) -> str:
     return f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}{layout}"
 
 
+def _gain(ratio: float) -> str:
+    """A rival's time over ours, in bold where the rival is faster."""
+    bold = "**" if ratio < 1 else ""
+    return f"{bold}{ratio:.2f}{bold}"
+
+
 def _cells(table: Table, row: Row, *others: Row | None, digits: int = 1) -> list[str]:
     """Returns GPUs, sizes, the times of all rows, and the ratios of `row`: in bold if XLA is faster."""
     shape, dtype, layout = problem_of(row)
     sizes = " ".join([shape.replace("x", "×"), dtype, *([] if layout == "nn" else [layout])])
     times = [f"{float(each['loop_us']):.{digits}f}" if each else "–" for each in (row, *others)]
     gain, roof = row["xla_over_this"], row.get("roof_over_this")
-    bold = "**" if gain and float(gain) < 1 else ""
-    ratios = f"{bold}{float(gain):.2f}{bold}" if gain else "–", f"{float(roof):.2f}" if roof else "–"
+    ratios = _gain(float(gain)) if gain else "–", f"{float(roof):.2f}" if roof else "–"
     return [_gpus(table), sizes, *times, *ratios]
 
 
@@ -95,7 +100,7 @@ def _of_experts(given: Sequence[Table]) -> str:
                 tokens, flops = experts.of_row(model, f"layer, {passed}", first, table.devices)
                 rivals = [float(row["loop_us"]) for name in expert_rival.CONFIGS if (row := method(problem, name))]
                 cells = f"{us:.0f}", f"{flops / us / 1e6:.0f}"
-                theirs = (f"{min(rivals):.0f}", f"{min(rivals) / us:.2f}") if rivals else ("–", "–")
+                theirs = (f"{min(rivals):.0f}", _gain(min(rivals) / us)) if rivals else ("–", "–")
                 layers.append([_gpus(table), model, routing, f"{tokens:.0f}", passed, *cells, *theirs])
             if fused := method(problem, "fused"):
                 us = float(fused["loop_us"])
