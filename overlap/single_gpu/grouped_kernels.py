@@ -42,7 +42,7 @@ from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
-from overlap.single_gpu.grouped_product import Through
+from overlap.single_gpu.grouped_product import EpilogueOperands
 
 NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
@@ -188,8 +188,8 @@ class RowsOfGroups(GroupsKernel):
         return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def through(
-        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through
-    ) -> Callable[[Operands, Through], tuple[jax.Array, ...]] | None:
+        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: EpilogueOperands
+    ) -> Callable[[Operands, EpilogueOperands], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
         The operands may be types. The kernel takes them, and the same epilogue.
@@ -202,7 +202,7 @@ class RowsOfGroups(GroupsKernel):
             return None
         plan = LaunchPlan(self.operation, form, like.target, config)
 
-        def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
             sizes = groups.clipped(operands.group_sizes, form.m)
             operands = dataclasses.replace(operands, group_sizes=sizes)
             if explaining.value is not None:  # Only types are wanted.
@@ -290,10 +290,10 @@ class Contraction(GroupsKernel):
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
-def _through(plan: LaunchPlan, operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+def _through(plan: LaunchPlan, operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
-    def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+    def run(operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
         return grouped_product.rows_through(operands, plan, how)
 
     return run(operands, how)

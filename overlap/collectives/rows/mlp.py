@@ -47,7 +47,7 @@ from overlap.kernels.config import FLOAT16
 from overlap.kernels.launch import checks_numbers
 from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
-from overlap.single_gpu.grouped_product import Through
+from overlap.single_gpu.grouped_product import EpilogueOperands
 
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
@@ -319,22 +319,22 @@ class _Run:
         run, *operands = self._second(given, routing)
         return run(*operands)
 
-    def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
+    def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
         """The kernel, None if there is none, and what it takes."""
         assert self.static.proven is not None
         biases = tuple(given[name] for name in ("gate.bias", "up.bias") if name in given)
         biases = tuple(bias.astype(F32) for bias in biases) or None
         operands = Operands(given["rows"], (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
-        how = Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
+        how = EpilogueOperands(epilogue.ProgramResults(self.static.proven.with_values(self.plan.out_dtype), 3))
         return self._kernel.through(operands, OperandLayouts(), self.plan, how), operands, how
 
-    def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
+    def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
         """As `_first`."""
         assert self.static.proven is not None
         sizes = routing.group_sizes
         operands = Operands(given["d_out"], (given["down"],), row_scale=given["weights"], group_sizes=sizes)
         program = self.static.proven.of_cotangent()
-        how = Through(epilogue.Through(program, 3, sums=True), (given["gate"], given["up"]))
+        how = EpilogueOperands(epilogue.ProgramResults(program, 3, sums=True), (given["gate"], given["up"]))
         kernel = RowsOfGroups(Operation(GROUPED))
         return kernel.through(operands, OperandLayouts(transpose_rhs=True), self.plan, how), operands, how
 
