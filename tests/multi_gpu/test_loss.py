@@ -1,4 +1,4 @@
-"""The loss without logits on GPUs: right to rounding with its gradients, the same bits each time, no wrong label passes."""
+"""The loss without logits on GPUs: right to rounding with its gradients, the same bits, no wrong label passes."""
 
 from __future__ import annotations
 
