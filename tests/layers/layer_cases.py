@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -102,7 +103,12 @@ def assert_near(found: Any, expected: Any, within: float) -> None:
 
 def numbers(module: nnx.Module) -> dict[str, Any]:
     """Returns the parameters as numpy arrays in nested dictionaries."""
-    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    return jax.tree.map(whole, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """Returns all elements of an array, of all processes."""
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def spread(module: nnx.Module, seed: int = 5) -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from overlap import layers
-from tests.layers.layer_cases import draw
+from tests.layers.layer_cases import draw, whole
 from tests.layers.test_expert_mlp import CHOSEN, EXPERTS, expected, loss_of
 
 FEATURES, HIDDEN, ROWS = 256, 384, 40
@@ -48,7 +48,7 @@ def test_the_layer_on_every_mesh(devices: int, name: str, along: str, kind: Axis
         found = []
         for _ in range(2):
             (_, outs), (of_layer, of_x) = run(made, x, mask)
-            found.append([np.asarray(a, np.float32) for a in jax.tree.leaves((outs, nnx.to_pure_dict(of_layer), of_x))])
+            found.append([whole(a).astype(np.float32) for a in jax.tree.leaves((outs, nnx.to_pure_dict(of_layer), of_x))])
         return made, found
 
     # In float32 the router chooses as the reference does. The products of experts are in bfloat16 all the same.
