@@ -47,6 +47,7 @@ class Tile:
         anywhere (`kernels/groups.py`).
       rows: how many rows of such a tile are stored, since the rows after them belong to another group; None: all that
         the output has.
+      blocks: which blocks of tokens its rows come from, if they arrive while tiles are multiplied (`TileTable.blocks`).
     """
 
     step: Index
@@ -57,6 +58,7 @@ class Tile:
     batch: Index = 0
     row_offset: Index = 0
     rows: Index | None = None
+    blocks: Index = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +278,7 @@ class Hooks:
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
+      lhs_changes: whether rows of the left operand that a tile loads, but has not, may be written meanwhile.
       last_k_at: a function from a tile to how many rows of the last k step of its operands, stored as [k, m] and
         [k, n], belong to its contraction. The others count as zeros. None: all belong to it.
     """
@@ -294,4 +297,5 @@ class Hooks:
     through: Through | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None
+    lhs_changes: bool = False
     last_k_at: Callable[[Tile], Index] | None = None

@@ -42,7 +42,7 @@ from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
-from overlap.single_gpu.grouped_product import Through
+from overlap.single_gpu.grouped_product import Arrival, Through
 
 NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
@@ -65,11 +65,12 @@ class GroupsKernel(Kernel):
         return self.problem_of_sizes(form, form.m, n, k, batch=form.groups, sides=sides)
 
     def check_form(
-        self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False
-    ) -> None:
+        self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False,
+        arrives: bool = False,
+    ) -> None:  # fmt: skip
         """Raises, as `limits.check` does, if the kernel cannot compute a product of this form.
 
-        `boxes` and `addend` are those of `OperandTypes`.
+        `boxes` and `addend` are those of `OperandTypes`, and `arrives` that of `RowsOfGroups.through`.
         """
         limits.check_groups(config)
         by_rows = self.operation.spec.groups == "m"
@@ -88,7 +89,8 @@ class GroupsKernel(Kernel):
             )
         grouped = self.operation.spec.groups
         dtypes = form.dtype, rhs_dtype, form.out_dtype
-        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=grouped, boxes=boxes, addend=addend)
+        more = {"sides": sides, "grouped": grouped, "boxes": boxes, "addend": addend}
+        types = OperandTypes(form.m, *dtypes, form.layouts, "pull" if arrives else "", **more)
         # A contraction of rows runs in the backward pass. What it contracts, its k, is called m by the caller.
         m_name, k_name = ("m", "k") if by_rows else ("k", "m")
         sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
@@ -105,14 +107,15 @@ class GroupsKernel(Kernel):
         return LaunchPlan(self.operation, form, like.target, config, activation=None, must_fuse=like.must_fuse)
 
     def _config(
-        self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan, boxes: int = 1, addend: bool = False
-    ) -> Config | None:
+        self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan, boxes: int = 1, addend: bool = False,
+        arrives: bool = False,
+    ) -> Config | None:  # fmt: skip
         """Returns the kernel's configuration for a product in the derivative of that of `like`; None: XLA runs."""
         if like.chosen is None or 0 in (form.m, form.k, *form.widths):
             return None
 
         def check(config: Config, target: Target) -> None:
-            self.check_form(form, rhs_dtype, config, target, boxes, addend)
+            self.check_form(form, rhs_dtype, config, target, boxes, addend, arrives)
 
         problem = self.problem(form)
         target = like.target
@@ -188,27 +191,30 @@ class RowsOfGroups(GroupsKernel):
         return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def through(
-        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through
-    ) -> Callable[[Operands, Through], tuple[jax.Array, ...]] | None:
+        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through, arrives: bool = False
+    ) -> Callable[[Operands, Through, Arrival | None], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
-        The operands may be types. The kernel takes them, and the same epilogue.
+        The operands may be types. The kernel takes them, and the same epilogue. `arrives`: it takes an arrival, too,
+        and in place of the left operand what arrives, and returns the left operand as well.
         """
         form = Form.of(operands, layouts, like.out_dtype)
         if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
             return None
-        config = self._config(form, operands.rhs_list[0].dtype, like, how.boxes, bool(how.addends))
+        config = self._config(form, operands.rhs_list[0].dtype, like, how.boxes, bool(how.addends), arrives)
         if config is None:
             return None
         plan = LaunchPlan(self.operation, form, like.target, config)
 
-        def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
             sizes = groups.clipped(operands.group_sizes, form.m)
             operands = dataclasses.replace(operands, group_sizes=sizes)
             if explaining.value is not None:  # Only types are wanted.
                 out = jnp.zeros((form.m, form.widths[0]), form.out_dtype)
-                return (out,) * how.how.stored + ((jnp.zeros(form.m, F32),) if how.how.sums else ())
-            return _through(plan, *alike((operands, how)))
+                sums = (jnp.zeros(form.m, F32),) if how.how.sums else ()
+                rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
+                return (out,) * how.how.stored + sums + rows
+            return _through(plan, *alike((operands, how, arrival)))
 
         return run
 
@@ -290,13 +296,13 @@ class Contraction(GroupsKernel):
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
-def _through(plan: LaunchPlan, operands: Operands, how: Through) -> tuple[jax.Array, ...]:
+def _through(plan: LaunchPlan, operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
-    def run(operands: Operands, how: Through) -> tuple[jax.Array, ...]:
-        return grouped_product.rows_through(operands, plan, how)
+    def run(operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+        return grouped_product.rows_through(operands, plan, how, arrival)
 
-    return run(operands, how)
+    return run(operands, how, arrival)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

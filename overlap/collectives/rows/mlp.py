@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
+from overlap.collectives.rows.arriving import Arriving
 from overlap.collectives.rows.experts import gathered_product, gathering, grouped_matmul_reduce_scatter
 from overlap.collectives.rows.routing import Routing
 from overlap.collectives.rows.rows import Movement, added, copied
@@ -49,6 +50,8 @@ from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import Through
 
+# Tokens arrive while they are multiplied where each expert has so many rows of each device, on average.
+_ROWS_OF_PAIR = 0
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
 
@@ -198,11 +201,13 @@ class _Run:
       static: the call.
       movement: how tokens and rows move.
       plan: of the first product.
+      arrives: whether tokens arrive while the first product runs; if not, they are copied to their rows before.
     """
 
     static: _Static
     movement: Movement
     plan: LaunchPlan
+    arrives: bool = False
 
     @staticmethod
     def of(static: _Static, arrays: _Arrays, routing: Routing) -> _Run | None:
@@ -226,15 +231,22 @@ class _Run:
         must_fuse = static.implementation == "fused"
         plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
         run = _Run(static, movement, plan)
-        return run if run._has_kernels(arrays, routing) else None
+        if not run._has_kernels(arrays, routing):
+            return None
+        arriving = dataclasses.replace(run, arrives=True)
+        return arriving if arriving._may_arrive(arrays, routing) else run
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
-        rows = checkpoint_name(copied(arrays["tokens"], routing, self.movement), "rows")
+        first = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
+        if self.arrives:
+            first["tokens"] = arrays["tokens"]
+        else:
+            first["rows"] = copied(arrays["tokens"], routing, self.movement)
         with jax.named_scope("gate_up"):
-            given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
-            values = functools.partial(_values_by_products, self.static)
-            gate, up, hidden = _differentiated(self._values, values, {"rows": rows, **given}, routing)
+            values = functools.partial(_values_by_products, self.static, self.movement)
+            gate, up, hidden, *rows = _differentiated(self._values, values, first, routing)
+        rows = checkpoint_name(rows[0] if rows else first["rows"], "rows")
         gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
         hidden = checkpoint_name(hidden, "hidden")
         given = Arguments(
@@ -309,24 +321,38 @@ class _Run:
             return False
         return None not in kernels
 
+    def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
+        """Whether tokens arrive while the first product runs, as it is measured to be faster with enough rows."""
+        (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
+        experts = arrays["up"].shape[0] * everything // tokens
+        if routing.block_ends is None or tokens * slots < _ROWS_OF_PAIR * experts:
+            return False
+        return self._first(arrays, routing)[0] is not None
+
     def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
-        """The first product by its kernel: from rows to gate, up and h."""
-        run, *operands = self._first(given, routing)
-        return run(*operands)
+        """The first product by its kernel: from rows to gate, up and h; or from tokens to these and rows."""
+        run, operands, how = self._first(given, routing)
+        if not self.arrives:
+            return run(operands, how, None)
+        tokens = given["tokens"]
+        arrival = Arriving.of(self.movement.plan(tokens.shape[1], tokens.dtype, routing), routing)
+        return run(dataclasses.replace(operands, lhs=tokens), how, arrival)
 
     def _cotangents(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
         """The product d_out @ w_downᵀ by its kernel, which makes of d: d_gate, d_up, w · h, and the sums of d · h."""
-        run, *operands = self._second(given, routing)
-        return run(*operands)
+        run, operands, how = self._second(given, routing)
+        return run(operands, how, None)
 
     def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
         """The kernel, None if there is none, and what it takes."""
         assert self.static.proven is not None
         biases = tuple(given[name] for name in ("gate.bias", "up.bias") if name in given)
         biases = tuple(bias.astype(F32) for bias in biases) or None
-        operands = Operands(given["rows"], (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
+        rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], given["up"].shape[1]), self.plan.out_dtype)
+        rows = given.get("rows", rows)
+        operands = Operands(rows, (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
         how = Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
-        return self._kernel.through(operands, OperandLayouts(), self.plan, how), operands, how
+        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self.arrives), operands, how
 
     def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
         """As `_first`."""
@@ -360,18 +386,20 @@ def _differentiated(
     return with_rule(kernel, rule, given, routing)
 
 
-def _values_by_products(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+def _values_by_products(static: _Static, movement: Movement, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
     """The same as `_Run._values`, by operations with derivatives of any order."""
     groups = products.Groups(routing.group_sizes)
+    rows = given["rows"] if "rows" in given else copied(given["tokens"], routing, movement)
 
     def product(name: str) -> jax.Array:
         more = {"bias": given.get(f"{name}.bias"), "implementation": static.implementation}
-        return call.run(GROUPED, Arguments(given["rows"], given[name], group_sizes=groups.sizes, **more))
+        return call.run(GROUPED, Arguments(rows, given[name], group_sizes=groups.sizes, **more))
 
     gate = product("gate")
     up = product("up")
     (hidden,) = static.bound(groups)([gate.astype(F32), up.astype(F32)])
-    return gate, up, hidden.astype(gate.dtype)
+    values = gate, up, hidden.astype(gate.dtype)
+    return values if "rows" in given else (*values, rows)
 
 
 def _cotangents_by_product(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
