@@ -191,29 +191,36 @@ class RowsOfGroups(GroupsKernel):
         return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def through(
-        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: Through, arrives: bool = False
-    ) -> Callable[[Operands, Through, Arrival | None], tuple[jax.Array, ...]] | None:
+        self,
+        operands: Operands,
+        layouts: OperandLayouts,
+        like: LaunchPlan,
+        how: Through | None,
+        arrives: bool = False,
+    ) -> Callable[[Operands, Through | None, Arrival | None], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
-        The operands may be types. The kernel takes them, and the same epilogue. `arrives`: it takes an arrival, too,
-        and in place of the left operand what arrives, and returns the left operand as well.
+        The operands may be types. The kernel takes them, and the same epilogue; if `how` is None, the activation of
+        `like`. `arrives`: it takes an arrival, too, and in place of the left operand what arrives, and returns the left
+        operand as well.
         """
         form = Form.of(operands, layouts, like.out_dtype)
         if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
             return None
-        config = self._config(form, operands.rhs_list[0].dtype, like, how.boxes, bool(how.addends), arrives)
+        boxes, addend = (1, False) if how is None else (how.boxes, bool(how.addends))
+        config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arrives)
         if config is None:
             return None
-        plan = LaunchPlan(self.operation, form, like.target, config)
+        plan = LaunchPlan(self.operation, form, like.target, config, like.activation if how is None else None)
 
-        def run(operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, how: Through | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
             sizes = groups.clipped(operands.group_sizes, form.m)
             operands = dataclasses.replace(operands, group_sizes=sizes)
             if explaining.value is not None:  # Only types are wanted.
-                out = jnp.zeros((form.m, form.widths[0]), form.out_dtype)
-                sums = (jnp.zeros(form.m, F32),) if how.how.sums else ()
+                stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.how.stored)
+                sums = (jnp.zeros(form.m, F32),) if how is not None and how.how.sums else ()
                 rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
-                return (out,) * how.how.stored + sums + rows
+                return stored + sums + rows
             return _through(plan, *alike((operands, how, arrival)))
 
         return run
@@ -299,7 +306,7 @@ class Contraction(GroupsKernel):
 def _through(plan: LaunchPlan, operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
-    def run(operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+    def run(operands: Operands, how: Through | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
         return grouped_product.rows_through(operands, plan, how, arrival)
 
     return run(operands, how, arrival)

@@ -143,14 +143,14 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
 
 @in_32_bits
 def rows_through(
-    operands: Operands, plan: LaunchPlan, through: Through, arrival: Arrival | None = None
+    operands: Operands, plan: LaunchPlan, through: Through | None, arrival: Arrival | None = None
 ) -> tuple[jax.Array, ...]:
-    """Multiplies the rows of each group by the group's matrix, with an epilogue of several results.
+    """Multiplies the rows of each group by the group's matrix, with an epilogue of several results or arriving rows.
 
     Args:
       operands: as for `rows`; of its epilogue biases, and a row scale, which is the vector of rows of `through`.
-      plan: the static data. Its activation is not applied.
-      through: the epilogue.
+      plan: the static data. Its activation is applied if there is no `through`.
+      through: the epilogue; None: that of `rows`.
       arrival: how the rows of the left operand arrive; None: they are there.
 
     Returns:

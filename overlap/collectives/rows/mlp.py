@@ -99,7 +99,7 @@ def expert_mlp(
         return _by_operations(static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
     rule = functools.partial(_tangent, static)
-    return with_rule(functools.partial(_by_operations, static), rule, arrays, routing)
+    return with_rule(functools.partial(_result, static), rule, arrays, routing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +129,17 @@ class _Static:
             "implementation": self.implementation,
             "clears": (False, False),  # The rows of h that are not in use are read by nobody.
         }
+
+
+def _result(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
+    """The MLP where nobody asks for derivatives."""
+    with recorded() as found:
+        run = _Run.of(static, arrays, routing)
+    if run is None or not run.arrives:
+        return _by_operations(static, arrays, routing)
+    for choice in found:
+        record(choice)
+    return run.result(arrays, routing)
 
 
 def _by_operations(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
@@ -248,9 +259,18 @@ class _Run:
             gate, up, hidden, *rows = _differentiated(self._values, values, first, routing)
         rows = checkpoint_name(rows[0] if rows else first["rows"], "rows")
         gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
-        hidden = checkpoint_name(hidden, "hidden")
+        return self._sums(hidden, arrays, routing), {"rows": rows, "gate": gate, "up": up}
+
+    def result(self, arrays: _Arrays, routing: Routing) -> jax.Array:
+        """Returns the result, where tokens arrive."""
+        with jax.named_scope("gate_up"):
+            hidden, _ = self._run_first(arrays, routing, None)
+        return self._sums(hidden, arrays, routing)
+
+    def _sums(self, hidden: jax.Array, arrays: _Arrays, routing: Routing) -> jax.Array:
+        """The second product, and the sums of each token's rows."""
         given = Arguments(
-            hidden,
+            checkpoint_name(hidden, "hidden"),
             arrays["down"],
             group_sizes=routing.group_sizes,
             bias=arrays.get("down.bias"),
@@ -259,9 +279,7 @@ class _Run:
         )
         with jax.named_scope("down"):
             of_rows = call.run(GROUPED, given)
-            routing = dataclasses.replace(routing, gates=arrays["gates"])
-            out = added(of_rows, None, routing, self.movement)
-        return out, {"rows": rows, "gate": gate, "up": up}
+            return added(of_rows, None, dataclasses.replace(routing, gates=arrays["gates"]), self.movement)
 
     def backward(
         self, names: tuple[str, ...], arrays: _Arrays, routing: Routing, saved: _Arrays, cotangent: jax.Array
@@ -316,7 +334,7 @@ class _Run:
         weights = jax.ShapeDtypeStruct((count,), F32)
         cotangent = {"d_out": rows, "weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
         try:
-            kernels = self._first({**arrays, "rows": rows}, routing)[0], self._second(cotangent, routing)[0]
+            kernels = self._first(arrays, routing, self._of_values)[0], self._second(cotangent, routing)[0]
         except NotElementwise:
             return False
         return None not in kernels
@@ -327,11 +345,15 @@ class _Run:
         experts = arrays["up"].shape[0] * everything // tokens
         if routing.block_ends is None or tokens * slots < _ROWS_OF_PAIR * experts:
             return False
-        return self._first(arrays, routing)[0] is not None
+        how = self._of_values
+        return None not in (self._first(arrays, routing, how)[0], self._first(arrays, routing, None)[0])
 
     def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
         """The first product by its kernel: from rows to gate, up and h; or from tokens to these and rows."""
-        run, operands, how = self._first(given, routing)
+        return self._run_first(given, routing, self._of_values)
+
+    def _run_first(self, given: _Arrays, routing: Routing, how: Through | None) -> tuple[jax.Array, ...]:
+        run, operands = self._first(given, routing, how)
         if not self.arrives:
             return run(operands, how, None)
         tokens = given["tokens"]
@@ -343,16 +365,19 @@ class _Run:
         run, operands, how = self._second(given, routing)
         return run(operands, how, None)
 
-    def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
-        """The kernel, None if there is none, and what it takes."""
+    @property
+    def _of_values(self) -> Through:
+        """The epilogue that stores gate, up and h."""
         assert self.static.proven is not None
-        biases = tuple(given[name] for name in ("gate.bias", "up.bias") if name in given)
-        biases = tuple(bias.astype(F32) for bias in biases) or None
+        return Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
+
+    def _first(self, given: _Arrays, routing: Routing, how: Through | None) -> tuple[Leaf, Operands]:
+        """The kernel of the first product, None if there is none, and what it multiplies. `how` None: it stores h."""
+        biases = tuple(given[name].astype(F32) for name in ("gate.bias", "up.bias") if name in given) or None
         rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], given["up"].shape[1]), self.plan.out_dtype)
         rows = given.get("rows", rows)
         operands = Operands(rows, (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
-        how = Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
-        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self.arrives), operands, how
+        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self.arrives), operands
 
     def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
         """As `_first`."""
