@@ -23,7 +23,7 @@ _COLORS = {
 }
 _MARKERS = {2: "o", 4: "^"}
 # What `_experts` draws: colors of models, lines of passes, widths of products, markers of routings.
-_OF_MODELS = (*_COLORS.values(), "#84cc16", "#e11d48")
+_OF_MODELS = (*_COLORS.values(), "#84cc16", "#e11d48", "#a16207", "#6366f1")
 _OF_PASSES: dict[str, str] = dict(zip(experts.PASSES, ("-", "--"), strict=True))
 _OF_PRODUCTS = {"fused": 1.5, "xla": 0.5}
 _OF_ROUTINGS = {"balanced": "o", "uniform": "s", "zipf": "^"}
@@ -56,16 +56,16 @@ def _style() -> AbstractContextManager[None]:
 def _axes() -> Axes:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(6.4, 4.2), layout="constrained").add_subplot()
+    return Figure(figsize=(6.4, 4.6), layout="constrained").add_subplot()
 
 
 def _svg(axes: Axes) -> str:
     axes.spines[["top", "right"]].set_visible(False)
-    many = len(axes.get_legend_handles_labels()[1]) > 9
-    axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=3 if many else 1)
-    text = io.StringIO()
     figure = axes.get_figure(root=True)
     assert figure is not None
+    # Below the axes, where it covers no points.
+    figure.legend(fontsize=7, frameon=False, loc="outside lower center", ncols=3)
+    text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.performance`: writes the tables of docs/performance.md and README.md, and docs/figures/.
+"""`python -m benchmarks.performance`: writes the tables of the pages in `PAGES`, and docs/figures/.
 
 A page marks a table by `<!-- results: NAME -->` and `<!-- end -->`. All numbers come from benchmarks/results/*.csv.
 """
@@ -17,7 +17,7 @@ from overlap.choice.tables import replace
 from overlap.cli import ending
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "steps.md", ROOT / "README.md")
 _MARKED = re.compile(r"(<!-- results: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEADINGS = ("GPUs", "m×n×k", "fused, µs", "XLA, µs", "XLA / fused", "cuBLAS on gathered data / fused")
 # README's table: the file of each row, and the shape in bfloat16.
@@ -31,7 +31,7 @@ HEADLINE = (
     ("matmul_all_reduce-h200-2-one_process", "8192x8192x14336"),
     ("matmul-h200-1-one_process", "8192x8192x8192"),
 )
-_OF_METHODS = ("block", "layer", "backward", "ladder", "experts", "step")
+_OF_METHODS = ("block", "layer", "backward", "ladder", "experts", "loss", "step")
 # The rivals in the table of experts.
 _RIVALS = ("xla", "jax", "batched", "roof")
 Problem = tuple[Table, Row, Row | None]  # A problem's table, the row of fused, and the row of XLA.

@@ -24,7 +24,7 @@ import overlap.layers
 
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 BATCH_AXES = (DATA, FSDP)  # The batch is split along these axes.
-VOCABULARY = 256  # A token is a byte.
+VOCABULARY = 256  # A token is a byte. A larger vocabulary has entries that no text uses.
 EXPERTS_PER_TOKEN = 2  # As in Mixtral, if there are experts.
 BALANCE, Z = 1e-2, 1e-3  # The weights of a router's losses, as in Switch Transformer and ST-MoE.
 
@@ -77,7 +77,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Maps tokens, int32 [batch, sequence], to logits of the next ones, [batch, sequence, vocabulary].
+    """Maps tokens, int32 [batch, sequence], and the next ones to the loss of each token, [batch, sequence].
 
     The second result is the mean of the routers' losses, 0 without experts.
     """
@@ -92,16 +92,19 @@ class GPT(nnx.Module):
             layer["implementation"] = None if options.implementation == "auto" else options.implementation
         small = nnx.initializers.normal(0.02)
         # The two tables are small, so each device has them whole.
-        self.tokens = nnx.Embed(VOCABULARY, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
+        self.tokens = nnx.Embed(options.vocabulary, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
         self.positions = nnx.Embed(options.sequence, options.features, dtype=dtype, embedding_init=small, rngs=rngs)
         self.blocks = nnx.List([Block(layers, options, **layer) for _ in range(options.layers)])
         self.norm = layers.RMSNorm(options.features, **layer)
-        self.logits = layers.ColumnParallelLinear(options.features, VOCABULARY, use_bias=False, **layer)
+        if options.implementation == "plain":
+            self.logits = layers.ColumnParallelLinear(options.features, options.vocabulary, use_bias=False, **layer)
+        else:  # Where logits take much memory, they are not stored.
+            self.logits = layers.CrossEntropyHead(options.features, options.vocabulary, **layer)
         self.remat = options.remat
         if options.implementation == "plain" and options.fsdp == 1:
             self.set_attributes(inside=False)  # The faster rival: where weights are smaller than rows, XLA moves them.
 
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array | float]:
+    def __call__(self, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array | float]:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         # From here on each device of the tensor axis has a part of every sequence (sequence parallelism).
         x = jax.lax.with_sharding_constraint(x, P(BATCH_AXES, TENSOR, None))
@@ -109,7 +112,11 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x, loss = nnx.remat(Block.__call__)(block, x) if self.remat else block(x)
             routers += loss / len(self.blocks)
-        return self.logits(self.norm(x)), routers
+        x = self.norm(x)
+        if isinstance(self.logits, overlap.layers.CrossEntropyHead):
+            return self.logits.loss(x, targets), routers
+        logits = self.logits(x).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets), routers
 
 
 class Program:
@@ -182,8 +189,7 @@ class Program:
         return {"params": params, "optimizer": self._optimizer.init(params)}
 
     def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
-        logits, routers = nnx.merge(self._graph, params)(tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), tokens[:, 1:])
+        losses, routers = nnx.merge(self._graph, params)(tokens[:, :-1], tokens[:, 1:])
         return losses.mean() + routers
 
     def _update(self, state: State, batch: jax.Array, stop: jax.Array) -> tuple[State, dict[str, jax.Array]]:

@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
         "layers": "blocks of attention and MLP", "features": "width of the activations between blocks",
         "heads": "heads of the attention", "hidden": "width inside the MLP",
         "experts": "MLPs in the place of each, of which a token takes 2; a multiple of --tensor (default: 0)",
+        "vocabulary": f"entries of the vocabulary, at least {VOCABULARY}: more cost what they cost in a real model "
+                      f"(default: {VOCABULARY})",
         "sequence": "tokens, that is bytes, that the model sees at once",
         "batch": "sequences of a step, on all devices together", "steps": "steps in all",
         "warmup": "steps (default: a tenth of all)", "accumulate": "parts of a batch, one after the other",
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     }.items():  # fmt: skip
         default = f" (default: {_ON_CPUS[name]} on CPU devices, {_ON_GPUS[name]} on GPUs)" if name in _ON_GPUS else ""
         made.add_argument(f"--{name}", type=int, metavar="N", help=f"{what}{default}")
-    made.set_defaults(experts=0, accumulate=1, seed=0, fsdp=1, checkpoint_every=100)
+    made.set_defaults(experts=0, vocabulary=VOCABULARY, accumulate=1, seed=0, fsdp=1, checkpoint_every=100)
     made.add_argument("--learning-rate", type=float, metavar="X", help="after the warmup; then it falls as a cosine")
     made.add_argument("--dtype", choices=("bfloat16", "float32"), help="of products and activations")
     how = ("auto: for each product what was measured to be faster; without GPUs that is xla, and fused is emulated; "
@@ -144,7 +146,14 @@ def complete(options: Options, *, devices: int, gpus: bool) -> None:
 def check(options: Options) -> None:
     """Raises `WrongArguments` if the mesh does not divide the sizes or the batch."""
     parts = options.data * options.fsdp * options.accumulate
+    if options.vocabulary < VOCABULARY:
+        raise WrongArguments(
+            f"train: --vocabulary {options.vocabulary} is less than the {VOCABULARY} bytes of a text: leave it out"
+        )
+    # A padded head would have other first weights than a plain one, which is not padded.
+    is_plain = options.vocabulary > VOCABULARY and (options.compare or options.implementation == "plain")
     for name, divisor, by in (
+        ("vocabulary", 8 * options.tensor if is_plain else 1, f"8 × --tensor {options.tensor}"),
         ("features", options.heads, f"--heads {options.heads}"),
         ("features", options.fsdp, f"--fsdp {options.fsdp}"),
         ("heads", options.tensor, f"--tensor {options.tensor}"),
@@ -217,11 +226,13 @@ def train(options: Options, text: np.ndarray) -> list[Step]:
     with ocp.CheckpointManager(folder, options=saving) as checkpoints, _signals() as received:
         done = checkpoints.latest_step() or 0
         state, file = program.first(), options.out / "model.json"
-        sizes = {key: getattr(options, key) for key in ("layers", "features", "heads", "hidden", "sequence", "experts")}
+        names = "layers", "features", "heads", "hidden", "sequence", "experts", "vocabulary"
+        sizes = {key: getattr(options, key) for key in names}
         if not done and leads:
             file.write_text(json.dumps(sizes))
         if done:
-            if (before := {"experts": 0} | json.loads(file.read_text())) != sizes:  # Older runs have no experts.
+            older = {"experts": 0, "vocabulary": VOCABULARY}  # Older runs say nothing of these.
+            if (before := older | json.loads(file.read_text())) != sizes:
                 raise WrongArguments(f"train: {options.out} is of another model, {before}: choose another --out")
             state = checkpoints.restore(done, args=ocp.args.StandardRestore(program.abstract_state))
             say(f"{'all steps are done' if done >= options.steps else 'goes on'} after step {done}")
@@ -306,7 +317,7 @@ def speed(options: Options, steps: list[Step]) -> str:
     hidden = options.hidden * (min(EXPERTS_PER_TOKEN, options.experts) or 1)
     of_layer = 4 * features**2 + 3 * features * hidden + options.sequence * features
     devices, kind = options.data * options.fsdp * options.tensor, jax.devices()[0].device_kind
-    flops = 6 * tokens * (options.layers * of_layer + VOCABULARY * features) / devices
+    flops = 6 * tokens * (options.layers * of_layer + options.vocabulary * features) / devices
     peak = next((peak for name, peak in _FLOPS_PER_S.items() if name in kind), None)
     text = f"{step_s * 1e3:,.0f} ms/step  {tokens / step_s:,.0f} tokens/s"
     return text + (f"  MFU {flops / step_s / peak:.1%}" if peak else "")

@@ -38,7 +38,7 @@ def core_count_of_devices() -> Iterator[None]:
     and that read `device.core_count`, which a CPU device does not have otherwise. Devices of other platforms are not
     affected. Contexts may be nested.
 
-    Example:
+    Examples:
         >>> import mosaic_emulator
         >>> with mosaic_emulator.core_count_of_devices():
         ...     cores = jax.local_devices()[0].core_count

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from overlap.choice.dispatch import Explanation
     from overlap.collectives.gather.all_gather_lhs_matmul import all_gather_lhs_matmul
     from overlap.collectives.gather.all_gather_rhs_matmul import all_gather_rhs_matmul
+    from overlap.collectives.loss.linear_cross_entropy import linear_cross_entropy
     from overlap.collectives.reduce.matmul_all_reduce import matmul_all_reduce
     from overlap.collectives.reduce.matmul_reduce_scatter import matmul_reduce_scatter
     from overlap.collectives.rows.experts import all_gather_lhs_grouped_matmul, grouped_matmul_reduce_scatter
@@ -45,6 +46,7 @@ __all__ = [
     "grouped_matmul",
     "grouped_matmul_reduce_scatter",
     "initialize",
+    "linear_cross_entropy",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

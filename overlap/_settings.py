@@ -39,7 +39,7 @@ def wait_timeout_s() -> float:
     Raises:
       RuntimeError: the variable is no such number.
 
-    Example:
+    Examples:
       >>> import overlap._settings
       >>> overlap._settings.wait_timeout_s() >= 0
       True
@@ -68,7 +68,7 @@ def emulated_gpu() -> str:
     Raises:
       RuntimeError: the variable names another GPU.
 
-    Example:
+    Examples:
       >>> import overlap._settings
       >>> overlap._settings.emulated_gpu()
       'hopper'
@@ -91,7 +91,7 @@ def unchecked_jax() -> bool:
     Raises:
       RuntimeError: the variable has another value.
 
-    Example:
+    Examples:
       >>> import overlap._settings
       >>> overlap._settings.unchecked_jax()
       False

@@ -19,7 +19,7 @@ def breaking(flags: str | None = None) -> list[str]:
     Args:
       flags: the text of the environment variable XLA_FLAGS; None: read the variable.
 
-    Example:
+    Examples:
       >>> from overlap import _xla_flags
       >>> _xla_flags.breaking("--xla_gpu_enable_latency_hiding_scheduler=true")
       []

@@ -65,7 +65,7 @@ def emulate(
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed. The launches under way stop; later ones run as usual.
 
-    Example:
+    Examples:
         >>> import mosaic_emulator
         >>> with mosaic_emulator.emulate(cores=2, completion="random", seed=3) as run:
         ...     y = f(x)  # any function that calls plgpu.kernel, usually under jax.shard_map

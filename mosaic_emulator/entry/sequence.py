@@ -287,7 +287,7 @@ def run_sequence(
         NotImplementedError: a launch ran along only some axes of its mesh (a partly manual `shard_map`), so that its
             devices are not known.
 
-    Example:
+    Examples:
         >>> with mosaic_emulator.emulate(cores=2, keep=True) as run:
         ...     along_x(a), along_y(b)
         >>> x, y = run.launches

@@ -59,7 +59,7 @@ def stoppable() -> Iterator[Callable[[], None]]:
         stop(), which may be called from any thread, also after the context: launches of these kernels, those under way
         and later ones, end at once. They raise nothing, and their results are NaN. Other kernels are not touched.
 
-    Example:
+    Examples:
         >>> with mosaic_emulator.stoppable() as stop:
         ...     compiled = jax.jit(f).lower(x).compile()
         >>> stop()

@@ -25,11 +25,15 @@ class Event:
     """An action of a thread, to be shown in a timeline.
 
     Attributes:
-        device, cta, thread: the thread that acted; `thread` is such as ``"wg2"`` or ``"wg2.warp1"``.
+        device: the device that acted.
+        cta: its CTA.
+        thread: the thread in it, such as ``"wg2"`` or ``"wg2.warp1"``.
         kind: ``"copy"``, ``"remote_copy"``, ``"wgmma"``, ``"mma"``, ``"signal"`` or ``"wait"``.
-        source, target: the memory read and written, with slices; for signals and waits, the name of the flag.
+        source: the memory read, with slices; for signals and waits, the name of the flag.
+        target: the memory written.
         peer: the other device of a remote copy or signal, else None.
-        start, end: scheduler steps (logical time); a copy ends when it completes, a wait when it is over.
+        start: when it began, in scheduler steps (logical time).
+        end: when a copy was complete, or a wait was over.
         launch: the number of the launch in this run, from 0.
         scope: the kernel's `jax.named_scope`s around the instruction, joined by ``/``.
     """

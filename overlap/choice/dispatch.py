@@ -246,11 +246,16 @@ def leave_to_xla(op: str, implementation: str | None, device: Target, reason: st
 
 
 def decide_unmodeled(
-    op: str, implementation: str | None, device: Target, cannot: str, why_not_by_default: str | None
+    op: str,
+    implementation: str | None,
+    device: Target,
+    cannot: str,
+    why_not_by_default: str | None,
+    why: str = "XLA also moves the rows that are not in use",
 ) -> Explanation:
     """As `decide`, for kernels of whose times there is no model: they run wherever they can on a measured GPU.
 
-    `cannot` says why the kernels cannot serve the call; empty if they can.
+    `cannot` says why the kernels cannot serve the call; empty if they can. `why`: the reason for the kernels.
     """
 
     def by_xla(reason: str, cause: Cause) -> Explanation:
@@ -272,7 +277,7 @@ def decide_unmodeled(
         return by_xla(why_not_by_default, Cause.NOT_BY_DEFAULT)
     if not is_collecting() and not rates_of(device).measured:
         return by_xla(NOTHING_MEASURED.reason, NOTHING_MEASURED.cause)
-    return Explanation(op, "fused", None, "XLA also moves the rows that are not in use", Cause.PREDICTED, device)
+    return Explanation(op, "fused", None, why, Cause.PREDICTED, device)
 
 
 @contextlib.contextmanager

@@ -297,7 +297,7 @@ def default_out_dtype(dtype: str) -> str:
 def bucket(size: int, least: int = 16) -> int:
     """Returns `size` rounded up to four significant bits, but at least `least`: eight values for each doubling.
 
-    Example:
+    Examples:
       >>> [bucket(size) for size in (1, 4096, 4097, 14336, 11008)]
       [16, 4096, 4608, 14336, 11264]
     """

@@ -98,7 +98,7 @@ class Entry:
     def measured_elsewhere(self, jax_version: str) -> str:
         """Returns a text that names the versions that this entry was measured with, if other versions run now; else "".
 
-        Example:
+        Examples:
           >>> entry.measured_elsewhere("0.12.0")
           'measured with jax 0.11.2, and 0.12.0 runs'
         """

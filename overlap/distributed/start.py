@@ -69,7 +69,7 @@ def initialize(
         hosts, if mpi4py is missing or belongs to another MPI.
       ValueError: if `coordinator_port` is not a TCP port, or `timeout_s` not a positive number.
 
-    Example:
+    Examples:
       `launch/mpirun.sh -np 8 -- python train.py`, and train.py begins with
 
           import overlap

@@ -124,7 +124,7 @@ def explain(fn: Callable[..., Any], *args: Any, mesh: AnyMesh | None = None, **k
       ValueError: `fn` is no function, or `mesh` no mesh.
       Whatever `fn` raises: the errors of the calls in it, for example.
 
-    Example:
+    Examples:
       >>> x, w = jax.ShapeDtypeStruct((1024, 4096), "bfloat16"), jax.ShapeDtypeStruct((4096, 4096), "bfloat16")
       >>> print(overlap.explain(overlap.all_gather_lhs_matmul, x, w, "x", mesh=mesh))
       >>> loss = lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x").sum()

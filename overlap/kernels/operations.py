@@ -103,6 +103,7 @@ class OperationSpec:
       epilogue: the keywords of the epilogue that the fused kernel takes.
       groups: the dimension that groups of rows divide: "m" where each group has a right operand of its own, "k" where
         the rows of each group are contracted; "" if there are no groups.
+      is_loss: whether the results of the product are reduced to a loss.
       is_routed: whether a `Routing` says which tokens the rows belong to.
       xla_wastes: why XLA is much slower in any case, so that its time is not compared; "" if it may be faster.
     """
@@ -119,6 +120,7 @@ class OperationSpec:
     layouts: tuple[Layout, ...] = LAYOUTS
     epilogue: tuple[str, ...] = EPILOGUE
     groups: Dimension = ""
+    is_loss: bool = False
     is_routed: bool = False
     xla_wastes: str = ""
 
@@ -218,6 +220,18 @@ GATHER_TOKENS = dataclasses.replace(
 SCATTER_TOKENS = dataclasses.replace(
     GATHER_TOKENS, name="grouped_matmul_reduce_scatter", function="grouped_matmul_reduce_scatter", epilogue=("bias",)
 )
+# A gathered product whose results are reduced to a loss for each row, and never stored (`logits_product.py`). It has no
+# `Kernel`, but kernels and rules of its own.
+LINEAR_CROSS_ENTROPY = OperationSpec(
+    "linear_cross_entropy",
+    "linear_cross_entropy",
+    "collectives.loss.linear_cross_entropy",
+    "",
+    gathers="m",
+    layouts=("nn", "nt"),
+    epilogue=("bias",),
+    is_loss=True,
+)
 # The product of the backward pass for the right operand of `grouped_matmul`. It has no public function.
 CONTRACTION = dataclasses.replace(
     GROUPED,
@@ -238,7 +252,9 @@ OPERATIONS = (
     GROUPED,
     GATHER_TOKENS,
     SCATTER_TOKENS,
+    LINEAR_CROSS_ENTROPY,
 )
-BY_NAME = {spec.name: spec for spec in (*OPERATIONS, CONTRACTION)}
+# The operations that are products.
+BY_NAME = {spec.name: spec for spec in (*OPERATIONS, CONTRACTION) if not spec.is_loss}
 # The operations of which a problem is tuned: those whose kernel is a product by itself.
-TUNED = {spec.name: spec for spec in OPERATIONS if not spec.is_routed}
+TUNED = {spec.name: spec for spec in OPERATIONS if not (spec.is_routed or spec.is_loss)}

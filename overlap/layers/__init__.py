@@ -4,7 +4,9 @@
     row parallel      RowParallelLinear, GatedMLP's down, OutputProjection            multiplies, then scatters the sums
     expert parallel   ExpertMLP: a router, and a gated MLP for each expert            gathers rows, scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
+    vocabulary        CrossEntropyHead: the loss of each token, without logits        gathers rows
     for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
+    checkpoints       load_weights, saved_weights, open_checkpoint                    of Hugging Face's models
 
 Activations are [batch, sequence, features]. Between layers the sequence is sharded along the tensor-parallel mesh axis
 (sequence parallelism). Inside a layer the features (or heads) are sharded along it. Each layer calls
@@ -31,14 +33,17 @@ except ImportError as _error:
 from overlap.layers.attention import OutputProjection, QKVProjection
 from overlap.layers.dot_general import ShardedDotGeneral
 from overlap.layers.experts import ExpertMLP
+from overlap.layers.heads import CrossEntropyHead
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
 from overlap.layers.mlp import GatedMLP
 from overlap.layers.norms import LayerNorm, RMSNorm
 from overlap.layers.parallel import Options, Parallel
 from overlap.layers.routers import RouterReport, Routes, SelectionBias, SigmoidTopK, SoftmaxTopK, TopKSoftmax
+from overlap.layers.weights import load_weights, open_checkpoint, saved_weights
 
 __all__ = [
     "ColumnParallelLinear",
+    "CrossEntropyHead",
     "ExpertMLP",
     "GatedMLP",
     "LayerNorm",
@@ -55,4 +60,7 @@ __all__ = [
     "SigmoidTopK",
     "SoftmaxTopK",
     "TopKSoftmax",
+    "load_weights",
+    "open_checkpoint",
+    "saved_weights",
 ]

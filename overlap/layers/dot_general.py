@@ -34,7 +34,7 @@ class ShardedDotGeneral:
       mesh: the mesh; None: that of the operands' types, or of `jax.set_mesh`.
       implementation: as for `overlap.sharded_matmul`.
 
-    Example:
+    Examples:
       >>> column = ShardedDotGeneral(P("data", "tensor", None), P(None, "tensor"), P("data", None, "tensor"))
       >>> linear = nnx.Linear(4096, 16384, dot_general=column, rngs=nnx.Rngs(0))
       >>> heads = ShardedDotGeneral(P("data", "tensor", None), P(None, "tensor"), P("data", None, "tensor"))

@@ -132,7 +132,7 @@ class SigmoidTopK(Layer):
       ValueError: a size is less than 1, `groups` does not divide `num_experts`, `top_groups` exceeds `groups`; at a
         call, the logits are of other experts, or the groups have fewer experts than a token chooses.
 
-    Example:
+    Examples:
       >>> router = layers.SigmoidTopK(256, groups=8, top_groups=4, scale=2.5)  # DeepSeek-V3.
       >>> mlp = layers.ExpertMLP(7168, 2048, 256, 8, router=router, shared_features=2048, rngs=rngs)
 

@@ -94,7 +94,7 @@ def prepare() -> None:
       RuntimeError: the changes were not checked with the installed jax; or an environment variable of this library has
         a wrong value.
 
-    Example:
+    Examples:
       >>> from overlap import primitives
       >>> primitives.prepare()
     """

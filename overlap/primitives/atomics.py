@@ -157,7 +157,7 @@ def each_drawn(
       TypeError: `end` is not a Python int, or `number` is not an integer scalar.
       ValueError: `end` is negative.
 
-    Example:
+    Examples:
       `each_drawn(counter, draw(counter, chunks), chunks, send_chunk)`
     """
     require_index("each_drawn", "number", number, "the number drawn first")

@@ -89,7 +89,7 @@ def tma_store(tile_smem: SmemRef, destination_gmem: GmemRef) -> None:
       TypeError: an argument is no reference, or refers to another kind of memory.
       ValueError: jax refuses the copy: the shapes or the dtypes differ.
 
-    Example:
+    Examples:
       `tma_store(tile_smem, group.remote_ref(out_gmem, group.peer(1)).at[pl.ds(row, rows)])`
     """
     require_memory("tma_store", "tile_smem", tile_smem, plgpu.SMEM, _OF_STORE)
@@ -119,7 +119,7 @@ class Chunking:
       rows: rows per chunk.
       cols: columns per chunk; `shard_cols` if `rows` > 1.
 
-    Example:
+    Examples:
       >>> from overlap import primitives
       >>> chunking = primitives.Chunking.cut(64, 1024, itemsize=4, block_rows=64, max_bytes=16384)
       >>> chunking.rows, chunking.cols, chunking.chunks, chunking.short

@@ -40,7 +40,7 @@ def shared_semaphores(*shapes: tuple[int, ...], told: bool = False) -> tuple[Sem
       NotImplementedError: the kernel is mapped by `jax.vmap`, or the call is inside `plgpu.warp_map`.
       ValueError: the call is outside of a kernel.
 
-    Example:
+    Examples:
       `counter, arrived = shared_semaphores((1,), (group.size,))`
     """
     if _compat.has_axis_of_jax():

@@ -172,7 +172,7 @@ def semaphore_wait_peer(
         scalar.
       ValueError: `value` is a negative Python int, or `position` is a Python int outside of the group.
 
-    Example:
+    Examples:
       `semaphore_wait_peer(arrived.at[peer], 1, group, peer, operation="all_gather")`
     """
     require_group("semaphore_wait_peer", group)

@@ -293,7 +293,7 @@ def sharded_matmul(
     over dimensions that are not sharded, and inside `jax.shard_map` over other axes. Cotangents of weights that were
     gathered are reduce-scattered. Cotangents of weights that several devices have whole are summed, once.
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
       >>> with jax.set_mesh(mesh):
       ...     y = overlap.sharded_matmul(

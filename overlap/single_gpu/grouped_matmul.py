@@ -71,7 +71,7 @@ def grouped_matmul(
     activation the values before it are kept in float32 for the backward pass; in the dtype of the result if the
     activation takes several.
 
-    Example:
+    Examples:
       >>> tokens, experts = jnp.ones((6, 64), jnp.bfloat16), jnp.ones((3, 64, 128), jnp.bfloat16)
       >>> overlap.grouped_matmul(tokens, experts, jnp.array([4, 0, 2])).shape
       (6, 128)

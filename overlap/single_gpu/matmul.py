@@ -153,7 +153,7 @@ def matmul(
     `jax.vmap` over a sharded dimension. Along Auto axes XLA's partitioner decides, and the partitioner cannot split a
     kernel: so XLA runs, or `implementation="fused"` raises NotImplementedError.
 
-    Example:
+    Examples:
       >>> x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 256), jnp.bfloat16)
       >>> overlap.matmul(x, w, bias=jnp.ones(256), activation=jax.nn.relu).shape
       (128, 256)

@@ -150,7 +150,7 @@ def autotune(
       NotImplementedError: there are several processes. Tune in one process, on the same kind of GPU.
       KeyboardInterrupt: after Ctrl-C, when the results so far have been written.
 
-    Example:
+    Examples:
       >>> with overlap.autotune(layer, x, w) as tuning:
       ...     y = jax.jit(layer)(x, w)
       >>> print(tuning)

@@ -355,3 +355,37 @@ def of_operation(op: str) -> str:
         return "all_gather_rhs_matmul"
     assert op.startswith(("matmul_reduce_scatter", "matmul_all_reduce")), f"no program assembles {op} yet"
     return "summed"
+
+
+def linear_cross_entropy(case: Case, mesh: jax.sharding.Mesh) -> Program:
+    """The loss of m tokens over n columns of each device; with "cotangent" its gradients.
+
+    "cap": with a soft cap, a bias and padding.
+    """
+    import jax
+
+    import overlap
+
+    options = dict(case.config)
+    cotangent, cap, transposed = (options.pop(name, False) for name in ("cotangent", "cap", "transposed"))
+    config = overlap.Config(**options) if options else None
+    axis = "x" if mesh.size > 1 else None
+    m, n, k = case.shape
+    words = {"soft_cap": 30.0, "vocabulary_size": n * mesh.size - 3, "z_loss": 1e-4} if cap else {}
+
+    def loss(x: Any, w: Any, labels: Any, bias: Any) -> Any:
+        return overlap.linear_cross_entropy(
+            x, w, labels, axis, transpose_w=transposed, bias=bias if cap else None, config=config,
+            implementation="fused", **words,
+        ).sum()  # fmt: skip
+
+    def run(*given: Any) -> Any:
+        return jax.grad(loss, (0, 1))(*given) if cotangent else loss(*given)[None]
+
+    columns = n * mesh.size
+    shapes = (m, k), (columns, k) if transposed else (k, columns), (m,), (columns,)
+    specs = jax.P("x"), jax.P("x") if transposed else jax.P(None, "x"), jax.P("x"), jax.P("x")
+    dtypes = case.dtype, case.dtype, "int32", case.dtype
+    given = [struct(mesh, *each) for each in zip(shapes, dtypes, specs, strict=True)]
+    out_specs = specs[:2] if cotangent else jax.P("x")
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=out_specs), tuple(given)

@@ -97,7 +97,7 @@ def row(label: str, case: Case, *, slow: bool = False, **expected: Any) -> None:
     """Adds a row: what is assembled, and what is expected of the last kernel.
 
     name: of the kernel. words, not_words: in the PTX. smem: the bytes, or the least and the most. full: whether each
-    core has one CTA. spills: the most bytes that the kernel may spill.
+    core has one CTA. spills: the most bytes that the kernel may spill. every: that no kernel before it spills, too.
     """
     ROWS.append(pytest.param(case, expected, id=label, marks=[pytest.mark.slow] if slow else []))
 
@@ -198,6 +198,16 @@ for number, (through, target, config) in enumerate((
     case = Case("grouped_matmul", 1, (65536, 768, 2048), "bf16", target,
                 config | {"through": through, "transpose_rhs": through == "cotangent"})  # fmt: skip
     row(f"groups, {through} on {target} {config}", case, slow=number > 2, full=False)
+# The loss without logits: its forward kernel, and with "cotangent" also both of the backward pass, by chunks.
+HEAD, LOSS = (8192, 131072, 4096), {"name": "overlap_linear_cross_entropy"}
+for number, (target, dtype, config) in enumerate((
+    ("h200", "bf16", dict(cotangent=True, cap=True, transposed=True)), ("b200", "bf16", dict(cotangent=True)),
+    ("h200", "f16", dict(cotangent=True)), ("b200", "bf16", dict(cotangent=True, cap=True, transposed=True)),
+    ("h200", "bf16", dict(cap=True)), ("h200", "bf16", dict(tile_m=64, tile_n=256, stages=5, **IN_TURN)),
+    ("h200", "bf16", dict(tile_m=256, tile_n=128, stages=4)), ("b200", "bf16", dict(cap=True)),
+)):  # fmt: skip
+    case = Case("linear_cross_entropy", 1 if number else 4, HEAD, dtype, target, config)
+    row(f"loss on {target} {dtype} {config}", case, slow=number > 1, every=True, **LOSS)
 # Several of these CTAs run on a core, and none waits for another one.
 for number, (kernel, target, features, processes) in enumerate((
     ("added", "h200", 2880, 2), ("copied", "h200", 2048, 1), ("products", "b200", 2880, 1), ("added", "h200", 2048, 1),
@@ -282,7 +292,8 @@ for shape in ((1001, 4096, 512), (1001, 4096, 8 * 1009), (1000, 3000, 4104)):
 
 @pytest.mark.parametrize(("case", "expected"), ROWS)
 def test_other_kernels(case, expected):
-    (*_, report), code = ptx_of(case)
+    (*before, report), code = ptx_of(case)
+    assert not expected.get("every") or [each.spills for each in before] == [0] * len(before)
     faults = [fault for fault, good in members.checks_of(report, TARGETS[case.target]).items() if not good]
     if "full" in expected:  # Some lessons of the ladder have a CTA for each tile.
         faults = [fault for fault in faults if not fault.startswith("a grid of")]

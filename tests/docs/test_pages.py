@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
+import math
+import os
 import pathlib
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
+import mosaic_emulator
 import overlap.layers
 import overlap.primitives
 from overlap import cli
 from tests.choice.tuning_cases import one_configuration_is_enough
+from tests.docs import run_pages
 from tests.docs.sources import tree_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -38,54 +42,33 @@ def blocks(page: str, language: str) -> list[str]:
 # --- Code -------------------------------------------------------------------------------------------------------------
 
 
-# For each page (or pages that are read together) the sizes to replace, and the shapes of some names at the end.
-RUN: dict[str, tuple[dict[str, str], dict[str, tuple[int, ...]]]] = {
-    "index.md": ({"16384": "128", "4096": "64", "1024": "16"}, {"y": (64, 64)}),
-    "sharded.md": ({"1024": "16", "512": "32", "2048": "64"}, {"y": (4, 16, 32), "h": (4, 16, 64)}),
-    "shard_map.md choosing.md": (
-        {"16384": "256", "8192": "128", "4096": "64", "1024": "16"},
-        {"y": (128, 64), "tokens": (16, 64), "h": (128, 256), "quantized": (128, 256), "c": (64, 128)},
-    ),
-    "experts.md": (
-        {"8192": "16", "2048": "16", "6144": "32", "768": "8", "128": "12", "12, 8,": "12, 2,", ", 8)": ", 2)"},
-        {"x": (2, 16, 16), "y": (16, 16)},
-    ),
-    "primitives.md": ({}, {"gathered": (4, 32, 1024), "y": (32, 1024)}),
-    "README.md": ({"1024": "16", "4096": "64"}, {}),
-    OF_EMULATOR: ({}, {}),
-}
+DEVICES = 4
+MOST_GIB, MOST_S = 8, 120  # Pages promise the first. The second is for busy machines: alone it takes about 15 s.
 
 
-@pytest.mark.parametrize("pages", RUN)
-def test_code_runs(pages: str) -> None:
-    """Runs the blocks one after the other, each with the names of those before it."""
-    names, (sizes, shapes) = dict[str, Any](), RUN[pages]
-    before = jax.sharding.get_mesh()
-    try:
-        for page in pages.split():
-            assert blocks(page, "python")
-            for block in blocks(page, "python"):
-                for size, small in sizes.items():
-                    block = block.replace(size, small)
-                block = re.sub(r"^jax\.config\.update.*$", "", block, flags=re.MULTILINE)
-                exec(compile(block, page, "exec"), names)
-    finally:
-        jax.set_mesh(before)
-    assert {name: getattr(names.get(name), "shape", None) for name in shapes} == shapes
-    if "choosing.md" in pages:
-        for rows in names["quantize"](jnp.zeros((2, 4))):  # Rows of zeros have a scale.
-            assert np.isfinite(np.asarray(rows, np.float32)).all()
-        assert names["answer"].implementation in ("fused", "xla")
-    if pages == "README.md":
-        rng, devices = np.random.default_rng(0), jax.device_count()
-        wide = 8 * devices
-        x, gate, up, down = (
-            rng.standard_normal(shape).astype(np.float16) / 4
-            for shape in ((wide, 16), (16, wide), (16, wide), (wide, 16))
-        )
-        z, y = x.astype(np.float32) @ gate, x.astype(np.float32) @ up
-        expected = (z / (1 + np.exp(-z)) * y) @ down.astype(np.float32)
-        np.testing.assert_allclose(np.asarray(names["block"](x, gate, up, down), np.float32), expected, atol=0.02)
+def test_code_runs_as_it_stands(tmp_path: pathlib.Path) -> None:
+    """One process with as many devices as the pages name runs all of them (docs/EMULATION.md: tests/emulation)."""
+    pages = {path.relative_to(ROOT).as_posix() for name, path in PAGES.items() if blocks(name, "python")}
+    assert run_pages.SHAPES.keys() == pages - {"docs/EMULATION.md"}
+    own = {"OVERLAP_TUNING_DIR": str(tmp_path), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    # That of primitives comes first: it sets the number of devices, which is refused once they are used.
+    ordered = sorted(run_pages.SHAPES, key=lambda page: page != "docs/primitives.md")
+    done = subprocess.run(
+        [sys.executable, run_pages.__file__, *ordered],
+        cwd=ROOT, env=os.environ | own | cpu, capture_output=True, text=True, timeout=MOST_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    assert float(done.stdout.split()[-1]) < MOST_GIB
+
+
+@pytest.mark.parametrize("page", [page for page in run_pages.SHAPES if page.startswith("docs/")])
+def test_a_page_with_code_names_its_devices(page: str) -> None:
+    """A page whose code makes a mesh of fixed sizes says how many devices that takes."""
+    text = (ROOT / page).read_text()
+    sizes = {math.prod(map(int, re.findall(r"\d+", mesh))) for mesh in re.findall(r"make_mesh\(\(([\d, ]+)\)", text)}
+    assert sizes <= {DEVICES}
+    assert not sizes or f"{DEVICES} devices" in text or "four devices" in text
 
 
 def test_functions_on_the_page_on_primitives_equal_the_examples() -> None:
@@ -146,7 +129,7 @@ def commands() -> Iterator[tuple[str, str]]:
 def test_commands() -> None:
     """Everything that a command names exists, and this library's own commands accept their arguments."""
     pages = {page for page, _ in commands()}
-    assert pages >= {"index.md", "launching.md", "tracing.md", "troubleshooting.md", "README.md"}
+    assert pages >= {"quickstart.md", "launching.md", "tracing.md", "troubleshooting.md", "README.md"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page, command in commands():
         for part in re.split(r"&&|\|", command):
@@ -205,3 +188,25 @@ def test_all_pages_are_built() -> None:
     assert listed == PAGES.keys() - {"README.md", OF_EMULATOR}
     # With --strict each warning stops the build: for a broken link, to a page or to a heading in it.
     assert "anchors: warn" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_reference_has_all_public_names() -> None:
+    """A page without a list has all of a package's `__all__`, which mkdocstrings reads."""
+    for page, package in (
+        ("reference.md", overlap),
+        ("reference_layers.md", overlap.layers),
+        ("reference_primitives.md", overlap.primitives),
+        ("reference_emulator.md", mosaic_emulator),
+    ):
+        text = PAGES[page].read_text()
+        assert f"\n::: {package.__name__}\n" in text
+        if members := re.search(r"members: \[(.*)\]", text):
+            assert set(members[1].split(", ")) == set(package.__all__) - {"emulation"}
+
+
+def test_tables_have_headers() -> None:
+    for page, path in PAGES.items():
+        lines = path.read_text().splitlines()
+        for above, line in itertools.pairwise(lines):
+            if re.fullmatch(r"\|[-| :]+\|", line):
+                assert all(cell.strip() for cell in above.strip("|").split("|")), (page, above)

@@ -245,6 +245,11 @@ def test_arguments_that_do_not_go_together_and_axes_that_are_chosen(tmp_path):
         ("--compare --tensor 2 --implementation xla", "--compare takes --tensor or --fsdp 2 or more, and no --impl"),
         ("--experts 6 --tensor 4", "--experts 6 is not divisible by --tensor 4: choose --experts 8, say"),
         ("--experts 2 --fsdp 4 --hidden 66 --tensor 2", "--hidden 66 is not divisible by --fsdp 4: choose --hidden 68"),
+        (
+            "--vocabulary 300 --tensor 2 --implementation plain",
+            "is not divisible by 8 × --tensor 2: choose --vocabulary 304",
+        ),
+        ("--vocabulary 255", "--vocabulary 255 is less than the 256 bytes of a text: leave it out"),
         ("--compare --tensor 1 --data 8", "--compare takes --tensor or --fsdp 2 or more"),
     ):
         with pytest.raises(WrongArguments) as refused:

@@ -12,6 +12,7 @@ import overlap
 from overlap import emulation
 from overlap.collectives.gather import all_gather_lhs_matmul
 from overlap.kernels.operations import BY_NAME
+from overlap.kernels.operations import OPERATIONS as TABLE
 
 # In an order that is the same in all processes.
 OPERATIONS = list(dict.fromkeys(getattr(overlap, spec.function) for spec in BY_NAME.values()))
@@ -38,7 +39,8 @@ def named(cases):
 def test_every_public_product_is_an_entry_of_the_table():
     others = {"Config", "Explanation", "Routing", "autotune", "emulation", "explain", "initialize", "route"}
     of_global_arrays = {"sharded_matmul"}  # It runs the operations of the table.
-    assert set(overlap.__all__) - others - of_global_arrays == {op.__name__ for op in OPERATIONS}
+    losses = {spec.function for spec in TABLE if spec.is_loss}
+    assert set(overlap.__all__) - others - of_global_arrays == {op.__name__ for op in OPERATIONS} | losses
 
 
 @pytest.mark.one_jax

@@ -163,7 +163,7 @@ def all_gather_lhs_matmul(
     element. (For leading dimensions in the call itself, the configuration is chosen for all of them together.) For
     `vmap` over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_lhs_matmul(x, w, "x"),

@@ -93,7 +93,7 @@ def all_gather_rhs_matmul(
     reduce-scattered. `vmap` over `lhs` becomes more rows, with the configuration of a single element. For `vmap` over
     `rhs`, or over a transposed `lhs`, XLA runs, or NotImplementedError is raised if implementation="fused".
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.all_gather_rhs_matmul(x, w, "x", dimension=0),

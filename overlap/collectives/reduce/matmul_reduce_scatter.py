@@ -102,7 +102,7 @@ def matmul_reduce_scatter(
     element. For `vmap` over a bias or arrays that an activation captures, the kernel computes the sum and XLA the rest.
     For `vmap` over anything else XLA runs, or NotImplementedError is raised if implementation="fused".
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> layer = jax.shard_map(
       ...     lambda x, w: overlap.matmul_reduce_scatter(x, w, "x"),

@@ -78,7 +78,7 @@ def all_gather_lhs_grouped_matmul(
     `grouped_matmul_reduce_scatter`: each token's rows are added in float32 in the order of its slots, and the sums are
     scattered in the dtype of `lhs`.
 
-    Example:
+    Examples:
       >>> def layer(x, experts, gates, w_gate, w_up, w_down):  # Inside jax.shard_map over axis "x".
       ...     routing = overlap.route(experts, 8, "x")
       ...     gated = lambda gate, up: jax.nn.silu(gate) * up
@@ -162,7 +162,7 @@ def grouped_matmul_reduce_scatter(
     Differentiable to any order in `lhs`, `rhs`, `gates` and `bias`. The backward pass gathers the cotangents, as
     `all_gather_lhs_grouped_matmul` gathers tokens. It keeps the product's rows for the gradient of the gates.
 
-    Example:
+    Examples:
       >>> def combine(h, w_down, gates, routing):  # Inside jax.shard_map over axis "x".
       ...     return overlap.grouped_matmul_reduce_scatter(h, w_down, gates, routing, "x")
 

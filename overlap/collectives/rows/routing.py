@@ -122,7 +122,7 @@ def route(
         than there are; there are 2^31 routes or more; `capacity` or `rows` is less than 1; `axis_name` is no axis of
         the enclosing `shard_map`.
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> chosen = jnp.array([[5, 0], [5, 7], [1, 2], [5, 6]])  # Of the experts 0 … 7, two on each device.
       >>> sizes = lambda ids: overlap.route(ids, 8, "x").group_sizes

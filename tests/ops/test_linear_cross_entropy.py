@@ -1,0 +1,385 @@
+"""The loss without logits: results and gradients against formulas in float64, its options, and its refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import overlap
+from overlap import Config
+from overlap.collectives.loss import linear_cross_entropy as implementation
+from overlap.emulation import emulate
+from overlap.kernels.target import emulating
+from overlap.single_gpu import logits_product
+from tests.oracle import make_mesh
+
+pytestmark = pytest.mark.one_jax
+IGNORED = -100
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes in all, and what is asked for. Columns from `vocabulary` on are padding."""
+
+    tokens: int = 72
+    features: int = 136
+    columns: int = 328
+    devices: int = 1
+    dtype: Any = jnp.bfloat16
+    transpose_w: bool = False
+    gather: bool = True
+    vocabulary: int | None = None
+    soft_cap: float | None = None
+    z_loss: float = 0.0
+    with_bias: bool = False
+    weighted: bool = False
+    ignores: bool = False
+    chunk: int | None = 128
+    gpu: Any = "hopper"
+    check_vma: bool = True
+
+    @property
+    def words(self) -> dict[str, Any]:
+        return {
+            "transpose_w": self.transpose_w, "gather": self.gather, "vocabulary_size": self.vocabulary,
+            "soft_cap": self.soft_cap, "z_loss": self.z_loss, "chunk": self.chunk,
+            "ignored_label": IGNORED if self.ignores else None,
+        }  # fmt: skip
+
+
+def drawn(case: Case) -> dict[str, Any]:
+    chance = np.random.default_rng()  # Fresh in each run.
+    shape = (case.columns, case.features) if case.transpose_w else (case.features, case.columns)
+    x = chance.standard_normal((case.tokens, case.features))
+    given = {"x": jnp.asarray(x, case.dtype), "w": jnp.asarray(0.3 * chance.standard_normal(shape), case.dtype)}
+    labels = chance.integers(0, case.vocabulary or case.columns, case.tokens).astype(np.int32)
+    labels[[0, -1]] = 0, (case.vocabulary or case.columns) - 1
+    if case.ignores:
+        labels[2::7] = IGNORED
+    if case.with_bias:
+        given["bias"] = jnp.asarray(chance.standard_normal(case.columns), case.dtype)
+    if case.weighted:
+        given["weights"] = jnp.asarray(chance.random(case.tokens), jnp.float32)
+    return given | {"labels": jnp.asarray(labels), "d": jnp.asarray(chance.standard_normal(case.tokens), jnp.float32)}
+
+
+def formulas(case: Case, given: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The loss of each token, and the gradients of Σ d · loss, in float64."""
+    of = {name: np.asarray(value, np.float64) for name, value in given.items() if name != "labels"}
+    w = of["w"].T if case.transpose_w else of["w"]
+    labels, rows = np.asarray(given["labels"]), np.arange(case.tokens)
+    z = of["x"] @ w + of.get("bias", 0)
+    slope = np.ones_like(z)
+    if case.soft_cap:
+        t = np.tanh(z / case.soft_cap)
+        z, slope = case.soft_cap * t, 1 - t * t
+    z[:, case.vocabulary or case.columns :] = -np.inf
+    largest = z.max(axis=1)
+    lse = largest + np.log(np.exp(z - largest[:, None]).sum(axis=1))
+    counted = labels >= 0
+    bare = np.where(counted, lse - z[rows, np.where(counted, labels, 0)] + case.z_loss * lse**2, 0)
+    weights = of.get("weights", np.ones(case.tokens))
+    scale = np.where(counted, of["d"] * weights, 0)
+    dz = np.exp(z - lse[:, None]) * (1 + 2 * case.z_loss * lse)[:, None]
+    dz[rows, np.where(counted, labels, 0)] -= 1
+    dz *= slope * scale[:, None]
+    dw = of["x"].T @ dz
+    found = {"loss": bare * weights, "x": dz @ w.T, "w": dw.T if case.transpose_w else dw,
+             "bias": dz.sum(axis=0), "weights": of["d"] * bare}  # fmt: skip
+    return {name: value for name, value in found.items() if name in ("loss", "x", "w") or name in given}
+
+
+def program(case: Case, implementation: Any, **more: Any) -> Any:
+    """From the arrays of `drawn` to the loss and the gradients."""
+    axis = None if case.devices == 1 else "x"
+
+    def run(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        labels, d = given["labels"], given["d"]
+        moved = {name: value for name, value in given.items() if name not in ("labels", "d")}
+
+        def of(moved: dict[str, jax.Array]) -> jax.Array:
+            optional = {name: moved.get(name) for name in ("bias", "weights")}
+            words = {**case.words, **optional, **more, "implementation": implementation}
+            return overlap.linear_cross_entropy(moved["x"], moved["w"], labels, axis, **words)
+
+        loss, pull = jax.vjp(of, moved)
+        return {"loss": loss, **pull(d)[0]}
+
+    if axis is None:
+        return jax.jit(run)
+    rows = P("x") if case.gather else P()
+    columns = P("x") if case.transpose_w else P(None, "x")
+    specs = {"x": rows, "w": columns, "labels": rows, "d": rows, "bias": P("x"), "weights": rows, "loss": rows}
+    names = ["x", "w", "labels", "d", *["bias"] * case.with_bias, *["weights"] * case.weighted]
+    results = ["loss", *(name for name in names if name not in ("labels", "d"))]
+    return jax.jit(jax.shard_map(
+        run, mesh=make_mesh(x=case.devices), in_specs=({name: specs[name] for name in names},),
+        out_specs={name: specs[name] for name in results}, check_vma=case.check_vma,
+    ))  # fmt: skip
+
+
+def distances(found: dict[str, Any], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    parts = {name: np.asarray(x, np.float64) for name, x in found.items()}
+    assert all(np.isfinite(x).all() for x in parts.values())  # `max` does not see NaN.
+    return {name: np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name]) for name, x in parts.items()}
+
+
+def plain(case: Case, given: dict[str, Any]) -> dict[str, jax.Array]:
+    """The unfused loss, as a user writes it, with logits in the dtype of the operands."""
+
+    def of(moved: dict[str, jax.Array]) -> jax.Array:
+        z = moved["x"] @ (moved["w"].T if case.transpose_w else moved["w"]) + moved.get("bias", 0)
+        z = z.astype(jnp.float32)
+        z = z if case.soft_cap is None else case.soft_cap * jnp.tanh(z / case.soft_cap)
+        z = jnp.where(jnp.arange(case.columns) < (case.vocabulary or case.columns), z, -1e30)
+        lse = jax.nn.logsumexp(z, axis=1)
+        safe = jnp.maximum(given["labels"], 0)
+        loss = lse - jnp.take_along_axis(z, safe[:, None], 1)[:, 0] + case.z_loss * lse**2
+        return jnp.where(given["labels"] >= 0, loss * moved.get("weights", 1), 0)
+
+    loss, pull = jax.vjp(of, {name: value for name, value in given.items() if name not in ("labels", "d")})
+    return {"loss": loss, **pull(given["d"])[0]}
+
+
+EVERYTHING: dict[str, Any] = dict(soft_cap=5.0, z_loss=1e-2, with_bias=True, weighted=True, ignores=True)
+CASES = [
+    Case(),
+    Case(transpose_w=True, vocabulary=327, gpu="blackwell", **EVERYTHING),
+    Case(devices=2, columns=336, vocabulary=321, **EVERYTHING),
+    Case(devices=2, gather=False, transpose_w=True, dtype=jnp.float16, columns=336),
+]
+MORE = [
+    Case(devices=4, columns=352, vocabulary=250, chunk=64, check_vma=False, **EVERYTHING),  # One has no column.
+    Case(devices=2, columns=336, check_vma=False, weighted=True),
+    Case(tokens=1, features=8, columns=8, chunk=None), Case(tokens=300, columns=712, chunk=256),
+    Case(transpose_w=True, columns=301, **EVERYTHING), Case(gpu="blackwell", tokens=130),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)], ids=str)
+def test_results_and_gradients(case: Case) -> None:
+    """By kernels and by chunks of XLA: at most twice as far from the formulas as unfused. Two launches: same bits."""
+    given = drawn(case)
+    expected = formulas(case, given)
+    with emulating(case.gpu), emulate(cores=3):
+        run = program(case, "fused")
+        found, again = run(given), run(given)
+    for name, x in found.items():
+        assert (np.asarray(x) == np.asarray(again[name])).all(), name
+    unfused = distances(jax.jit(functools.partial(plain, case))(given), expected)
+    for results in (found, program(case, "xla")(given), program(dataclasses.replace(case, chunk=None), "xla")(given)):
+        for name, distance in distances(results, expected).items():
+            assert distance <= 2 * unfused[name], (name, distance, unfused[name])
+
+
+@pytest.mark.parametrize("config", [
+    pytest.param(Config(tile_m=64, tile_n=256, stages=3, schedule="pingpong"), marks=pytest.mark.slow),
+    pytest.param(Config(tile_m=128, tile_n=64, stages=2, schedule="pingpong"), marks=pytest.mark.slow),
+    pytest.param(Config(tile_m=64, tile_n=128, stages=2), marks=pytest.mark.slow),
+    pytest.param(Config(tile_m=256, tile_n=128, stages=3, order_minor="n"), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_configurations(config: Config) -> None:
+    case = Case(tokens=300, columns=712, chunk=256, **EVERYTHING)
+    given = drawn(case)
+    expected = formulas(case, given)
+    with emulate(cores=3):
+        found = distances(program(case, "fused", config=config)(given), expected)
+    unfused = distances(plain(case, given), expected)
+    assert all(found[name] <= 2 * unfused[name] for name in found), (found, unfused)
+
+
+def loss(*given: Any, implementation: Any = "fused", **words: Any) -> Any:
+    return overlap.linear_cross_entropy(*given, implementation=implementation, **{"chunk": 128, **words})
+
+
+def operands(**words: Any) -> tuple[Any, Any, Any]:
+    given = drawn(Case(**words))
+    return given["x"], given["w"], given["labels"]
+
+
+@pytest.mark.parametrize("words", [{}, {"implementation": "xla"}, {"implementation": "xla", "chunk": None}], ids=str)
+def test_labels_of_no_column(words: dict[str, Any]) -> None:
+    """Known ones are refused; others make the loss of their token NaN, its gradient, and that of all of w."""
+    x, w, labels = operands()
+    wrong = labels.at[5].set(328)
+    with pytest.raises(ValueError, match=r"`labels` must be from 0 to 327, got 328: .*ignored_label=328"):
+        loss(x, w, wrong, **words)
+
+    def total(x: jax.Array, w: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = loss(x, w, labels, **words)
+        return found.sum(), found
+
+    with emulate(cores=2):
+        (dx, dw), found = jax.jit(jax.grad(total, (0, 1), has_aux=True))(x, w, wrong)
+    assert np.isnan(found[5]) and np.isfinite(np.delete(found, 5)).all()
+    bad = np.isnan(np.asarray(dx, np.float32)).all(axis=1)
+    assert bad[5] and bad.sum() == 1 and np.isnan(np.asarray(dw, np.float32)).all()
+
+
+def test_all_tokens_ignored_and_labels_of_every_type() -> None:
+    x, w, labels = operands()
+    grad = jax.jit(jax.value_and_grad(lambda x, w, y: loss(x, w, y, ignored_label=7).sum(), (0, 1)))
+    with emulate(cores=2):
+        value, cotangents = grad(x, w, jnp.full(72, 7))
+        assert value == 0 and not any(np.asarray(d, np.float32).any() for d in cotangents)
+        expected = np.asarray(loss(x, w, labels % 100))
+        for dtype in (np.int8, np.uint32):
+            np.testing.assert_array_equal(loss(x, w, np.asarray(labels % 100).astype(dtype)), expected)
+        with jax.enable_x64(True):
+            far = np.asarray(labels % 100, np.int64)
+            np.testing.assert_array_equal(loss(x, w, far), expected)
+            far[3] += 2**32  # Not the label that its last 32 bits are.
+            assert np.isnan(jax.jit(loss)(x, w, far)[3])
+
+
+def test_lse_and_biases_of_minus_infinity() -> None:
+    x, w, labels = operands()
+    bias = jnp.zeros(328).at[64:200].set(-jnp.inf)  # Whole blocks of columns.
+    labels = labels % 64
+
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return overlap.linear_cross_entropy(x, w, labels, bias=bias, return_lse=True, chunk=128, implementation="fused")
+
+    with emulate(cores=2):
+        found, lse = jax.jit(both)(x)
+        dx = jax.jit(jax.grad(lambda x: both(x)[1].sum()))(x)
+    wide = np.asarray(w, np.float64)[:, np.r_[:64, 200:328]]
+    z = np.asarray(x, np.float64) @ wide
+    expected = np.log(np.exp(z).sum(axis=1))
+    np.testing.assert_allclose(lse, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected - z[np.arange(72), labels], rtol=1e-4, atol=1e-4)
+    p = np.exp(z - expected[:, None])
+    assert np.linalg.norm(np.asarray(dx, np.float64) - p @ wide.T) <= 1e-2 * np.linalg.norm(p @ wide.T)
+
+
+def test_transforms() -> None:
+    """Under `checkpoint` and a `scan` over microbatches, `vmap`, forward mode; and derivatives of the gradient."""
+    x, w, labels = operands(columns=136)
+
+    def step(f: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        batches = x.reshape(2, 36, -1), labels.reshape(2, 36)
+        return jax.lax.scan(lambda total, batch: (total + f(batch[0], w, batch[1]).sum(), None), 0.0, batches)[0]
+
+    with emulate(cores=2, detect_races=False):
+        for name in ("fused", "xla"):
+            one = functools.partial(loss, implementation=name)
+            (dx, dw) = jax.jit(jax.grad(lambda x, w, one=one: one(x, w, labels).sum(), (0, 1)))(x, w)
+            kept = jax.checkpoint(one)
+            again = jax.jit(jax.grad(functools.partial(step, kept), (0, 1)))(x, w)
+            for a, b in zip((dx, dw), again, strict=True):
+                a, b = (np.asarray(value, np.float64) for value in (a, b))
+                assert np.isfinite(b).all() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
+        mapped = jax.jit(jax.vmap(lambda x, y: loss(x, w, y)))(x.reshape(2, 36, -1), labels.reshape(2, 36))
+        np.testing.assert_allclose(mapped.reshape(-1), loss(x, w, labels), rtol=1e-5)
+        of_all = jax.vmap(jax.grad(lambda x, y: loss(x, w, y).sum()))
+        found = jax.jit(of_all)(x.reshape(2, 36, -1), labels.reshape(2, 36))
+        np.testing.assert_array_equal(found.reshape(x.shape), jax.jit(jax.grad(lambda x: loss(x, w, labels).sum()))(x))
+        of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
+        direction = jnp.ones_like(x)
+        _, along = jax.jit(lambda x: jax.jvp(of, (x,), (direction,)))(x)
+        np.testing.assert_allclose(along, np.asarray(dx, np.float64).sum(), rtol=0.05, atol=1.0)
+        second = [
+            jax.jit(lambda x, of=of: jax.grad(lambda x: (jax.grad(of)(x).astype(jnp.float32) ** 2).sum())(x))(x)
+            for of in (of, functools.partial(of, implementation="xla"))
+        ]
+    a, b = (np.asarray(value, np.float64) for value in second)
+    assert np.isfinite(a).all() and np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b) and b.any()
+
+
+def test_where_the_partitioner_would_have_to_split_the_kernels(monkeypatch: Any) -> None:
+    """XLA runs in their place, with the same results; if the caller asked for the kernels, the call is refused."""
+    x, w, labels = operands(columns=136)
+    placed = jax.device_put(x, jax.NamedSharding(make_mesh(x=2), P("x")))
+    of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"in a program for 2 devices, .* call it inside jax\.shard_map"):
+        jax.jit(jax.grad(of))(placed)
+    chosen = implementation._chosen
+    monkeypatch.setattr(implementation, "_chosen", lambda *given: dataclasses.replace(chosen(*given), must_fuse=False))
+    expected = jax.grad(functools.partial(of, implementation="xla"))(x)
+    np.testing.assert_array_equal(jax.jit(jax.grad(of))(placed), expected)
+
+
+OK = (jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16), jnp.zeros(16, jnp.int32))
+F8 = jnp.float8_e4m3fn
+REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    ((OK[0][None], *OK[1:]), {}, ValueError, r"`x` must have 2 dimensions, got shape \(1, 16, 64\): reshape it"),
+    ((OK[0], OK[1].astype(jnp.float32), OK[2]), {}, ValueError, "got bfloat16 and float32: cast one"),
+    ((OK[0].astype(F8), OK[1].astype(F8), OK[2]), {}, ValueError, "of at least 16 bits, got float8_e4m3fn"),
+    ((OK[0], OK[1].T, OK[2]), {}, ValueError, r"got 128 of shape \(128, 64\) and 64 .*transpose_w=True"),
+    ((*OK[:2], OK[2].astype(jnp.float32)), {}, ValueError, "`labels` must be an array of integers"),
+    ((*OK[:2], OK[2][:8]), {}, ValueError, r"`labels` must have an entry for each row of `x`, \(16,\), got .*\(8,\)"),
+    (OK, {"bias": jnp.ones(64)}, ValueError, r"`bias` must have an entry for each column of `w`, \(128,\)"),
+    (OK, {"soft_cap": 0}, ValueError, "`soft_cap` must be None or a positive number, got 0"),
+    (OK, {"z_loss": -1.0}, ValueError, "`z_loss` must be a number of at least 0, got -1.0"),
+    (OK, {"ignored_label": 0.5}, ValueError, "`ignored_label` must be None or an integer of 32 bits, got 0.5"),
+    (OK, {"vocabulary_size": 200}, ValueError, "at most the 128 columns of `w` on all devices, got 200: pad w"),
+    (OK, {"chunk": 100}, ValueError, "`chunk` must be a multiple of 64, got 100: round it"),
+    (OK, {"axis_name": "x"}, ValueError, "must be called inside `jax.shard_map`"),
+    (OK, {"implementation": "cuda"}, ValueError, "`implementation` must be None or one of"),
+    (OK, {"implementation": "fused", "config": Config(stream_k=2)}, ValueError, "`stream_k`, `split_k` and `cluster`"),
+    (tuple(x.astype(jnp.float32) for x in OK[:2]) + OK[2:], {"implementation": "fused"}, NotImplementedError,
+     'multiplies float16, bfloat16.*, got float32 operands: cast them, or use implementation="xla"'),
+    ((OK[0], OK[1][:, :127], OK[2]), {"implementation": "fused"}, NotImplementedError, "multiples of 16 bytes"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "words", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refusals(given: Any, words: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        overlap.linear_cross_entropy(*given, **words)
+
+
+def test_explain_and_the_choice() -> None:
+    """XLA while its logits take little memory; kernels where they would take more than a GiB, and for a `chunk`."""
+    kind = "NVIDIA H100 80GB HBM3"
+    device = jax.sharding.AbstractDevice(device_kind=kind, platform="gpu", num_cores=132)
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), abstract_device=device)
+
+    def chosen(tokens: int, columns: int, dtype: Any = jnp.bfloat16, **words: Any) -> Any:
+        of = jax.ShapeDtypeStruct
+        x, w, labels = of((tokens, 512), dtype), of((512, columns), dtype), of((tokens,), jnp.int32)
+        grad = jax.grad(lambda x, w, y: overlap.linear_cross_entropy(x, w, y, "x", **words).sum())
+        (choice,) = overlap.explain(grad, x, w, labels, mesh=mesh)
+        return choice
+
+    large = chosen(4096, 65536)
+    assert (large.op, large.implementation) == ("linear_cross_entropy", "fused")
+    assert large.shapes == "8192x65536x512 bfloat16" and "2,147,483,648 bytes" in large.reason
+    assert large.config == logits_product.OF_STATISTICS[0]
+    assert chosen(4096, 65536, jnp.float32).implementation == "xla"
+    assert chosen(512, 4096).implementation == "xla" and chosen(512, 4096, chunk=512).implementation == "fused"
+    assert chosen(512, 4096, implementation="xla").reason == "asked for"
+
+
+def as_numbered_from_zero(body: Any, values: Any, columns: Any, of: Any = logits_product._Body._logits) -> Any:
+    z, numbers, slope = of(body, values, columns)
+    return z, numbers - body._first, slope
+
+
+@pytest.mark.parametrize("defect", ["base", "padding", "first", "labels"])
+def test_a_defect_is_seen(monkeypatch: Any, defect: str) -> None:
+    """A negative control: with a defect in the kernels, the comparison of `test_results_and_gradients` fails."""
+    name, wrong = {
+        "base": ("_LOG2_E", 1.4), "padding": ("FAR", 10.0),
+        "first": ("_Body._first", 0), "labels": ("_Body._logits", as_numbered_from_zero),
+    }[defect]  # fmt: skip
+    monkeypatch.setattr(f"overlap.single_gpu.logits_product.{name}", wrong)
+    case = Case(vocabulary=300)
+    given = drawn(case)
+    expected = formulas(case, given)
+    jax.clear_caches()  # Neither is a trace of another test taken for this one, nor this one for others.
+    with emulate(cores=2):
+        found = program(case, "fused")(given)
+    jax.clear_caches()
+    unfused = distances(plain(case, given), expected)
+    parts = {name: np.asarray(x, np.float64) for name, x in found.items()}
+    off = {name: np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name]) for name, x in parts.items()}
+    assert not all(off[name] <= 2 * unfused[name] for name in off)
