@@ -148,10 +148,9 @@ class Engine:
         self.fly(op)
 
     def commit(self, thread: Issuer) -> None:
-        """Closes the thread's open group of stores."""
-        if thread.open_stores:
-            thread.groups.append(thread.open_stores)
-            thread.open_stores = []
+        """Closes the thread's open group of stores, which may be empty."""
+        thread.groups.append(thread.open_stores)
+        thread.open_stores = []
 
     def wait_stores(self, thread: Issuer, allowed: int, read_only: bool) -> None:
         """Completes stores until at most `allowed` groups are pending, as a thread's wait for its stores does.

@@ -315,8 +315,7 @@ def copy_chunks(
             pl.when(number < end)(wait_for_it)
 
         def start(shard: Tree, place: Part, chunk_smem: SmemRef) -> None:
-            # A chunk of a `Chunking` lies within its shard.
-            bounds = IN_BOUNDS if send is None or isinstance(plan, Chunking) else None
+            bounds = IN_BOUNDS if send is None else None
             plgpu.copy_gmem_to_smem(source(shard, *place), chunk_smem, loaded.at[buffer], oob_mode=bounds)
 
         pl.when(number < end)(lambda: in_its_size(number, buffer, start))

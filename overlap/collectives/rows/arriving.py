@@ -21,31 +21,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.collectives import communicator
-from overlap.collectives.communicator import Chunks, Communicator
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing
 from overlap.kernels.config import Config
+from overlap.kernels.grid import cta
 from overlap.kernels.groups import MOST_BLOCKS, Blocks
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.product_kernel import Refs
 from overlap.primitives import (
+    HANDSHAKE_FLAGS,
     Chunking,
-    copy_chunks,
+    Handshake,
     draw,
     fence_async_proxy,
     semaphore_signal,
     semaphore_wait,
-    tma_store,
+    tma_load,
     wait_stores_landed,
 )
-from overlap.primitives.integers import largest_divisor, quotient
-from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, SmemRef
+from overlap.primitives.atomics import loop_while
+from overlap.primitives.integers import largest_divisor, quotient, remainder
+from overlap.primitives.shared_words import load_word
+from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
 # Into how many steps the tiles are ordered, at least: the weights are read once in each step.
 _STEPS = 4
@@ -99,10 +104,16 @@ class Arriving:
 
     def flag_shapes(self) -> tuple[tuple[int, ...], ...]:
         flags = (self.block_ends.shape[0],)
-        return (flags, (1,)) if self.plan.group is None else communicator.flag_shapes(flags, copies_own=True)
+        return (flags, (1,)) if self.plan.group is None else (flags, HANDSHAKE_FLAGS, (1,))
 
     def smem_types(self, config: Config) -> tuple[ScratchType, ...]:
-        return communicator.smem_types(config, self._chunking(config), self.plan.dtype)
+        chunking = self._chunking(config)
+        count = config.chunk_buffers
+        return (
+            plgpu.SMEM((count, chunking.rows, chunking.cols), self.plan.dtype),
+            plgpu.SMEM((count, chunking.rows, self.plan.slots), jnp.int32),
+            plgpu.Barrier(num_arrivals=2, num_barriers=count),
+        )
 
     def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
         flags, *rest = refs.flags
@@ -117,7 +128,7 @@ class Arriving:
 
             fence_async_proxy()
 
-        communicate = functools.partial(transfers.run, config, tuple(rest), refs.smem)
+        communicate = functools.partial(transfers.run, tuple(rest), refs.smem, cta(config))
         return dataclasses.replace(hooks, before_lhs=wait, communicate=communicate)
 
 
@@ -147,68 +158,110 @@ class _Transfers:
     def chunks_of_block(self) -> int:
         return self.chunking.chunks // self.blocks
 
-    def run(self, config: Config, flags: tuple[SemaphoreRef, ...], smem: tuple[Any, ...]) -> None:
+    def run(self, flags: tuple[SemaphoreRef, ...], smem: tuple[Any, ...], me: Index) -> None:
+        """The work of a communicator warp of CTA `me`."""
         group = self.plan.group
         chunks = self.chunking.chunks
-        own = self._chunks(chunks, lambda index: (0, *self.chunking.origin(index)))
-        if group is not None:
-            name = f"experts {self.plan.tokens}x{self.plan.features}"
-            Communicator(name, group, config, flags, smem, self._peers(), own, own_first=True).run()
+        counter = flags[-1].at[0]
+        if group is None:
+            self._copy(lambda index: (0, index), draw(counter, chunks), (0, chunks), counter, smem)
             return
-        buffers_smem, loaded = smem
-        counter = flags[0].at[0]
-        copy_chunks(
-            draw(counter, chunks),
-            (0, chunks),
-            counter,
-            self.chunking,
-            at=own.at,
-            source=own.source,
-            destination=own.destination,
-            landed=own.landed,
-            chunk_buffers_smem=buffers_smem,
-            loaded=loaded,
-            send=own.send,
-        )
+        of_peers = (group.size - 1) * chunks
+        name = f"experts {self.plan.tokens}x{self.plan.features}"
+        handshake = Handshake(flags[0], group, me, name, of_peers)
+        number = handshake.begin()
+        self._copy(lambda index: (0, index), draw(counter, chunks), (0, chunks), counter, smem)
+        handshake.await_peers()
 
-    def _peers(self) -> Chunks:
-        chunks = self.chunking.chunks
-
-        def at(index: Index) -> tuple[Index, Index, Index]:
+        def of_peer(index: Index) -> tuple[Index, Index]:
             before = quotient(index, chunks)
-            return before + 1, *self.chunking.origin(index - before * chunks)
+            return before + 1, index - before * chunks
 
-        return self._chunks((self.plan.devices - 1) * chunks, at)
+        first = handshake.looks
+        handshake.leave(self._copy(of_peer, number, (first, first + of_peers), handshake.counter, smem))
 
-    def _chunks(self, count: int, at: Any) -> Chunks:
-        """Chunks whose shard is the distance of a device."""
-        return Chunks(count, self.chunking, at, self._source, self._nowhere, send=self._spread)
+    def _copy(
+        self,
+        at: Callable[[Index], tuple[Index, Index]],
+        number: Index,
+        numbers: tuple[int, int],
+        counter: SemaphoreRef,
+        smem: tuple[Any, ...],
+    ) -> Index:
+        """Copies the chunks that this warp draws, and returns how many they were.
 
-    def _source(self, distance: Index, *place: pl.Slice) -> GmemRef:
+        While a chunk's copies to its rows are under way, the flag of the chunk before is raised, and the chunks after
+        it are loaded.
+
+        Args:
+          at: from a chunk's index to the distance of its device, and the chunk's index there.
+          number, numbers, counter: as for `copy_chunks`.
+          smem: the chunk buffers, the positions of their tokens, and the barriers of both.
+        """
+        begin, end = numbers
+        chunks_smem, positions_smem, loaded = smem
+        buffers = chunks_smem.shape[0]
+
+        def place(number: Index) -> tuple[Index, Index, Index, Index]:
+            """The distance and the position of the device, the chunk's first token and column there."""
+            distance, index = at(number - begin)
+            device = 0 if self.plan.group is None else self.plan.group.peer(distance)
+            return distance, device, *self.chunking.origin(index)
+
+        def load(number: Index, buffer: Index) -> None:
+            @pl.when(number < end)
+            def _start() -> None:
+                distance, device, row, column = place(number)
+                rows = pl.ds(row, self.chunking.rows)
+                tokens = self._tokens_of(distance).at[rows, pl.ds(column, self.chunking.cols)]
+                tma_load(tokens, chunks_smem.at[buffer], loaded.at[buffer])
+                of_rows = pl.ds(device * self.plan.tokens + row, self.chunking.rows)
+                tma_load(self.positions.at[of_rows], positions_smem.at[buffer], loaded.at[buffer])
+
+        def spread(number: Index, buffer: Index) -> Index:
+            """Starts the copies of a chunk to its rows, and returns the index of its block."""
+            _, device, row, column = place(number)
+            columns = pl.ds(column, self.chunking.cols)
+            for token in range(self.chunking.rows):
+                for slot in range(self.plan.slots):
+                    at_row = load_word(positions_smem.at[buffer, token, slot])
+
+                    def store(token: int = token, at_row: Index = at_row) -> None:
+                        to_gmem = self.rows.at[pl.ds(at_row, 1), columns]
+                        plgpu.copy_smem_to_gmem(chunks_smem.at[buffer, pl.ds(token, 1)], to_gmem, commit_group=False)
+
+                    pl.when(at_row < self.plan.rows)(store)
+            plgpu.commit_smem_to_gmem_group()
+            return device * self.blocks + quotient(row, self.plan.tokens // self.blocks)
+
+        def landed(block: Index) -> None:
+            pl.when(block >= 0)(lambda: semaphore_signal(self.flags.at[jnp.maximum(block, 0)]))
+
+        # The numbers of the chunks that are being loaded, from the oldest on, and the one after them.
+        drawn = [number]
+        for buffer in range(buffers - 1):
+            load(drawn[buffer], buffer)
+            drawn.append(draw(counter, end, drawn[buffer]))
+
+        def carry(state: Tree) -> Tree:
+            buffer, count, before, (oldest, *others, following) = state
+            plgpu.barrier_wait(loaded.at[buffer])
+            block = spread(oldest, buffer)
+            wait_stores_landed(1)
+            landed(before)
+            # The buffer of the chunk before is free.
+            load(following, remainder(buffer + buffers - 1, buffers))
+            after = draw(counter, end, following)
+            return remainder(buffer + 1, buffers), count + 1, block, (*others, following, after)
+
+        start = (jnp.int32(0), jnp.int32(0), jnp.int32(-1), tuple(drawn))
+        _, count, last, _ = loop_while(lambda state: state[3][0] < end, carry, start)
+        wait_stores_landed()
+        landed(last)
+        return count
+
+    def _tokens_of(self, distance: Index) -> GmemRef:
         group = self.plan.group
         if group is None or isinstance(distance, int):
-            return self.tokens.at[place]
-        return group.remote_ref(self.tokens, group.peer(distance)).at[place]
-
-    def _nowhere(self, *_: Any) -> GmemRef:
-        raise AssertionError("chunks are spread")
-
-    def _spread(self, distance: Index, tokens: pl.Slice, columns: pl.Slice, chunk_smem: SmemRef) -> None:
-        """Copies a chunk's tokens to their rows, and raises the flag of the block when they have landed."""
-        group = self.plan.group
-        device = 0 if group is None else group.peer(distance)
-        first = device * self.plan.tokens + tokens.start
-        # All positions are read before the first is used: a read takes longer than a copy.
-        places = [
-            [self.positions[first + token, slot] for slot in range(self.plan.slots)] for token in range(tokens.size)
-        ]
-        for token, of_token in enumerate(places):
-            for place in of_token:
-
-                def store(token: int = token, place: Index = place) -> None:
-                    tma_store(chunk_smem.at[pl.ds(token, 1)], self.rows.at[pl.ds(place, 1), columns])
-
-                pl.when(place < self.plan.rows)(store)
-        wait_stores_landed()
-        block = quotient(tokens.start, self.plan.tokens // self.blocks)
-        semaphore_signal(self.flags.at[device * self.blocks + block])
+            return self.tokens
+        return group.remote_ref(self.tokens, group.peer(distance))
