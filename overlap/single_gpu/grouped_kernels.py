@@ -48,6 +48,8 @@ NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
+# Chunk buffers where rows arrive: of one the copies land, one is spread, two are loaded.
+_BUFFERS_OF_ARRIVALS = 4
 
 
 class GroupsKernel(Kernel):
@@ -128,6 +130,8 @@ class GroupsKernel(Kernel):
             return None
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
+        if arrives:
+            first = dataclasses.replace(first, chunk_buffers=_BUFFERS_OF_ARRIVALS)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
         return chosen.config if chosen.refusal is None else None
 

@@ -54,6 +54,8 @@ from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, 
 
 # Into how many steps the tiles are ordered, at least: the weights are read once in each step.
 _STEPS = 4
+# The copy engine moves 16 bytes, so many positions, at least.
+_SLOTS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +65,7 @@ class Arriving:
 
     Attributes:
       plan: sizes.
-      positions: [D · T, k], as in `Routing`.
+      positions: [D · T, k], as in `Routing`, with more columns up to a multiple of `_SLOTS`.
       block_ends: as in `Routing`.
     """
 
@@ -75,7 +77,8 @@ class Arriving:
     def of(plan: RowsPlan, routing: Routing) -> Arriving:
         """The routing has `block_ends`."""
         assert routing.block_ends is not None
-        return Arriving(plan, routing.positions, routing.block_ends)
+        positions = jnp.pad(routing.positions, ((0, 0), (0, -plan.slots % _SLOTS)))
+        return Arriving(plan, positions, routing.block_ends)
 
     @property
     def _blocks(self) -> int:
@@ -111,7 +114,7 @@ class Arriving:
         count = config.chunk_buffers
         return (
             plgpu.SMEM((count, chunking.rows, chunking.cols), self.plan.dtype),
-            plgpu.SMEM((count, chunking.rows, self.plan.slots), jnp.int32),
+            plgpu.SMEM((count, chunking.rows, self.positions.shape[1]), jnp.int32),
             plgpu.Barrier(num_arrivals=2, num_barriers=count),
         )
 
