@@ -63,5 +63,5 @@ train:  ## train a small GPT on the visible GPUs, else on CPU devices (with the 
 	@$(VENV)/bin/python examples/train.py $(ARGS)
 
 clean:  ## remove the environments and caches
-	rm -rf build $(VENV) $(VENV_NEWEST) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build $(VENV) $(VENV_NEWEST) .venv-trainers .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -4,6 +4,9 @@ All devices gather all tokens, sort the routes of their own experts, multiply wi
 each token in float32, and scatter the sums. tokamax 0.0.17 has Mosaic kernels for all products, forward and backward.
 Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here.
 
+On H100s and H200s the gradients of its weights were wrong (2026-11-28; right on CPUs; why is not known). So its times
+with gradients must not be printed as those of a rival before they are right.
+
 Install it beside this library: pip install tokamax==0.0.17. Its import needs xprof, which only its own benchmarks use;
 an empty module takes its place.
 """

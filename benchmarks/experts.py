@@ -203,7 +203,8 @@ def of_layer(
     tokens: int, model: Experts, routing: str, mesh: Mesh, methods: Sequence[str], backward: bool
 ) -> dict[str, Loop]:
     """Returns the loop of each method for a whole layer of experts: routes, tokens to rows and back, three products."""
-    experts, slots = model.experts * 2, round(model.share * 2)
+    experts = model.experts * 2
+    slots = round(model.share * 2)
     shards = {"x": (tokens, model.hidden), "ids": (tokens, slots), "gates": (tokens, slots),
               "w_gate": (experts, model.hidden, model.width), "w_up": (experts, model.hidden, model.width),
               "w_down": (experts, model.width, model.hidden)}  # fmt: skip

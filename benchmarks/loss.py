@@ -140,9 +140,11 @@ def loops(tokens: int, head: Head, mesh: Mesh, methods: Sequence[str], backward:
 def main(argv: Sequence[str] | None = None) -> int:
     choices = {"models": tuple(MODELS), "methods": METHODS, "passes": layer_runs.PASSES}
     run = layer_runs.begin("loss", __doc__, choices, argv, tokens="8192", needs_xla=False)
-    mesh, asked = mesh_of(run.devices), run.arguments
+    mesh = mesh_of(run.devices)
+    asked = run.arguments
     for name, tokens, passed in itertools.product(asked.models, asked.tokens, asked.passes):
-        head, backward = MODELS[name], passed == layer_runs.PASSES[1]
+        head = MODELS[name]
+        backward = passed == layer_runs.PASSES[1]
         made = loops(tokens, head, mesh, asked.methods, backward)
         for method, (program, given) in made.items():
             memory = program(1).lower(jax.eval_shape(given)).compile().memory_analysis()

@@ -273,7 +273,9 @@ def _lower(
         for axis, size in axes.items():
             device = device * size + lax.axis_index(axis)
         ticket = io_callback(launcher.arrive, jax.ShapeDtypeStruct((1,), np.int32), device, *operands)
-        tickets = lax.all_gather(ticket, tuple(axes), tiled=True) if axes else ticket
+        # With jax_remove_size_one_mesh_axis_from_type, types know no axes of one device.
+        several = tuple(axis for axis, size in axes.items() if size > 1)
+        tickets = lax.all_gather(ticket, several, tiled=True) if several else ticket
         return io_callback(launcher.run, results, device, tickets)
 
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

@@ -19,7 +19,7 @@ to ask of jax.
 
 from overlap._compat.backends import backends_are_initialized
 from overlap._compat.cluster_refs import CLUSTER_REFS
-from overlap._compat.equal_texts import equal_texts
+from overlap._compat.equal_texts import equal_texts, without_locations
 from overlap._compat.host_meshes import device_ids, kernels_on_host_meshes
 from overlap._compat.job_store import job_store
 from overlap._compat.kernel_axes import has_axis_of_jax
@@ -47,5 +47,6 @@ __all__ = [
     "oldest_nccl_of_one_process",
     "peer_table",
     "told_addresses",
+    "without_locations",
     "without_varying_axes",
 ]

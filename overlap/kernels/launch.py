@@ -163,7 +163,8 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
 
     # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
-    return mlir.lower_fun(run, multiple_results=True)(within, *operands)
+    with _compat.without_locations():
+        return mlir.lower_fun(run, multiple_results=True)(within, *operands)
 
 
 def _kept_apart(operand: jax.Array) -> jax.Array:

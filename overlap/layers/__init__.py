@@ -5,7 +5,7 @@
     expert parallel   ExpertMLP: a router, and a gated MLP for each expert            gathers rows, scatters the sums
     between them      RMSNorm, LayerNorm                                              on rows that are sharded
     vocabulary        CrossEntropyHead: the loss of each token, without logits        gathers rows
-    for nnx's own     ShardedDotGeneral                                               as their `dot_general=`
+    for flax's own    ShardedDotGeneral, make_dot_general_cls                         as their `dot_general[_cls]=`
     checkpoints       load_weights, saved_weights, open_checkpoint                    of Hugging Face's models
 
 Activations are [batch, sequence, features]. Between layers the sequence is sharded along the tensor-parallel mesh axis
@@ -31,7 +31,7 @@ except ImportError as _error:
     ) from _error
 
 from overlap.layers.attention import OutputProjection, QKVProjection
-from overlap.layers.dot_general import ShardedDotGeneral
+from overlap.layers.dot_general import ShardedDotGeneral, make_dot_general_cls
 from overlap.layers.experts import ExpertMLP
 from overlap.layers.heads import CrossEntropyHead
 from overlap.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -61,6 +61,7 @@ __all__ = [
     "SoftmaxTopK",
     "TopKSoftmax",
     "load_weights",
+    "make_dot_general_cls",
     "open_checkpoint",
     "saved_weights",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import NoneType
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 
 import overlap
 from overlap.layers.checks import check_implementation
+from overlap.layers.parallel import Axis, Parallel, spec_between_layers, spec_inside_layer
 from overlap.sharded.partitions import given_spec
 
 
@@ -117,3 +119,82 @@ class ShardedDotGeneral:
             preferred_element_type=preferred_element_type,
             implementation=self.implementation,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _ParallelDotGeneral:
+    """What `make_dot_general_cls` returns: called without arguments itself, else the product.
+
+    Equal arguments give equal objects, as static attributes of flax must be.
+    """
+
+    parallel: Literal["column", "row"]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *operands: Any, **keywords: Any) -> Any:
+        if not operands:
+            return self
+        lhs, _, ((_, contracted), _), *_ = operands
+        count = len(contracted)
+        if tuple(contracted) != tuple(range(count)):
+            raise ValueError(
+                "make_dot_general_cls: the product must contract the first dimensions of the kernel, got dimensions "
+                f"{tuple(contracted)}: use `ShardedDotGeneral`, which is given the partitions, or transpose the kernel"
+            )
+        layer = Parallel(name="make_dot_general_cls", **dict(self.keywords))  # It checks the keywords.
+        shape = lhs.shape[: lhs.ndim - count + 1]  # Heads and head_dim count as the features.
+        between = spec_between_layers(layer, shape)
+        inside = spec_inside_layer(layer, shape)
+        others = [None] * (count - 1)
+        if self.parallel == "column":
+            partitions = between, P(layer.fsdp_axis, *others, layer.axis), inside
+        else:
+            partitions = inside, P(layer.axis, *others, layer.fsdp_axis), between
+        dot = ShardedDotGeneral(*partitions, mesh=layer.mesh, implementation=layer.implementation)
+        return dot(*operands, **keywords)
+
+
+def make_dot_general_cls(
+    parallel: Literal["column", "row"],
+    *,
+    axis: str = "tensor",
+    fsdp_axis: Axis | None = None,
+    batch_axis: Axis | None = None,
+    sequence_parallel: bool = True,
+    implementation: Literal["fused", "xla"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> Callable[..., Any]:
+    """Makes a class for `dot_general_cls=` of flax's own layers, whose products are then tensor-parallel.
+
+    It serves linen's Dense, DenseGeneral and attention, nnx.LinearGeneral and nnx.MultiHeadAttention, and as
+    `dot_general=` nnx.Linear. The partitions follow from the ranks; `ShardedDotGeneral` is given them. With T, F and B
+    for `axis`, `fsdp_axis` and `batch_axis`:
+
+        "column"    [B, rows T, k] @ [k F, n T] -> [B, rows, n T]    as in ColumnParallelLinear: gathers rows
+        "row"       [B, rows, k T] @ [k T, n F] -> [B, rows T, n]    as in RowParallelLinear: scatters the sums
+
+    k and n may each be several dimensions, of which the first is sharded: heads, but not head_dim. The layer makes its
+    kernel as ever; shard it as above (nnx: `kernel_metadata=`), or each device holds all of it. Operands are
+    floating-point, of one dtype, which is that of the result. The first dimensions of the kernel are contracted.
+
+    Args:
+      parallel: "column" or "row".
+      axis, fsdp_axis, batch_axis, sequence_parallel, implementation, mesh: as for `Parallel`.
+
+    Raises:
+      ValueError: there is no such `parallel`.
+      TypeError, ValueError, NotImplementedError: at the call, as `Parallel` and `ShardedDotGeneral`.
+
+    Examples:
+      >>> column, row = (make_dot_general_cls(kind, batch_axis="data") for kind in ("column", "row"))
+      >>> dense = linen.Dense(16384, dot_general_cls=column)
+      >>> attention = nnx.MultiHeadAttention(32, 4096, qkv_dot_general_cls=column, out_dot_general_cls=row, ...)
+    """
+    if parallel not in ("column", "row"):
+        raise ValueError(
+            f'make_dot_general_cls: parallel must be "column" (gathers rows) or "row" (scatters sums), got '
+            f"{parallel!r}: name one"
+        )
+    keywords = {"axis": axis, "fsdp_axis": fsdp_axis, "batch_axis": batch_axis, "sequence_parallel": sequence_parallel,
+                "implementation": implementation, "mesh": mesh}  # fmt: skip
+    return _ParallelDotGeneral(parallel, tuple(keywords.items()))

@@ -27,18 +27,22 @@ from overlap.layers.parallel import (
 )
 from overlap.sharded import partitions
 
-# A vocabulary of which the devices cannot have equal parts whose rows a kernel can load, multiples of the first, is
-# padded to a multiple of the second for each.
-_ROWS, _UNIT = 8, 64
+# Each device must have a multiple of `_LEAST` columns, so that kernels can load its rows. A vocabulary that is no
+# multiple of `_UNIT` is padded to one of `_UNIT * _UNIT / _LEAST`: equal parts of it for 1, 2, 4 or 8 devices, so that
+# checkpoints fit all of these.
+_LEAST = 8
+_UNIT = 64
 
 
 class CrossEntropyHead(ColumnParallelLinear):
     """A column-parallel layer from features to logits, and its cross-entropy by `overlap.linear_cross_entropy`.
 
-    Called, it returns logits, as `ColumnParallelLinear` does. `loss` computes the loss of each token without them.
+    Called, it returns logits, with the soft cap, as `ColumnParallelLinear` does. `loss` computes the loss of each token
+    without them.
 
-    kernel: [in_features, vocabulary], sharded P(fsdp_axis, axis). If the vocabulary is no multiple of 8 for each device
-    along `axis`, the kernel, and so the logits, have more columns, which `loss` leaves out.
+    kernel: [in_features, vocabulary], sharded P(fsdp_axis, axis). If the vocabulary is no multiple of 64, the kernel
+    has more columns, up to a multiple of 512 (of 64 for each device, if their number does not divide that). `loss`
+    leaves them out, and logits are −∞ there.
 
     Args:
       in_features: features of the input.
@@ -67,13 +71,28 @@ class CrossEntropyHead(ColumnParallelLinear):
         of_mesh: Any = {key: value for key, value in options.items() if key in Options.__annotations__}
         Parallel.__init__(self, name=name, **of_mesh)
         devices = devices_along(self, self.axis)
-        unit = devices * _UNIT if vocabulary % (devices * _ROWS) else 1
-        columns = -(-vocabulary // unit) * unit
+        columns = vocabulary
+        for unit, parts in ((_UNIT * _UNIT // _LEAST, _UNIT), (devices * _UNIT, devices * _LEAST)):
+            columns = -(-columns // unit) * unit if columns % parts else columns
         super().__init__(in_features, columns, use_bias=use_bias, name=name, **options)
         self.vocabulary = vocabulary
         self.soft_cap = soft_cap
         self.z_loss = z_loss
         self.ignored_label = ignored_label
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Computes logits: [..., rows, in_features] to [..., rows, columns of the kernel].
+
+        Shardings are those of `ColumnParallelLinear`.
+        """
+        logits = super().__call__(inputs)
+        if self.soft_cap is not None:
+            logits = jnp.tanh(logits / self.soft_cap) * self.soft_cap
+        if self.vocabulary == self.out_features:
+            return logits
+        sharding = jax.typeof(logits).sharding
+        column = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1, out_sharding=sharding)
+        return jnp.where(column < self.vocabulary, logits, -jnp.inf)
 
     def loss(self, inputs: jax.Array, labels: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """Computes the cross-entropy of each token.

@@ -140,7 +140,8 @@ def check(
     # The right operand of the sum is wᵀ: its rows run along what the sum contracts, unless w is transposed.
     layouts = OperandLayouts(transpose_rhs=vocabulary.transposed != sums)
     types = OperandTypes(x.shape[0], x.dtype, w.dtype, F32 if sums else x.dtype, layouts, addend=sums)
-    of_tokens, of_features = ("the tokens", x.shape[0]), ("H", x.shape[1])
+    of_tokens = ("the tokens", x.shape[0])
+    of_features = ("H", x.shape[1])
     of_columns = "the columns of a chunk", in_whole_rows(columns, x.dtype)
     sizes = {"m": of_tokens, "n": of_features if sums else of_columns, "k": of_columns if sums else of_features}
     if config.swap_operands or max(config.stream_k, config.split_k, config.cluster) > 1:
@@ -169,7 +170,8 @@ class Product:
     def statistics(self, given: Logits) -> tuple[jax.Array, jax.Array]:
         """Returns log Σ exp z, and z at the label or zero for a label that is no column: f32 [m] each."""
         config = self.config
-        m, n = given.x.shape[0], self.vocabulary.size(given.w)
+        m = given.x.shape[0]
+        n = self.vocabulary.size(given.w)
         tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         shape = tiles[1] * config.tile_n // EPILOGUE_COLUMNS, tiles[0] * config.tile_m
         table: GmemRef = jax.ShapeDtypeStruct(shape, F32)

@@ -199,7 +199,8 @@ for number, (through, target, config) in enumerate((
                 config | {"through": through, "transpose_rhs": through == "cotangent"})  # fmt: skip
     row(f"groups, {through} on {target} {config}", case, slow=number > 2, full=False)
 # The loss without logits: its forward kernel, and with "cotangent" also both of the backward pass, by chunks.
-HEAD, LOSS = (8192, 131072, 4096), {"name": "overlap_linear_cross_entropy"}
+HEAD = (8192, 131072, 4096)
+LOSS = {"name": "overlap_linear_cross_entropy"}
 for number, (target, dtype, config) in enumerate((
     ("h200", "bf16", dict(cotangent=True, cap=True, transposed=True)), ("b200", "bf16", dict(cotangent=True)),
     ("h200", "f16", dict(cotangent=True)), ("b200", "bf16", dict(cotangent=True, cap=True, transposed=True)),

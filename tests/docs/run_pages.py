@@ -33,6 +33,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "docs/quickstart.md": {"y": (1024, 512)},
     "docs/shard_map.md": {"y": (512, 256), "tokens": (16, 256), "h": (512, 1024), "quantized": (512, 1024)},
     "docs/sharded.md": {"y": (4, 128, 256), "h": (4, 128, 1024)},
+    "docs/trainers.md": {"y": (4, 128, 256), "z": (4, 128, 256), "mixed": (64, 128)},
     "docs/training.md": {},
     "mosaic_emulator/README.md": {},
 }
@@ -68,6 +69,10 @@ def check(page: str, names: dict[str, Any]) -> None:
         losses = np.log(np.exp(logits).sum(-1)) - chosen
         np.testing.assert_allclose(names["token_loss"], losses.mean(), rtol=1e-3)
         assert np.isfinite(names["loss"]) and set(names["grads"]["blocks"]) == {"norm1", "qkv", "out", "norm2", "mlp"}
+    if page == "docs/trainers.md":  # All weights are 1 / 64, and the gates of a token add up to 1.
+        sums = np.asarray(names["tokens"]).sum(-1, keepdims=True) / 64
+        expected = np.broadcast_to(256 / 64 * sums**2 / (1 + np.exp(-sums)), (64, 128))
+        np.testing.assert_allclose(names["mixed"], expected, rtol=1e-3, atol=1e-5)
     if page == "README.md":
         rng = np.random.default_rng(0)
         x, gate, up, down = (rng.standard_normal((64, 64)).astype(np.float32) / 4 for _ in range(4))

@@ -24,6 +24,7 @@ FLOORS = (
     ("tuning",),
     ("__init__",),
     ("cli", "layers"),
+    ("trainers",),
     ("__main__",),
 )
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}

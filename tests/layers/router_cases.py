@@ -69,7 +69,8 @@ def by_id(ids: Any, gates: Any, experts: int) -> np.ndarray:
 
 
 def sigmoid_router(experts: int, seed: int, **options: Any) -> tuple[layers.SigmoidTopK, np.ndarray]:
-    made, bias = layers.SigmoidTopK(experts, **options), np.random.default_rng(seed).standard_normal(experts) / 4
+    made = layers.SigmoidTopK(experts, **options)
+    bias = np.random.default_rng(seed).standard_normal(experts) / 4
     made.e_score_correction_bias[...] = jnp.asarray(bias, jnp.float32)
     return made, bias
 

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.one_jax
 @pytest.mark.parametrize("name", CASES)
 def test_experts_along_other_axes(name: str) -> None:
     """Results, placement, gradients; no gradient for the bias of the choice."""
-    case, x = CASES[name], draw(1, (4, 8, 8))
+    case = CASES[name]
+    x = draw(1, (4, 8, 8))
     mesh = mesh_of(case)
     with jax.set_mesh(mesh):
         made = built(case)
@@ -67,12 +68,14 @@ def kept(ids: np.ndarray, experts: int, devices: int, capacity: int, rows: int) 
 @pytest.mark.parametrize(("capacity_factor", "rows_factor"), [(None, 0.75), (1.25, 0.9)])
 def test_a_bound_for_the_rows_of_a_device(capacity_factor: float | None, rows_factor: float) -> None:
     """Of four devices along the data axis, each of which takes its first rows."""
-    case, x = Case(("data",), {"axis": "data", "batch_axis": "data"}, P("data", None, None)), draw(3, (4, 8, 8))
+    case = Case(("data",), {"axis": "data", "batch_axis": "data"}, P("data", None, None))
+    x = draw(3, (4, 8, 8))
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",), axis_types=(AUTO,))
     with jax.set_mesh(mesh):
         made = built(case, capacity_factor=capacity_factor, rows_factor=rows_factor)
         (_, (out, report)), (of_layer, of_x) = run(made, put(x, mesh, case.between))
-    p, routes = numbers(made), 32 * CHOSEN
+    p = numbers(made)
+    routes = 32 * CHOSEN
     capacity = routes if capacity_factor is None else math.ceil(capacity_factor * routes / EXPERTS)
     ids = chosen_by(case, p, x).reshape(-1, CHOSEN)
     counts = kept(ids, EXPERTS, 4, capacity, math.ceil(rows_factor * routes / 4))

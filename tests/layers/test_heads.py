@@ -43,7 +43,7 @@ def test_a_head(kind: Any, options: dict[str, Any], implementation: Any) -> None
     with jax.set_mesh(mesh), emulate(cores=2, detect_races=False):
         head = layers.CrossEntropyHead(32, 201, soft_cap=8.0, z_loss=1e-3, ignored_label=-100, dtype=jnp.bfloat16,
                                        implementation=implementation, rngs=nnx.Rngs(0), **given)  # fmt: skip
-        assert head.kernel.shape == (32, 256)
+        assert head.kernel.shape == (32, 512)
         x = put(draw(int(chance.integers(1 << 30)), dtype=jnp.bfloat16), mesh, P(*of_rows, None))
         y = put(labels, mesh, of_rows)
         weights = put(chance.random((4, 16), np.float32), mesh, of_rows)
@@ -73,3 +73,20 @@ def test_what_a_head_refuses() -> None:
             layers.CrossEntropyHead(32, 64, soft_cap=-1.0, rngs=nnx.Rngs(0)).loss(x, jnp.zeros((4, 16), jnp.int32))
         with pytest.raises(ValueError, match="vocabulary must be at least 1"):
             layers.CrossEntropyHead(32, 0, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_logits(kind: Any) -> None:
+    """They have the cap, and no token that is padding has the largest one. The kernel fits 1, 2 and 4 devices."""
+    x = np.random.default_rng().standard_normal((4, 16, 32)).astype(np.float32)
+    for devices in (1, 2, 4):
+        mesh = make_mesh(1, devices, kind)
+        with jax.set_mesh(mesh):
+            head = layers.CrossEntropyHead(32, 201, soft_cap=0.5, rngs=nnx.Rngs(0), **AXES)
+            kernel = np.asarray(head.kernel[...], np.float64)
+            placed = jax.device_put(x, jax.NamedSharding(mesh, P(AXES["batch_axis"], AXES["axis"], None)))
+            logits = np.asarray(nnx.jit(lambda head, x: head(x))(head, placed), np.float64)
+        assert kernel.shape == (32, 512) and (logits[..., 201:] == -np.inf).all()
+        np.testing.assert_allclose(logits[..., :201], 0.5 * np.tanh(x @ kernel[:, :201] / 0.5), atol=1e-5)
+        with jax.set_mesh(mesh):
+            assert layers.CrossEntropyHead(32, 128, rngs=nnx.Rngs(0), **AXES).kernel.shape == (32, 128)

@@ -16,6 +16,7 @@ from overlap import layers
 from tests.layers.router_cases import gpt_oss_activation, softmax, top
 from tests.meshes import make_mesh
 
+pytestmark = pytest.mark.one_jax
 H, INNER, EXPERTS, K, DEVICES = 16, 24, 4, 2, 2
 type Tensors = dict[str, np.ndarray]
 
@@ -89,7 +90,8 @@ class Spy:
     """A tensor that counts how much is read of it at a time, and lies in a file, as far as its reader can see."""
 
     def __init__(self, tensor: np.ndarray):
-        self._tensor, self.most = tensor, 0
+        self._tensor = tensor
+        self.most = 0
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -103,7 +105,8 @@ class Spy:
 @pytest.mark.parametrize("form", ["mixtral", "qwen3_moe", "fused", "gpt_oss"])
 def test_experts(form: Any) -> None:
     """The layer computes what the model's formula says of the tensors, and gives the same tensors back."""
-    of, mesh = tensors_of(form), make_mesh(x=DEVICES)
+    of = tensors_of(form)
+    mesh = make_mesh(x=DEVICES)
     spies = {f"h.0.{name}": Spy(tensor) for name, tensor in of.items()}
     x = drawn(1, 12, H)
     with jax.set_mesh(mesh):
@@ -151,7 +154,8 @@ def test_deepseek() -> None:
 
 
 def dense() -> dict[str, nnx.Module]:
-    rngs, options = nnx.Rngs(0), {"axis": "x", "rngs": nnx.Rngs(1)}
+    rngs = nnx.Rngs(0)
+    options = {"axis": "x", "rngs": nnx.Rngs(1)}
     return {
         "embed": nnx.Embed(32, H, rngs=rngs),
         "self_attn": layers.QKVProjection(H, 4, 2, head_dim=8, use_bias=True, **options),
@@ -204,7 +208,21 @@ def test_dense_layers_with_tied_embeddings(tmp_path: pathlib.Path) -> None:
     message = "lacks b.safetensors, which model.safetensors.index.json names: download the whole"
     with pytest.raises(ValueError, match=message), layers.open_checkpoint(tmp_path):
         pass
-    with pytest.raises(ValueError, match="has no"), layers.open_checkpoint(tmp_path / "nowhere"):
+    for folder, text, message in (
+        (tmp_path / "nowhere", None, "must be a folder, got .*nowhere"),
+        (tmp_path, "{}", r"must be JSON with a `weight_map`, got KeyError"),
+        (tmp_path, "{", "got JSONDecodeError"),
+    ):
+        if text is not None:
+            (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=message), layers.open_checkpoint(folder):
+            pass
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "a.safetensors").write_bytes(b"no file of this kind")
+    with pytest.raises(ValueError, match=r"a\.safetensors is no whole file"), layers.open_checkpoint(tmp_path):
+        pass
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no"), layers.open_checkpoint(tmp_path):
         pass
 
 
@@ -237,9 +255,101 @@ def test_wrong_checkpoints(name: str) -> None:
             assert not np.asarray(layer.router.kernel[...]).any()
 
 
+def test_tensors_that_no_layer_takes() -> None:
+    """They are named: without them the model is another one."""
+    biased = tensors_of("gpt_oss")
+    fifth = tensors_of("qwen3_moe") | {"experts.4.up_proj.weight": drawn(INNER, H)}
+    chosen = tensors_of("qwen3_moe") | {"gate.e_score_correction_bias": drawn(EXPERTS)}
+    with jax.set_mesh(make_mesh(x=DEVICES)):
+        plain = {"router_bias": True, "activation": gpt_oss_activation, "use_bias": False}
+        for form, of, options, left in (
+            ("gpt_oss", biased, plain, "'h.experts.down_proj_bias', 'h.experts.gate_up_proj_bias'"),
+            ("qwen3_moe", fifth, {}, "'h.experts.4.up_proj.weight'"),
+            ("qwen3_moe", chosen, {}, "'h.gate.e_score_correction_bias'"),
+        ):
+            layer = experts_layer(form, **options)
+            named = {f"h.{name}": tensor for name, tensor in of.items()} | {"other.weight": drawn(2)}
+            with pytest.raises(ValueError, match=f"have {left}, which no layer takes: make"):
+                layers.load_weights({"h": layer}, named, experts=form)
+        attention = layers.QKVProjection(H, 4, 2, head_dim=8, axis="x", rngs=nnx.Rngs(0))
+        of = {f"a.{name}_proj.weight": drawn(size, H) for name, size in (("q", 32), ("k", 16), ("v", 16))}
+        layers.load_weights({"a": attention}, of | {"a.o_proj.weight": drawn(H, 32)})  # Of a layer that is not given.
+        with pytest.raises(ValueError, match=r"have 'a\.q_proj\.bias'"):
+            layers.load_weights({"a": attention}, of | {"a.q_proj.bias": drawn(32)})
+
+
+def test_a_padded_head() -> None:
+    """Its padding is zero and in no checkpoint, on any number of devices."""
+    tensor = drawn(101, H)
+    for devices in (1, 2, 4):
+        with jax.set_mesh(make_mesh(x=devices)):
+            head = layers.CrossEntropyHead(H, 101, axis="x", rngs=nnx.Rngs(0))
+            layers.load_weights({"lm_head": head}, {"embed.weight": tensor}, tied={"lm_head": "embed"})
+            kernel = np.asarray(head.kernel[...])
+            assert kernel.shape == (H, 512) and (kernel[:, :101] == tensor.T).all() and not kernel[:, 101:].any()
+            ((name, saved),) = layers.saved_weights({"lm_head": head})
+            assert name == "lm_head.weight" and (saved == tensor).all()
+
+
+def test_devices_with_padding_alone(tmp_path: pathlib.Path) -> None:
+    """From a file, which refuses to read nothing at its end."""
+    from safetensors.numpy import save_file
+
+    tensor = drawn(100, H)
+    save_file({"lm_head.weight": tensor}, tmp_path / "a.safetensors")
+    with jax.set_mesh(make_mesh(x=4)), layers.open_checkpoint(tmp_path) as tensors:
+        head = layers.CrossEntropyHead(H, 100, axis="x", rngs=nnx.Rngs(0))
+        layers.load_weights({"lm_head": head}, tensors)
+    kernel = np.asarray(head.kernel[...])
+    assert (kernel[:, :100] == tensor.T).all() and not kernel[:, 100:].any()
+
+
+def test_explicit_meshes() -> None:
+    of = {f"h.{name}": tensor for name, tensor in tensors_of("mixtral").items()}
+    explicit = jax.make_mesh((DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        layer = experts_layer("mixtral")
+        layers.load_weights({"h": layer}, of, experts="mixtral")
+        saved = dict(layers.saved_weights({"h": layer}, experts="mixtral"))
+    assert saved.keys() == of.keys() and all((saved[name] == of[name]).all() for name in of)
+
+
+def test_float8_in_files(tmp_path: pathlib.Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"h.weight": np.zeros((3, 2), jnp.float8_e4m3fn)}, tmp_path / "a.safetensors")
+    linear = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    with layers.open_checkpoint(tmp_path) as tensors, pytest.raises(ValueError, match="type F8_E4M3: dequantize"):
+        layers.load_weights({"h": linear}, tensors)
+
+
+def test_wrong_arguments() -> None:
+    linear = nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0))
+    abstract = nnx.eval_shape(lambda: nnx.Linear(2, 3, use_bias=False, rngs=nnx.Rngs(0)))
+    wrong: Any
+    for wrong, message in (
+        (lambda: layers.load_weights(linear, {}), "`layers` must be a mapping from prefixes to layers.*got Linear"),
+        (lambda: layers.load_weights({}, {}), "at least one"),
+        (lambda: layers.load_weights({"h": linear}, {}, tied="h"), "`tied` must be a mapping, got 'h'"),
+        (lambda: layers.load_weights({"h": linear}, {}, rounds="yes"), "`rounds` must be True or False, got 'yes'"),
+        (lambda: nnx.jit(lambda x: layers.load_weights({"h": x}, {}))(linear), "must not be traced"),
+        (lambda: nnx.jit(lambda x: [*layers.saved_weights({"h": x})])(linear), "is a type or is traced"),
+        (lambda: layers.load_weights({"h": abstract}, {}), r"types with shardings, and that for 'h\.weight' has none"),
+        (lambda: [*layers.saved_weights({"h": abstract})], "is a type or is traced: load them first"),
+        (lambda: layers.load_weights({"h": linear}, {"h.weight": [[1.0]]}), "'h.weight' .* must be an array, got list"),
+        (lambda: layers.load_weights({"h": linear}, layers.open_checkpoint(".")), "`tensors` must be a mapping"),
+        (lambda: layers.load_weights({"h": linear}, {}, tied={"g": "h"}), "`tied` must have prefixes.*got 'g'"),
+        (lambda: [*layers.saved_weights({"h": linear}, tied={"g": "h"})], "`tied` must have prefixes.*got 'g'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+
+
 def test_wrong_layers() -> None:
     whole = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="got Sequential for 'h': pass its layers one by one"):
+    with pytest.raises(
+        ValueError, match="got Sequential for 'h', with weights of shape none: pass the layers of a model"
+    ):
         layers.load_weights({"h": whole}, {})
 
 

@@ -74,7 +74,8 @@ def formulas(case: Case, given: dict[str, Any]) -> dict[str, np.ndarray]:
     """The loss of each token, and the gradients of Σ d · loss, in float64."""
     of = {name: np.asarray(value, np.float64) for name, value in given.items() if name != "labels"}
     w = of["w"].T if case.transpose_w else of["w"]
-    labels, rows = np.asarray(given["labels"]), np.arange(case.tokens)
+    labels = np.asarray(given["labels"])
+    rows = np.arange(case.tokens)
     z = of["x"] @ w + of.get("bias", 0)
     slope = np.ones_like(z)
     if case.soft_cap:
@@ -101,7 +102,8 @@ def program(case: Case, implementation: Any, **more: Any) -> Any:
     axis = None if case.devices == 1 else "x"
 
     def run(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        labels, d = given["labels"], given["d"]
+        labels = given["labels"]
+        d = given["d"]
         moved = {name: value for name, value in given.items() if name not in ("labels", "d")}
 
         def of(moved: dict[str, jax.Array]) -> jax.Array:
@@ -383,3 +385,43 @@ def test_a_defect_is_seen(monkeypatch: Any, defect: str) -> None:
     parts = {name: np.asarray(x, np.float64) for name, x in found.items()}
     off = {name: np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name]) for name, x in parts.items()}
     assert not all(off[name] <= 2 * unfused[name] for name in off)
+
+
+def test_unsigned_labels_of_64_bits() -> None:
+    """Under x64 they stay what they are: right labels are right, and those beyond 32 bits are wrong."""
+    given = drawn(Case())
+    wanted = overlap.linear_cross_entropy(given["x"], given["w"], np.asarray(given["labels"]) % 8)
+    with jax.enable_x64(True):
+        labels = jnp.asarray(np.asarray(given["labels"]) % 8, jnp.uint64)
+        found = jax.jit(overlap.linear_cross_entropy)(given["x"], given["w"], labels)
+        beyond = jax.jit(overlap.linear_cross_entropy)(given["x"], given["w"], labels + 2**40)
+    assert (np.asarray(found) == np.asarray(wanted)).all() and np.isnan(np.asarray(beyond)).all()
+
+
+def test_no_tokens() -> None:
+    """Also with an axis, where XLA would refuse to gather them."""
+
+    def loss(x: Any, w: Any, labels: Any) -> Any:
+        return overlap.linear_cross_entropy(x, w, labels, "x", return_lse=True)
+
+    mesh = make_mesh(x=2)
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(P("x"), P(None, "x"), P("x")), out_specs=P("x"))
+    x, w, labels = jnp.zeros((0, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16), jnp.zeros(0, jnp.int32)
+    for run in (mapped, jax.jit(mapped)):
+        assert [(out.shape, out.dtype) for out in run(x, w, labels)] == [((0,), jnp.float32)] * 2
+    assert not jax.jit(jax.grad(lambda w: mapped(x, w, labels)[0].sum()))(w).any()
+
+
+def test_a_symbolic_number_of_tokens() -> None:
+    (tokens,) = jax.export.symbolic_shape("t")
+    of = jax.ShapeDtypeStruct
+    types = of((tokens, 64), jnp.bfloat16), of((64, 128), jnp.bfloat16), of((tokens,), jnp.int32)
+    chance = np.random.default_rng()
+    given = tuple(jnp.asarray(chance.standard_normal(shape), jnp.bfloat16) for shape in ((5, 64), (64, 128)))
+    labels = jnp.arange(5)
+    for options in ({}, {"chunk": 64}):
+        loss = functools.partial(overlap.linear_cross_entropy, **options)
+        exported = jax.export.export(jax.jit(lambda *x, loss=loss: loss(*x)))(*types)
+        np.testing.assert_allclose(exported.call(*given, labels), loss(*given, labels), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="built for sizes that are numbers"):
+        jax.export.export(jax.jit(functools.partial(overlap.linear_cross_entropy, implementation="fused")))(*types)

@@ -132,7 +132,8 @@ def test_sums_leave_out_columns_that_there_are_not() -> None:
 
 
 NEEDS = "registers per thread for its accumulator, and 64 is the most where the epilogue has several results"
-SWAPS, MEMORY = "`swap_operands` must be False where the epilogue has several results", "shared memory"
+SWAPS = "`swap_operands` must be False where the epilogue has several results"
+MEMORY = "shared memory"
 # The GPU, a configuration, and what it says with 3 results; with and without addends.
 REFUSED: list[tuple[Any, Config, str | None, str | None]] = [
     ("hopper", Config(tile_m=128, tile_n=128, stages=3), None, None),

@@ -199,7 +199,8 @@ def rule_of_scaled(primals, tangents):
 @pytest.mark.parametrize("axes", [(1, 0), (None, 1), (1, None)], ids=str)
 def test_rules_of_derivatives_under_vmap(axes, moved):
     """The derivative of a vmap: of operands that all elements share, along any dimension, and without some tangents."""
-    chance, size = np.random.default_rng(), 4
+    chance = np.random.default_rng()
+    size = 4
     shapes = [(3,) if axis is None else np.insert(np.array([3]), axis, size) for axis in axes]
     given, directions = ([chance.standard_normal(shape) for shape in shapes] for _ in range(2))
 

@@ -19,6 +19,7 @@ from overlap.collectives.loss.statistics import Static, statistics
 from overlap.frame import arguments, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.explain import record
+from overlap.frame.operands import accumulator
 from overlap.frame.peers import peer_group_of
 from overlap.frame.primitive import require_same_devices
 from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
@@ -103,7 +104,8 @@ def linear_cross_entropy(
         loss = weight · (lse − z[label] + z_loss · lse²)
 
     The backward pass computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk
-    at a time. Against storing all logits it takes 4/3 of the operations and about `T · (2 · chunk + 4 · H)` bytes.
+    at a time. Against storing all logits it takes 4/3 of the operations and, by the kernels in 16 bits, about
+    `T · (2 · chunk + 4 · H + V / D / 8)` bytes.
 
     With an axis, call it inside `jax.shard_map`; D is the number of the axis' devices. Each has columns of `w`.
 
@@ -118,9 +120,9 @@ def linear_cross_entropy(
       bias: [V / D], added to the logits of each token.
       soft_cap: a positive number c: logits z become c · tanh(z / c). Differentiable in the logits, not in c.
       z_loss: the weight of lse², at least 0.
-      ignored_label: tokens with this label have a loss of 0 and no gradient. It may be any integer, such as −100 or a
-        label of the vocabulary. None: no token is ignored.
-      weights: [T / D] or [T], a factor of the loss of each token.
+      ignored_label: tokens with this label have a loss of 0 and no gradient, if they are finite. It may be any integer
+        of 32 bits, such as −100 or a label of the vocabulary. None: no token is ignored.
+      weights: [T / D] or [T], a factor of the loss of each token. A token of weight 0 needs a right label, too.
       vocabulary_size: V, if that is less than the columns of all devices together: the last columns count as nothing,
         and their gradient is zero. So a vocabulary that D does not divide can be padded.
       return_lse: whether `lse` is a result as well.
@@ -135,7 +137,7 @@ def linear_cross_entropy(
       that is not in the vocabulary, and not ignored, makes the loss NaN and all gradients of it. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or numbers are wrong; a label is not in the vocabulary, outside of `jax.jit`.
+      ValueError: ranks, dtypes, sizes or numbers are wrong; a label is not in the vocabulary, and is not traced.
       NotImplementedError: `implementation="fused"` and the kernels cannot serve this call; the message says why.
 
     It has derivatives of any order. The backward pass runs by the kernels if the forward pass does. Forward mode, and
@@ -162,9 +164,15 @@ def linear_cross_entropy(
     total = columns * (1 if group is None else group.size)
     size = _vocabulary_size(vocabulary_size, total)
     ignored = _ignored(ignored_label)
-    check_labels(given["labels"], size, ignored)
+    if columns:
+        check_labels(given["labels"], size, ignored)
     if not arguments.is_in_jit():
         require_same_devices(list(given.items()))
+    if not columns:
+        raise ValueError("`w` must have at least one column, got none: pass the matrix of the vocabulary")
+    if given["x"].shape[0] == 0:  # XLA gathers no empty arrays.
+        nothing = jnp.zeros(0, accumulator(given["x"].dtype))
+        return (nothing, nothing) if returns_lse else nothing
     factors = given.pop("weights", None)
     number = given["labels"] = _numbers(given["labels"])
     if group is not None and gathers:
@@ -216,20 +224,24 @@ def _chosen(
     """Decides between the kernels and XLA, and says so to `explain`."""
     x, w = given["x"], given["w"]
     target = dispatch.target()
-    tokens, columns = x.shape[0], vocabulary.size(w)
+    tokens = x.shape[0]
+    columns = vocabulary.size(w)
+    found = None
+    cannot = arguments.why_not_fused([("x", x), ("w", w)])
+    if jax.export.is_symbolic_dim(tokens):  # Such a number cannot be compared. No kernel takes it.
+        tokens = 1
     most = max(_CHUNK_BYTES // max(tokens * x.dtype.itemsize, 1) // _UNIT, 1) * _UNIT
     wanted = chunk or -(-columns // max(-(-columns // most), 1))  # Chunks of about one size.
     size = max(min(-(-wanted // _UNIT) * _UNIT if chunk is None else wanted, columns), 1)
-    found, cannot = None, arguments.why_not_fused([("x", x), ("w", w)])
     if implementation != "xla" and not cannot:
         found, cannot = _configs(x, w, vocabulary, size, config, target)
     logits_bytes = 4 * tokens * columns
     why_not = "" if logits_bytes > _MOST_LOGITS_BYTES or config or chunk else (
         f"the logits take {logits_bytes:,} bytes: XLA, which stores them, is not slower"
     )  # fmt: skip
-    choice = dispatch.decide_unmodeled(
-        NAME, implementation, target, cannot, why_not, f"the logits would take {logits_bytes:,} bytes"
-    )
+    why = "config" if config else "chunk"
+    why = f"`{why}` is given" if config or chunk else f"the logits would take {logits_bytes:,} bytes"
+    choice = dispatch.decide_unmodeled(NAME, implementation, target, cannot, why_not, why)
     fused = choice.implementation == "fused"
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
@@ -292,9 +304,10 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, tr
         )
     columns, features = w.shape if transposed else w.shape[::-1]
     if features != x.shape[1]:
+        fits = columns == x.shape[1]
         raise ValueError(
             f"`w` must have as many features as `x`, got {features} of shape {tuple(w.shape)} and {x.shape[1]} of "
-            f"shape {tuple(x.shape)}: transpose w, or pass transpose_w={not transposed}"
+            f"shape {tuple(x.shape)}: " + (f"pass transpose_w={not transposed}" if fits else "pass the w of this model")
         )
     if isinstance(labels, (np.ndarray, list, tuple)):
         labels = np.asarray(labels)
@@ -305,6 +318,7 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, tr
     if bias is not None:
         found["bias"] = arguments.array("bias", bias)
     if weights is not None:
+        weights = jnp.asarray(weights, jnp.float32) if _is_whole(weights) else weights
         found["weights"] = arguments.array("weights", weights)
     for name, size in (("labels", x.shape[0]), ("bias", columns), ("weights", x.shape[0])):
         if name in found and tuple(found[name].shape) != (size,):
@@ -314,6 +328,12 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, tr
                 "it"
             )
     return found
+
+
+def _is_whole(value: Given) -> bool:
+    """Whether an array has integers or booleans."""
+    kind = getattr(value, "dtype", None)
+    return kind is not None and (jnp.issubdtype(kind, jnp.integer) or kind == jnp.dtype(bool))
 
 
 def _number(name: str, value: Given) -> float:
@@ -357,7 +377,8 @@ def check_labels(labels: Leaf, size: int, ignored: int | None) -> None:
     values = np.asarray(labels)
     wrong = values[((values < 0) | (values >= size)) & (True if ignored is None else values != ignored)]
     if wrong.size:
-        hint = "" if ignored is not None else f", or pass ignored_label={wrong[0]} to leave such tokens out"
+        may_be_ignored = ignored is None and _INT32.min <= wrong[0] <= _INT32.max
+        hint = f", or pass ignored_label={wrong[0]} to leave such tokens out" if may_be_ignored else ""
         raise ValueError(f"`labels` must be from 0 to {size - 1}, got {wrong[0]}: correct them{hint}")
 
 
@@ -365,5 +386,6 @@ def _numbers(labels: Leaf) -> jax.Array:
     """Returns labels as int32, numbers beyond it as the nearest ones."""
     labels = jnp.asarray(labels)
     if labels.dtype.itemsize > 4 or labels.dtype == jnp.uint32:
-        labels = jnp.clip(labels, None if labels.dtype == jnp.uint32 else _INT32.min, _INT32.max)
+        is_signed = jnp.issubdtype(labels.dtype, jnp.signedinteger)
+        labels = jnp.clip(labels, _INT32.min if is_signed else None, _INT32.max)
     return labels.astype(jnp.int32)

@@ -19,7 +19,7 @@ FOLDERS = ("collectives", "kernels", "primitives", "single_gpu")
 # Modules of these names check arguments, choose sizes or write reports. Other tests are about them.
 _NOT_OF_KERNELS = re.compile(
     r"(backward|kernel|(grouped_)?kernels|operations|config|limits|target|marks|stalls|arguments|host_mesh"
-    r"|architectures|(grouped_)?matmul|experts|routing|rows)$"
+    r"|architectures|(grouped_)?matmul|experts|routing|rows|linear_cross_entropy|statistics)$"
 )
 # Calls that only check arguments, or only help to report: without them a correct call runs as before.
 _CHECKS = re.compile(r"^(_?require|_?check|_?refuse|warn|mark|now$)")
