@@ -2,10 +2,9 @@
 
 All devices gather all tokens, sort the routes of their own experts, multiply with `tokamax.ragged_dot`, add the rows of
 each token in float32, and scatter the sums. tokamax 0.0.17 has Mosaic kernels for all products, forward and backward.
-Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here.
-
-On H100s and H200s the gradients of its weights were wrong (2026-11-28; right on CPUs; why is not known). So its times
-with gradients must not be printed as those of a rival before they are right.
+Its default on Hopper is tiles of 64 x 64 and two stages, so the configuration is set here. The product that makes the
+gradients of weights always takes tiles of 64 rows: with 128 they were wrong by many orders of magnitude, with 64 they
+agreed with XLA's (2026-11-28, with jax 0.11.2 on an H200).
 
 Install it beside this library: pip install tokamax==0.0.17. Its import needs xprof, which only its own benchmarks use;
 an empty module takes its place.
@@ -13,6 +12,7 @@ an empty module takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
@@ -24,23 +24,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 # block_m, block_n, block_k, stages, width of a band of tiles: those that were fastest of a few on H100s.
 CONFIGS = {"tokamax": (128, 128, 64, 4, 8), "tokamax 2": (128, 128, 64, 4, 1), "tokamax 3": (64, 128, 64, 4, 8)}
+_ROWS_OF_WEIGHTS = 64
 
 
 def layer(
     name: str, experts: int, axis: str, gated: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> Callable[[jax.Array, jax.Array, Sequence[jax.Array], jax.Array], jax.Array]:
-    """Returns the layer inside `jax.shard_map`: from (x, gates, [w_gate, w_up, w_down], ids) to the sums.
+    """Returns the layer inside `jax.shard_map`: from (x, gates, [w_gate_up, w_down], ids) to the sums.
 
-    `name` is a key of `CONFIGS`.
+    `name` is a key of `CONFIGS`. `w_gate_up` has both matrices of an expert side by side.
     """
     multiply = _ragged_dot(CONFIGS[name])
 
     def run(x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
-        w_gate, w_up, w_down = weights
-        owned, width = w_gate.shape[0], w_gate.shape[2]
+        w_gate_up, w_down = weights
+        owned, width = w_down.shape[:2]
         tokens, chosen, factors = (lax.all_gather(value, axis, tiled=True) for value in (x, ids, gates))
         k = ids.shape[1]
         own = chosen.reshape(-1) - lax.axis_index(axis) * owned
@@ -51,7 +53,7 @@ def layer(
         # tokamax leaves rows behind all groups undefined, in gradients too.
         filled = (jnp.arange(count) < sizes.sum())[:, None]
         rows = jnp.where(filled, tokens[order // k], 0)
-        both = jnp.where(filled, multiply(rows, jnp.concatenate([w_gate, w_up], axis=2), sizes), 0)
+        both = jnp.where(filled, multiply(rows, w_gate_up, sizes), 0)
         out = multiply(gated(both[:, :width], both[:, width:]), w_down, sizes)
         weighted = jnp.where(filled, out, 0).astype(jnp.float32) * jnp.where(
             filled, factors.reshape(-1)[order][:, None], 0
@@ -60,6 +62,33 @@ def layer(
         return lax.psum_scatter(sums, axis, scatter_dimension=0, tiled=True)
 
     return run
+
+
+def of_module(mlp: Any, x: jax.Array, residual: jax.Array, axis: str, x_spec: P) -> jax.Array:
+    """Computes what an `overlap.layers.ExpertMLP` with the default router does, from its parameters, in bfloat16.
+
+    Args:
+      mlp: the layer. Only its parameters are used.
+      x, residual: global arrays [batch, rows, features].
+      axis: the mesh axis of the experts.
+      x_spec: how x is sharded.
+    """
+    experts, k = mlp.num_experts, mlp.experts_per_token
+    router, gate, up, down = (part.kernel[...] for part in (mlp.router, mlp.gate, mlp.up, mlp.down))
+    w_gate_up = jnp.concatenate([gate, up], axis=2).astype(jnp.bfloat16)
+    run = layer("tokamax", experts, axis, lambda gate, up: jax.nn.silu(gate) * up)
+
+    def local(x: jax.Array, router: jax.Array, *weights: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        chances = jax.nn.softmax(rows.astype(jnp.float32) @ router, axis=-1)
+        gates, ids = lax.top_k(chances, k)
+        gates /= gates.sum(axis=-1, keepdims=True)
+        return run(rows, gates, weights, ids).reshape(x.shape)
+
+    of_experts = P(axis, None, None)
+    specs = x_spec, P(), of_experts, of_experts
+    mapped = jax.shard_map(local, in_specs=specs, out_specs=x_spec, check_vma=False)
+    return residual + mapped(x, router, w_gate_up, down.astype(jnp.bfloat16))
 
 
 class _Empty(types.ModuleType):
@@ -89,10 +118,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
+def tokamax() -> Any:
+    """Imports tokamax."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())  # Behind all others: an installed xprof comes first.
+    return importlib.import_module("tokamax")
+
+
 def _ragged_dot(config: tuple[int, int, int, int, int]) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
     """Returns tokamax's product with a configuration, forward and backward; on a CPU, its product by XLA."""
-    sys.meta_path.append(_Finder())  # Behind all others: an installed xprof comes first.
-    tokamax = importlib.import_module("tokamax")
+    library = tokamax()
     implementation: Any = "xla"
     if jax.default_backend() == "gpu":
         kernels = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu")
@@ -104,11 +139,12 @@ def _ragged_dot(config: tuple[int, int, int, int, int]) -> Callable[[jax.Array, 
             grid_minor_dim=common.MatmulDimension.M, grid_tile_width=width,
         )  # fmt: skip
         product = kernels.PallasMosaicGpuRaggedDot(config=chosen)
-        pull = functools.partial(base.vjp, dlhs_ragged_dot=product, drhs_ragged_dot=product)
+        of_weights = kernels.PallasMosaicGpuRaggedDot(config=dataclasses.replace(chosen, block_m=_ROWS_OF_WEIGHTS))
+        pull = functools.partial(base.vjp, dlhs_ragged_dot=product, drhs_ragged_dot=of_weights)
         implementation = (kernels.PallasMosaicGpuRaggedDot(config=chosen, vjp=pull),)
 
     def multiply(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
-        return tokamax.ragged_dot(
+        return library.ragged_dot(
             lhs, rhs, group_sizes=sizes, preferred_element_type=lhs.dtype, implementation=implementation
         )
 

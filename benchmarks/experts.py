@@ -234,7 +234,7 @@ def of_layer(
                                out_specs=P(AXIS), check_vma=False)  # fmt: skip
         return jax.jit(lambda state: mapped(*state), donate_argnums=0)
 
-    def given() -> tuple[Any, ...]:
+    def given(method: str) -> tuple[Any, ...]:
         placed = jax.NamedSharding(mesh, P(AXIS))
         put = lambda i, name: jax.jit(lambda: _normal(i, shards[name]), out_shardings=placed)()  # noqa: E731
         chance = np.random.default_rng(0)
@@ -248,9 +248,13 @@ def of_layer(
         gates = jax.device_put(np.full((tokens, slots), 1 / slots, np.float32), placed)
         weights = [put(i, name) * 0.02 for i, name in enumerate(("w_gate", "w_up", "w_down"))]
         weights = [w.astype(jnp.bfloat16) for w in weights]
+        if method in expert_rival.CONFIGS:  # Whoever uses it keeps both matrices in one array.
+            weights = [jax.jit(lambda *both: jnp.concatenate(both, axis=2))(*weights[:2]), weights[2]]
         return put(7, "x"), gates, weights, ids, jax.tree.map(jnp.zeros_like, weights)
 
-    return {name: (functools.partial(program, name), given) for name in LAYERS if name in methods}
+    return {
+        name: (functools.partial(program, name), functools.partial(given, name)) for name in LAYERS if name in methods
+    }
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ x is [T, H], sharded by rows, and w [H, V], by columns; both bf16. The methods:
     chunks   the same by XLA, by chunks of the vocabulary
     xla      plain JAX: logits in bf16, the log-softmax in f32, its own derivative
     rows     the same for eight parts of the rows, one after the other: `jax.lax.map` of `jax.checkpoint`
+    tokamax  its form by chunks of rows and columns, on one device (to be installed as for `benchmarks.expert_rival`)
     roof     cuBLAS: the product forward, and three of the same size with a backward pass
 
 Each is a loop in which an element of the result is written into x before the next turn. With a backward pass the
@@ -32,12 +33,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import experts, layer_runs
+from benchmarks import expert_rival, experts, layer_runs
 from overlap.cli import ending
 from overlap.tuning.operations import AXIS
 from overlap.tuning.programs import mesh_of
 
-METHODS = ("fused", "chunks", "xla", "rows", "roof")
+METHODS = ("fused", "chunks", "xla", "rows", "tokamax", "roof")
 _PARTS = 8
 
 
@@ -83,6 +84,11 @@ def _by_rows(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     return lax.map(jax.checkpoint(part), parts).reshape(-1)
 
 
+def _by_tokamax(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+    call = expert_rival.tokamax().linear_softmax_cross_entropy_loss
+    return call(x, labels, w, reduction="none", implementation="chunked_xla")
+
+
 def losses(chunk: int) -> dict[str, Loss]:
     """The loss of each method; `chunk`: the columns of a chunk by XLA."""
     ours = functools.partial(overlap.linear_cross_entropy, axis_name=AXIS)
@@ -91,6 +97,7 @@ def losses(chunk: int) -> dict[str, Loss]:
         "chunks": functools.partial(ours, implementation="xla", chunk=chunk),
         "xla": _whole,
         "rows": _by_rows,
+        "tokamax": _by_tokamax,
     }
 
 
@@ -134,7 +141,8 @@ def loops(tokens: int, head: Head, mesh: Mesh, methods: Sequence[str], backward:
         )
         return x, w, labels, kept, put(lambda: jnp.zeros((tokens, 1)), P(AXIS))
 
-    return {name: (functools.partial(program, name), functools.partial(given, name)) for name in methods}
+    return {name: (functools.partial(program, name), functools.partial(given, name))
+            for name in methods if mesh.size == 1 or name != "tokamax"}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,8 @@
     python -m benchmarks step --models gpt --layouts tensor --methods plain fused --profile
 
 A step is forward, backward and AdamW of a stack of transformer blocks; `benchmarks.step_program` says which. The models
-have the widths of Llama 3 8B and 70B, and of the GPT of `make train` (without its vocabulary), and few blocks. The
+have the widths of Llama 3 8B and 70B, of the GPT of `make train` (without its vocabulary) and of Qwen3-30B, whose MLPs
+are experts, and few blocks. The experts of the plain methods are `benchmarks.expert_rival`, for layout `tensor`. The
 layouts: `tensor` (each product is shared), `fsdp` (batch and weights are), `both` (two times half the GPUs). The
 methods:
 
@@ -57,18 +58,24 @@ Result = dict[str, Any]  # What `step_program.measure` returns, and "facts"; or 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model to train: the sizes of a block, how many there are, and by layout the sequences of a step."""
+    """A model to train: the sizes of a block, how many there are, and by layout the sequences of a step.
+
+    With experts, `sizes.mlp` is the width of one.
+    """
 
     sizes: known_models.Model
     layers: int
     sequences: Mapping[str, int]
     tokens: int = 2048
+    experts: int = 0
+    experts_per_token: int = 0
 
 
 MODELS = {
     "gpt": Model(known_models.Model(2048, 6144, 16, 16), 8, {"tensor": 16, "fsdp": 16, "both": 16}),
     "llama-8b": Model(known_models.MODELS["Llama 3 8B"], 4, {"tensor": 4, "fsdp": 16, "both": 8}),
     "llama-70b": Model(known_models.MODELS["Llama 3 70B"], 2, {"tensor": 4, "fsdp": 4, "both": 4}),
+    "qwen3-30b": Model(known_models.Model(2048, 768, 32, 4, 128), 4, {"tensor": 8}, experts=128, experts_per_token=8),
     "tiny": Model(known_models.Model(64, 128, 4, 2, 16), 1, {"tensor": 2, "fsdp": 2, "both": 2}, tokens=32),
 }
 
@@ -84,10 +91,12 @@ def case_of(model: str, layout: str, devices: int, arguments: argparse.Namespace
     case = Case(
         **dataclasses.asdict(given.sizes),
         layers=arguments.layers or given.layers,
-        sequences=arguments.sequences or max(given.sequences[layout], fsdp),
+        sequences=arguments.sequences or max(given.sequences.get(layout, 1), fsdp),
         tokens=arguments.tokens or given.tokens,
         fsdp=fsdp,
         tensor=devices // fsdp,
+        experts=given.experts,
+        experts_per_token=given.experts_per_token,
     )
     misfit = f"it needs an even number of devices, got {devices}" if case.devices != devices else case.misfit()
     if misfit:

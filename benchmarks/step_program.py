@@ -3,8 +3,9 @@
     python -m benchmarks.step_program '{"case": {…}, "method": "plain", …}'
 
 A step is forward, backward and AdamW. Weights and moments are float32, sharded, and donated; products are bfloat16.
-Nothing is computed again in the backward pass. The model is a stack of transformer blocks (attention and gated MLP,
-each behind a norm and with a residual) without a vocabulary. Its loss is the mean square of the last activations.
+Nothing is computed again in the backward pass. The model is a stack of transformer blocks (attention, and a gated MLP
+or experts, each behind a norm and with a residual) without a vocabulary. Its loss is the mean square of the last
+activations.
 The process prints its results as one line of JSON.
 """
 
@@ -27,16 +28,17 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import kernel_times
+from benchmarks import expert_rival, kernel_times
 
 FSDP, TENSOR = "fsdp", "tensor"
 BETWEEN = P(FSDP, TENSOR, None)
 HEADS = P(FSDP, None, TENSOR, None)
 # By method: the module of the layers, and their keyword `implementation` if they have one.
+_PLAIN = "examples.plain_layers"
 LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
-    "plain": ("examples.plain_layers", {}),
-    "plain between": ("examples.plain_layers", {}),
-    "plain hiding": ("examples.plain_layers", {}),
+    "plain": (_PLAIN, {}),
+    "plain between": (_PLAIN, {}),
+    "plain hiding": (_PLAIN, {}),
     "chosen": ("overlap.layers", {"implementation": None}),
     "fused": ("overlap.layers", {"implementation": "fused"}),
     "layers xla": ("overlap.layers", {"implementation": "xla"}),
@@ -64,6 +66,8 @@ class Case:
       tokens: tokens of a sequence.
       fsdp: devices along the mesh axis that shards batch and weights.
       tensor: devices along the mesh axis that shards each product.
+      experts: MLPs in the place of each, which the devices along that axis share; 0: there are none.
+      experts_per_token: of which a token takes so many.
     """
 
     hidden: int
@@ -76,6 +80,8 @@ class Case:
     tokens: int
     fsdp: int
     tensor: int
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def devices(self) -> int:
@@ -85,7 +91,7 @@ class Case:
         """Says which size the mesh does not divide; None if it divides all."""
         for name, divisor in (
             ("heads", self.tensor), ("kv_heads", self.tensor), ("mlp", self.devices), ("hidden", self.devices),
-            ("tokens", self.tensor), ("sequences", self.fsdp),
+            ("tokens", self.tensor), ("sequences", self.fsdp), ("experts", self.tensor),
         ):  # fmt: skip
             if (size := getattr(self, name)) % divisor:
                 return f"{divisor} devices do not divide {name}={size}"
@@ -110,11 +116,23 @@ class Block(nnx.Module):
         self.qkv = layers.QKVProjection(case.hidden, case.heads, case.kv_heads, case.head_size, **options)
         self.output = layers.OutputProjection(case.heads, case.head_size, case.hidden, **options)
         self.mlp_norm = layers.RMSNorm(case.hidden, **options)
-        self.mlp = layers.GatedMLP(case.hidden, case.mlp, **options)
+        self.is_plain = layers.__name__ == _PLAIN
+        if case.experts:  # Of plain, the parameters alone.
+            module = importlib.import_module("overlap.layers")
+            self.mlp = module.ExpertMLP(case.hidden, case.mlp, case.experts, case.experts_per_token, **options)
+        else:
+            self.mlp = layers.GatedMLP(case.hidden, case.mlp, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.output(attend(*self.qkv(self.attention_norm(x))), residual=x)
-        return self.mlp(self.mlp_norm(x), residual=x)
+        return self._experts(x) if hasattr(self.mlp, "num_experts") else self.mlp(self.mlp_norm(x), residual=x)
+
+    def _experts(self, x: jax.Array) -> jax.Array:
+        normed = self.mlp_norm(x)
+        if self.is_plain:
+            return expert_rival.of_module(self.mlp, normed, x, TENSOR, BETWEEN)
+        out, _ = self.mlp(normed, residual=x)
+        return out
 
 
 class Transformer(nnx.Module):

@@ -28,6 +28,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from overlap import _compat
+from overlap.kernels import ahead
 from overlap.kernels.varying import alike
 from overlap.primitives.types import Tree
 
@@ -163,7 +164,7 @@ def _lower(context: Any, *operands: Any, kernel: Any, otherwise: Any, name: str,
 
     # Lower the kernel with the types that it was traced on.
     within = context.replace(avals_in=lowered.in_avals, avals_out=lowered.out_avals)
-    with _compat.without_locations():
+    with _compat.without_locations(), ahead.assembling(context.module_context):
         return mlir.lower_fun(run, multiple_results=True)(within, *operands)
 
 

@@ -366,6 +366,11 @@ def test_spills_are_seen():
 
 
 @pytest.mark.slow
+def test_xla_finds_a_kernel_that_was_assembled_ahead():
+    with pytest.raises(RuntimeError, match="1 Mosaic kernels were lowered, and 0 assembled"):
+        assemble_case(Case("tests.assembly.traced_cases:assembled_ahead", shape=(256, 512, 384)))
+
+
 def test_a_child_that_dies_is_replaced(tmp_path):
     first = assemble_case(PROBE)
     with pytest.raises(RuntimeError, match=r"ended(.|\n)*last words"):

@@ -45,3 +45,22 @@ def clocks(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
 
     run = clocks.program(mesh)
     return (lambda x: (run(), x)), (assembly.struct(mesh, (8,), jnp.float32),)
+
+
+def assembled_ahead(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """Returns a product whose kernel is assembled as soon as it is lowered, here before XLA compiles the program."""
+    import jax.numpy as jnp
+
+    import overlap
+    from overlap.kernels import ahead
+
+    given = ahead._device, ahead._start
+
+    def start() -> None:
+        ahead._device, ahead._start = given
+        with assembly._captured_stdout():
+            ahead._work()
+
+    ahead._device, ahead._start = lambda context: mesh.devices.flat[0], start
+    lhs, rhs = (assembly.struct(mesh, shape, case.dtype) for shape in (case.shape[::2], case.shape[:0:-1]))
+    return (lambda x, y: overlap.matmul(jnp.tanh(x), y, implementation="fused")), (lhs, rhs)

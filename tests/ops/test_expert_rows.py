@@ -237,7 +237,7 @@ def test_equal_layers_share_their_kernels(monkeypatch: pytest.MonkeyPatch) -> No
         "added_rows", "added_rows", "copied_rows", "copied_rows", "products_of_rows"]  # fmt: skip
 
 
-def test_kernels_that_copy_begin_with_own_tokens_and_sums_with_those_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_copy_take_turns_and_sums_begin_with_those_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Own tokens need no transfer: they are copied while those of the peers arrive. Peers wait for their sums."""
     launched: dict[str, chunks_of_rows.Refs] = {}
 
@@ -260,10 +260,10 @@ def test_kernels_that_copy_begin_with_own_tokens_and_sums_with_those_of_peers(mo
     for name, refs in launched.items():
         group: Any = types.SimpleNamespace(size=2, peer=lambda distance: distance)
         refs = dataclasses.replace(refs, plan=dataclasses.replace(refs.plan, group=group))
-        order = [int(refs.at(number).distance) for number in range(2 * refs.plan.chunks)]
+        order = [int(refs.at(number, 0).distance) for number in range(2 * refs.plan.chunks)]
         assert sorted(order) == [0] * refs.plan.chunks + [1] * refs.plan.chunks
-        first[name] = order[0]
-    assert first == {"overlap_copied_rows": 0, "overlap_products_of_rows": 0, "overlap_added_rows": 1}
+        first[name] = order[:2]
+    assert first == {"overlap_copied_rows": [0, 1], "overlap_products_of_rows": [0, 1], "overlap_added_rows": [1, 1]}
 
 
 @pytest.mark.parametrize(("chunks", "devices", "ctas"), [(5, 2, 2), (7, 3, 3), (4, 2, 9), (6, 4, 1), (1, 2, 4)])

@@ -170,8 +170,8 @@ class _Counts:
 
     Attributes:
       group: [S, M, 32], of each route, and -1 behind the last one.
-      words: uint32 [S, G, M]: a bit for each route.
-      within: [S, G, M], the routes of a block up to this word and with it.
+      words: uint32 [M, S, G]: a bit for each route.
+      within: [M, S, G], the routes of a block up to this word and with it.
     """
 
     group: jax.Array
@@ -183,18 +183,19 @@ class _Counts:
         """Counts the routes, [routes], to each of the experts from `first` on."""
         group = _in_words(experts, groups) - first
         bit = jnp.uint32(1) << lax.iota(jnp.uint32, _WORD)
-        chose = group[:, None] == jnp.arange(groups)[:, None, None]
-        words = jnp.where(chose, bit, 0).sum(3, dtype=jnp.uint32)
+        # Groups come last, so that each thread of XLA's kernel makes words of its own.
+        chose = group.swapaxes(0, 1)[..., None] == jnp.arange(groups)
+        words = jnp.where(chose, bit[:, None], 0).sum(2, dtype=jnp.uint32)
         # Exact: operands are integers up to 32, and sums are in float32.
-        until = np.tri(group.shape[1], dtype=jnp.bfloat16)
+        until = np.tri(len(words), dtype=jnp.bfloat16)
         of_words = _ones(words).astype(jnp.bfloat16)
-        within = jnp.einsum("sgm,nm->sgn", of_words, until, preferred_element_type=jnp.float32).astype(jnp.int32)
+        within = jnp.einsum("msg,nm->nsg", of_words, until, preferred_element_type=jnp.float32).astype(jnp.int32)
         return _Counts(group, words, within)
 
     @property
     def before(self) -> jax.Array:
         """[S, G + 1]: the routes of groups before this one, and of this group in blocks before this one."""
-        of_blocks = self.within[..., -1]
+        of_blocks = self.within[-1]
         block, group = (jnp.arange(size) for size in of_blocks.shape)
         this_block = block[:, None, None, None]
         this_group = jnp.arange(len(group) + 1)[:, None, None]
@@ -210,10 +211,11 @@ class _Counts:
         least = lambda values: values if capacity is None else jnp.minimum(values, capacity)  # noqa: E731
         if rows is None:
             return least(jnp.diff(before[0]))
-        until = (before - before[:1])[:, :-1, None] + self.within
-        until = least(until[..., None] - _ones(self.words[..., None] >> lax.iota(jnp.uint32, _WORD) >> 1))
-        last = (until.sum(1, dtype=jnp.int32) <= rows).sum(dtype=jnp.int32) - 1
-        return until.swapaxes(0, 1).reshape(until.shape[1], -1)[:, last]
+        until = (before - before[:1])[:, :-1] + self.within
+        later = _ones(self.words[:, :, None] >> lax.iota(jnp.uint32, _WORD)[:, None] >> 1)
+        until = least(until[:, :, None] - later).swapaxes(0, 1)  # [S, M, 32, G]
+        last = (until.sum(3, dtype=jnp.int32) <= rows).sum(dtype=jnp.int32) - 1
+        return until.reshape(-1, until.shape[3])[last]
 
     def block_ends(self, before: jax.Array, bounds: jax.Array, size: int | None, routes: int) -> jax.Array | None:
         """Returns `Routing.block_ends` for blocks of `size` routes, which end where words end; None for None.
@@ -232,10 +234,10 @@ class _Counts:
 
         before: [S, G + 1], the rows before a block's first route of a group. bounds: [G + 1], the rows before a group.
         """
-        _, groups, size = self.words.shape
+        _, blocks, groups = self.words.shape
         own = jnp.clip(self.group, 0, groups - 1)
         block = lax.broadcasted_iota(jnp.int32, own.shape, 0)
-        word = (block * groups + own) * size + lax.broadcasted_iota(jnp.int32, own.shape, 1)
+        word = (lax.broadcasted_iota(jnp.int32, own.shape, 1) * blocks + block) * groups + own
         at = lambda values, where: values.reshape(-1).at[where].get(mode="promise_in_bounds")  # noqa: E731
         later = _ones(at(self.words, word) >> lax.iota(jnp.uint32, _WORD))  # This route and those after it in the word.
         row = at(before, block * (groups + 1) + own) + at(self.within, word) - later

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -126,7 +127,15 @@ def store(
             exchange.store_boxes(output.boxes.ref, box_views, output.boxes.first + in_tile + index * boxes)
         return
 
-    with_reference(hooks.out_at(tile), functools.partial(_send, box_views, places, left))
+    with_reference(
+        hooks.out_at(tile),
+        lambda out_gmem: _send(
+            [(box_views.at[box], out_gmem, columns) for box, (_, columns) in enumerate(places)],
+            out_rows.start,
+            wg_m,
+            left,
+        ),
+    )
 
 
 def _place(
@@ -194,8 +203,7 @@ def _store_through(
                 blocks_smem[box][...] = result
     plgpu.commit_smem()
     left = None if tile.rows is None else jnp.clip(tile.rows - row, 0, wg_m)
-    for box, out_gmem in enumerate(through.results):
-        _send(boxes, [(rows, columns)], left, out_gmem, box)
+    _send([(boxes.at[box], out_gmem, columns) for box, out_gmem in enumerate(through.results)], rows.start, wg_m, left)
 
 
 def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
@@ -203,30 +211,37 @@ def _loaded(blocks_smem: Sequence[SmemRef]) -> list[jax.Array]:
 
 
 def _send(
-    box_views: SmemRef,
-    places: Sequence[tuple[pl.Slice, pl.Slice]],
-    left: jax.Array | None,
-    out_gmem: GmemRef,
-    first: int = 0,
+    boxes: Sequence[tuple[SmemRef, GmemRef, pl.Slice]], first_row: Index, rows: int, left: jax.Array | None
 ) -> None:
-    """Stores boxes from the `first` on: all rows, or the first `left` in pieces of a power of two of rows."""
-    (rows, _), *_ = places
+    """Stores boxes: all rows, or the first `left` in pieces of a power of two of rows.
+
+    Args:
+      boxes: each with the reference that it is stored to and its columns there.
+      first_row: the row in the references at which all boxes begin.
+      rows: how many rows a box has.
+      left: at most `rows`; None: all.
+    """
 
     def whole() -> None:
-        for box, place in enumerate(places):
-            plgpu.copy_smem_to_gmem(box_views.at[first + box], out_gmem.at[place], commit_group=box == len(places) - 1)
+        _copy([(box_smem, out_gmem.at[pl.ds(first_row, rows), columns]) for box_smem, out_gmem, columns in boxes])
+
+    def piece(begin: Index, size: int) -> None:
+        where = pl.ds(first_row + begin, size)
+        _copy([(box_smem.at[pl.ds(begin, size)], out_gmem.at[where, columns]) for box_smem, out_gmem, columns in boxes])
 
     if left is None:
         whole()
         return
-    pl.when(left >= rows.size)(whole)
-    for size in (128, 64, 32, 16, 8, 4, 2, 1):
 
-        @pl.when(jnp.logical_and(left < rows.size, (left & size) != 0))
-        def _piece(size: int = size) -> None:
-            begin = left & ~(2 * size - 1)
-            for box, (_, columns) in enumerate(places):
-                piece_gmem = out_gmem.at[pl.ds(rows.start + begin, size), columns]
-                plgpu.copy_smem_to_gmem(
-                    box_views.at[first + box, pl.ds(begin, size)], piece_gmem, commit_group=box == len(places) - 1
-                )
+    def pieces() -> None:
+        for size in (128, 64, 32, 16, 8, 4, 2, 1):
+            if size < rows:
+                pl.when((left & size) != 0)(functools.partial(piece, left & ~(2 * size - 1), size))
+
+    # Pallas lowers the second branch twice, to learn its types. So the short branch is the second one.
+    lax.cond(left < rows, pieces, whole)
+
+
+def _copy(pairs: Sequence[tuple[SmemRef, GmemRef]]) -> None:
+    for number, (box_smem, place_gmem) in enumerate(pairs, 1):
+        plgpu.copy_smem_to_gmem(box_smem, place_gmem, commit_group=number == len(pairs))
