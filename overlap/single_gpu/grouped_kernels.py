@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,9 @@ NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
-# Chunk buffers where rows arrive: of one the copies land, one is spread, two are loaded.
-_BUFFERS_OF_ARRIVALS = 4
+# Where rows arrive: how many chunk buffers each communicator warp has, since of one the copies land while the other one
+# is spread; the bytes of a chunk; and the fewest stages.
+_BUFFERS_OF_ARRIVALS, _CHUNK_BYTES, _LEAST_STAGES = 2, 8192, 3
 
 
 class GroupsKernel(Kernel):
@@ -130,8 +131,8 @@ class GroupsKernel(Kernel):
             return None
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
-        if arrives:
-            first = dataclasses.replace(first, chunk_buffers=_BUFFERS_OF_ARRIVALS)
+        if arrives and (config := _with_chunks([first, *space.candidates(problem, target)], target, check)) is not None:
+            return config
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
         return chosen.config if chosen.refusal is None else None
 
@@ -170,6 +171,17 @@ class GroupsKernel(Kernel):
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         """Returns the function that runs the kernel on operands."""
         raise NotImplementedError
+
+
+def _with_chunks(configs: Iterable[Config], target: Target, check: Callable[[Config, Target], None]) -> Config | None:
+    """Returns the first configuration that leaves room for the chunks of all communicator warps, with fewer stages."""
+    buffers = _BUFFERS_OF_ARRIVALS * mainloop_of(target).communicators
+    for config in configs:
+        for stages in range(config.stages, _LEAST_STAGES - 1, -1):
+            fewer = dataclasses.replace(config, stages=stages, chunk_buffers=buffers, chunk_bytes=_CHUNK_BYTES)
+            if dispatch.checked(fewer, "heuristic", target, check).refusal is None:
+                return fewer
+    return None
 
 
 class RowsOfGroups(GroupsKernel):

@@ -1,9 +1,10 @@
 """Tokens arrive while their rows are multiplied: the transport of the first product of experts.
 
 The kernel is that of `single_gpu/grouped_product.py`. Its communicator warps bring the tokens of all devices, the own
-ones first, then those of the peers d+1, d+2, …, and write each to its rows:
+ones first, then those of the peers d+1, d+2, …, and write each to its rows. A CTA has two or three such warps, since
+one alone spends most of its time waiting, for a number that it draws, for memory, and for its flag:
 
-    communicator   for each chunk of tokens that it draws: tokens, here or at a peer → shared memory → their rows;
+    communicators  for each chunk of tokens that it draws: tokens, here or at a peer → shared memory → their rows;
                    when these have landed, raises the flag of the block that the chunk belongs to
     producer       for each tile: waits for the flags of all blocks that the tile's rows come from; loads the rows
 
@@ -31,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing
+from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
 from overlap.kernels.grid import cta
 from overlap.kernels.groups import MOST_BLOCKS, Blocks
@@ -54,6 +56,8 @@ from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, 
 
 # Into how many steps the tiles are ordered, at least: the weights are read once in each step.
 _STEPS = 4
+# A warp has so many chunk buffers, at least: of one the copies land, the other one is spread.
+_BUFFERS = 2
 # The copy engine moves 16 bytes, so many positions, at least.
 _SLOTS = 4
 
@@ -111,7 +115,7 @@ class Arriving:
 
     def smem_types(self, config: Config) -> tuple[ScratchType, ...]:
         chunking = self._chunking(config)
-        count = config.chunk_buffers
+        count = config.chunk_buffers  # A part of them for each warp.
         return (
             plgpu.SMEM((count, chunking.rows, chunking.cols), self.plan.dtype),
             plgpu.SMEM((count, chunking.rows, self.positions.shape[1]), jnp.int32),
@@ -120,7 +124,10 @@ class Arriving:
 
     def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
         flags, *rest = refs.flags
-        transfers = _Transfers(self.plan, self._chunking(config), self._blocks, lhs, rows, refs.inputs.arrays, flags)
+        warps = min(mainloop_of(self.plan.target).communicators, config.chunk_buffers // _BUFFERS)
+        transfers = _Transfers(
+            self.plan, self._chunking(config), self._blocks, lhs, rows, refs.inputs.arrays, flags, warps
+        )
 
         def wait(tile: Tile) -> None:
             first = quotient(tile.blocks, MOST_BLOCKS)
@@ -131,8 +138,10 @@ class Arriving:
 
             fence_async_proxy()
 
-        communicate = functools.partial(transfers.run, tuple(rest), refs.smem, cta(config))
-        return dataclasses.replace(hooks, before_lhs=wait, communicate=communicate)
+        def communicate(warp: Index) -> None:
+            pl.when(warp < warps)(functools.partial(transfers.run, tuple(rest), refs.smem, cta(config), warp))
+
+        return dataclasses.replace(hooks, before_lhs=wait, communicate_each=communicate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +156,7 @@ class _Transfers:
       rows: to which they are copied.
       positions: the row of each slot of all tokens.
       flags: of all blocks.
+      warps: communicator warps of a CTA.
     """
 
     plan: RowsPlan
@@ -156,40 +166,45 @@ class _Transfers:
     rows: GmemRef
     positions: GmemRef
     flags: SemaphoreRef
+    warps: int
 
     @property
     def chunks_of_block(self) -> int:
         return self.chunking.chunks // self.blocks
 
-    def run(self, flags: tuple[SemaphoreRef, ...], smem: tuple[Any, ...], me: Index) -> None:
-        """The work of a communicator warp of CTA `me`."""
+    def run(self, flags: tuple[SemaphoreRef, ...], smem: tuple[Any, ...], of_cta: Index, warp: Index) -> None:
+        """The work of communicator warp number `warp` of a CTA."""
         group = self.plan.group
         chunks = self.chunking.chunks
         counter = flags[-1].at[0]
+        copy = functools.partial(self._copy, smem, warp)
         if group is None:
-            self._copy(lambda index: (0, index), draw(counter, chunks), (0, chunks), counter, smem)
+            copy(lambda index: (0, 0, index), draw(counter, chunks), (0, chunks), counter)
             return
+        me = group.me()
         of_peers = (group.size - 1) * chunks
         name = f"experts {self.plan.tokens}x{self.plan.features}"
-        handshake = Handshake(flags[0], group, me, name, of_peers)
+        # Of all warps of the device, the first one of CTA 0 is number 0.
+        handshake = Handshake(flags[0], group, of_cta * self.warps + warp, name, of_peers)
         number = handshake.begin()
-        self._copy(lambda index: (0, index), draw(counter, chunks), (0, chunks), counter, smem)
+        copy(lambda index: (0, me, index), draw(counter, chunks), (0, chunks), counter)
         handshake.await_peers()
 
-        def of_peer(index: Index) -> tuple[Index, Index]:
+        def of_peer(index: Index) -> tuple[Index, Index, Index]:
             before = quotient(index, chunks)
-            return before + 1, index - before * chunks
+            return before + 1, remainder(me + before + 1, group.size), index - before * chunks
 
         first = handshake.looks
-        handshake.leave(self._copy(of_peer, number, (first, first + of_peers), handshake.counter, smem))
+        handshake.leave(copy(of_peer, number, (first, first + of_peers), handshake.counter))
 
     def _copy(
         self,
-        at: Callable[[Index], tuple[Index, Index]],
+        smem: tuple[Any, ...],
+        warp: Index,
+        at: Callable[[Index], tuple[Index, Index, Index]],
         number: Index,
         numbers: tuple[int, int],
         counter: SemaphoreRef,
-        smem: tuple[Any, ...],
     ) -> Index:
         """Copies the chunks that this warp draws, and returns how many they were.
 
@@ -197,18 +212,19 @@ class _Transfers:
         it are loaded.
 
         Args:
-          at: from a chunk's index to the distance of its device, and the chunk's index there.
+          smem: the chunk buffers, the positions of their tokens, and the barriers of both, of all warps.
+          warp: which of them are this warp's.
+          at: from a chunk's index to the distance and the position of its device, and the chunk's index there.
           number, numbers, counter: as for `copy_chunks`.
-          smem: the chunk buffers, the positions of their tokens, and the barriers of both.
         """
         begin, end = numbers
         chunks_smem, positions_smem, loaded = smem
-        buffers = chunks_smem.shape[0]
+        buffers = chunks_smem.shape[0] // self.warps
+        of_warp = warp * buffers
 
         def place(number: Index) -> tuple[Index, Index, Index, Index]:
             """The distance and the position of the device, the chunk's first token and column there."""
-            distance, index = at(number - begin)
-            device = 0 if self.plan.group is None else self.plan.group.peer(distance)
+            distance, device, index = at(number - begin)
             return distance, device, *self.chunking.origin(index)
 
         def load(number: Index, buffer: Index) -> None:
@@ -217,9 +233,9 @@ class _Transfers:
                 distance, device, row, column = place(number)
                 rows = pl.ds(row, self.chunking.rows)
                 tokens = self._tokens_of(distance).at[rows, pl.ds(column, self.chunking.cols)]
-                tma_load(tokens, chunks_smem.at[buffer], loaded.at[buffer])
+                tma_load(tokens, chunks_smem.at[of_warp + buffer], loaded.at[of_warp + buffer])
                 of_rows = pl.ds(device * self.plan.tokens + row, self.chunking.rows)
-                tma_load(self.positions.at[of_rows], positions_smem.at[buffer], loaded.at[buffer])
+                tma_load(self.positions.at[of_rows], positions_smem.at[of_warp + buffer], loaded.at[of_warp + buffer])
 
         def spread(number: Index, buffer: Index) -> Index:
             """Starts the copies of a chunk to its rows, and returns the index of its block."""
@@ -227,11 +243,12 @@ class _Transfers:
             columns = pl.ds(column, self.chunking.cols)
             for token in range(self.chunking.rows):
                 for slot in range(self.plan.slots):
-                    at_row = load_word(positions_smem.at[buffer, token, slot])
+                    at_row = load_word(positions_smem.at[of_warp + buffer, token, slot])
 
                     def store(token: int = token, at_row: Index = at_row) -> None:
                         to_gmem = self.rows.at[pl.ds(at_row, 1), columns]
-                        plgpu.copy_smem_to_gmem(chunks_smem.at[buffer, pl.ds(token, 1)], to_gmem, commit_group=False)
+                        from_smem = chunks_smem.at[of_warp + buffer, pl.ds(token, 1)]
+                        plgpu.copy_smem_to_gmem(from_smem, to_gmem, commit_group=False)
 
                     pl.when(at_row < self.plan.rows)(store)
             plgpu.commit_smem_to_gmem_group()
@@ -248,7 +265,7 @@ class _Transfers:
 
         def carry(state: Tree) -> Tree:
             buffer, count, before, (oldest, *others, following) = state
-            plgpu.barrier_wait(loaded.at[buffer])
+            plgpu.barrier_wait(loaded.at[of_warp + buffer])
             block = spread(oldest, buffer)
             wait_stores_landed(1)
             landed(before)

@@ -225,8 +225,8 @@ class _Counts:
         if size is None:
             return None
         last = np.arange(size, routes + 1, size) // _WORD - 1  # The last word of each block.
-        block, word = np.divmod(last, self.words.shape[2])
-        until = before[block, :-1] + self.within[block, :, word]
+        block, word = np.divmod(last, len(self.words))
+        until = before[block, :-1] + self.within[word, block]
         return jnp.minimum(until, bounds[1:])
 
     def of_routes(self, before: jax.Array, bounds: jax.Array, nowhere: int) -> jax.Array:
