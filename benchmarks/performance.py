@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks import command, figures
+from benchmarks import command, expert_rival, experts, figures
 from benchmarks.current import Row, Table, method, problem_of, tables
 from overlap.choice.tables import replace
 from overlap.cli import ending
@@ -47,14 +47,19 @@ def _gpus(table: Table) -> str:
     return f"{table.devices} × {table.device_kind.removeprefix('NVIDIA ').split()[0]}{layout}"
 
 
+def _gain(ratio: float) -> str:
+    """A rival's time over ours, in bold where the rival is faster."""
+    bold = "**" if ratio < 1 else ""
+    return f"{bold}{ratio:.2f}{bold}"
+
+
 def _cells(table: Table, row: Row, *others: Row | None, digits: int = 1) -> list[str]:
     """Returns GPUs, sizes, the times of all rows, and the ratios of `row`: in bold if XLA is faster."""
     shape, dtype, layout = problem_of(row)
     sizes = " ".join([shape.replace("x", "×"), dtype, *([] if layout == "nn" else [layout])])
     times = [f"{float(each['loop_us']):.{digits}f}" if each else "–" for each in (row, *others)]
     gain, roof = row["xla_over_this"], row.get("roof_over_this")
-    bold = "**" if gain and float(gain) < 1 else ""
-    ratios = f"{bold}{float(gain):.2f}{bold}" if gain else "–", f"{float(roof):.2f}" if roof else "–"
+    ratios = _gain(float(gain)) if gain else "–", f"{float(roof):.2f}" if roof else "–"
     return [_gpus(table), sizes, *times, *ratios]
 
 
@@ -82,16 +87,31 @@ def _losses(given: Sequence[Table]) -> str:
 
 
 def _of_experts(given: Sequence[Table]) -> str:
-    """One row for each problem: the time of the kernels, and the ratios of the others."""
-    rows = []
+    """A table of layers beside tokamax, and one of products: the time of the kernels, and the ratios of the others."""
+    rows, layers = [], []
     for table in given:
         for problem in table.problems():
+            if layer := method(problem, "layer"):
+                us = float(layer["loop_us"])
+                shape, _, case = problem_of(layer)
+                model, rest = case.split(", layer, ")
+                passed, routing = rest.rsplit(", ", 1)
+                first = int(shape.split("x")[0])
+                tokens, flops = experts.of_row(model, f"layer, {passed}", first, table.devices)
+                rivals = [float(row["loop_us"]) for name in expert_rival.CONFIGS if (row := method(problem, name))]
+                cells = f"{us:.0f}", f"{flops / us / 1e6:.0f}"
+                theirs = (f"{min(rivals):.0f}", _gain(min(rivals) / us)) if rivals else ("–", "–")
+                layers.append([_gpus(table), model, routing, f"{tokens:.0f}", passed, *cells, *theirs])
             if fused := method(problem, "fused"):
                 us = float(fused["loop_us"])
                 others = [method(problem, name) for name in _RIVALS]
                 ratios = [f"{float(other['loop_us']) / us:.2f}" if other else "–" for other in others]
                 rows.append([_gpus(table), *_cells(table, fused)[1:3], *ratios])
-    return _lines(("GPUs", "problem", "fused, µs", *(f"{name} / fused" for name in _RIVALS)), sorted(rows))
+    headings = ("GPUs", "model", "routing", "tokens per GPU", "pass", "ours, µs", "TFLOP/s per GPU", "tokamax, µs",
+                "tokamax / ours")  # fmt: skip
+    layers.sort(key=lambda row: (*row[:3], int(row[3]), row[4]))
+    of_layers = _lines(headings, layers) + "\n" if layers else ""
+    return of_layers + _lines(("GPUs", "problem", "fused, µs", *(f"{name} / fused" for name in _RIVALS)), sorted(rows))
 
 
 def _of_steps(given: Sequence[Table]) -> str:

@@ -33,14 +33,15 @@ from benchmarks import expert_rival, kernel_times
 FSDP, TENSOR = "fsdp", "tensor"
 BETWEEN = P(FSDP, TENSOR, None)
 HEADS = P(FSDP, None, TENSOR, None)
-# By method: the module of the layers, and their keyword `implementation` if they have one.
+# By method: the module of the layers, and their keywords.
 _PLAIN = "examples.plain_layers"
-LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": (_PLAIN, {}),
     "plain between": (_PLAIN, {}),
     "plain hiding": (_PLAIN, {}),
     "chosen": ("overlap.layers", {"implementation": None}),
     "fused": ("overlap.layers", {"implementation": "fused"}),
+    "fused keep": ("overlap.layers", {"implementation": "fused", "keep_gathered": True}),
     "layers xla": ("overlap.layers", {"implementation": "xla"}),
 }
 # Steps: before the times; of each of `TIMES` times; whose losses are compared; that are profiled.

@@ -6,8 +6,8 @@ Two kinds of modules:
               change nothing. They work with any jax that has the name. `nccl_versions.py` and `kernel_axes.py` use no
               private name: the first depends on jax's version, the second on how jax names the axes of kernels
     patches     `host_meshes.py`, `mirrored_ranks.py`, `told_addresses.py`, `square_tiles.py`, `unequal_tiles.py`,
-              `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules. Only
-              `apply` makes these changes, and only with a version of jax on which they were checked (`patch.py`)
+              `cluster_refs.py`, `equal_texts.py` and `warp_loops.py` change jax's own modules. Only `apply` makes these
+              changes, and only with a version of jax on which they were checked (`patch.py`)
 
 Where patches are applied: `overlap/kernels/launch.py`, when a kernel of this library is lowered for a GPU, and
 `overlap.primitives.prepare()`, for kernels that a user writes. Importing this package changes nothing and imports no

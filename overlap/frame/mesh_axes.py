@@ -99,7 +99,8 @@ def enter(
         axes_of_operands = set().union(*axes_of_operand.values())
         axes_of_result = set(itertools.chain(*axes_of_spec(out_spec)))
         sharers = math.prod(mesh.shape[axis] for axis in axes_of_operands - axes_of_result)
-        shares = of_results if sharers == 1 else jax.tree.map(lambda d: d / sharers, of_results)
+        # The cotangents of integers are float0, which cannot be divided.
+        shares = jax.tree.map(lambda d: d if sharers == 1 or d.dtype == jax.dtypes.float0 else d / sharers, of_results)
         (found,) = pull(shares)
         summed = {name: tuple((axes_of_operands | axes_of_result) - axes) for name, axes in axes_of_operand.items()}
         return {name: lax.psum(d, summed[name]) if summed[name] else d for name, d in found.items()}

@@ -8,9 +8,12 @@ this module.
 
 One thread, because Mosaic GPU's and XLA's compilers wait for each other's options (measured with jax 0.11.2 and
 0.12.0.1: two threads with two kernels each take 0.8 to 1 of the time of one thread, but a thread beside Python costs
-nothing). It takes the latest kernel first, since XLA begins with the first ones.
+nothing). It takes the latest kernel first, since XLA begins with the first ones. This module holds no lock, so two
+threads that lower at once may start two threads here, or assemble a kernel twice. That costs time only.
 
-Only kernels that a GPU of this process will run are assembled: the program of another machine is compiled there.
+Only kernels that a GPU of this process will run are assembled: the program of another machine is compiled there. A
+program that is lowered, and not compiled, or that jax's persistent cache has, makes work in vain. In jax's logs each
+kernel is a program of its own, `overlap_assembly`.
 """
 
 from __future__ import annotations
@@ -59,20 +62,21 @@ def assembling(context: Any) -> Iterator[None]:
 
 def _device(context: Any) -> Device | None:
     """Returns a GPU of this process that will run the program; None if there is none, or if it is not known."""
-    mesh = getattr(context.axis_context, "mesh", None)
-    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else ()
-    devices = getattr(context.axis_context, "device_assignment", None) or devices
-    if "cuda" not in context.platforms or not any(device.platform == "gpu" for device in devices):
+    if "cuda" not in context.platforms or not _compat.backends_are_initialized() or jax.default_backend() != "gpu":
         return None
-    here = set(jax.local_devices())
+    here = jax.local_devices()
+    mesh = getattr(context.axis_context, "mesh", None)
+    devices = tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else ()
+    devices = getattr(context.axis_context, "device_assignment", None) or devices
+    if not devices:  # jax does not say on which device a program of one device will run.
+        return here[0] if getattr(context.axis_context, "num_devices", None) == 1 else None
     return next((device for device in devices if device in here), None)
 
 
 def _start() -> None:
     """Starts the thread, unless it runs or has nothing to do.
 
-    No lock is held, so that a fork of the process can find none taken. If the thread ends just now, its last kernel
-    waits for the next call: a loss of time, but of nothing else.
+    If the thread ends just now, its last kernel waits for the next call: a loss of time, but of nothing else.
     """
     global _worker
     if _waiting and (_worker is None or not _worker.is_alive()):

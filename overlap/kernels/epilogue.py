@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Epilogue, ThroughEpilogue, Values
+from overlap.kernels.hooks import Epilogue, ResultsEpilogue, Values
 from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Mainloop
 from overlap.primitives.types import GmemRef, Index
@@ -139,7 +139,7 @@ def epilogue(
 
 
 @dataclasses.dataclass(frozen=True)
-class Through:
+class ProgramResults:
     """An epilogue with several results, some of which may be summed over the columns instead of being stored.
 
     The program is called with the values of all right operands, then the addends, then, if there is one, the vector of
@@ -163,8 +163,8 @@ class Through:
         vectors: Vectors,
         first_column: Index,
         sums_at: Callable[[pl.Slice, pl.Slice], GmemRef] | None = None,
-    ) -> ThroughEpilogue:
-        """Returns the epilogue of one tile (`hooks.Through`).
+    ) -> ResultsEpilogue:
+        """Returns the epilogue of one tile (`hooks.SeveralResults`).
 
         Args:
           mainloop: the mainloop that computes the values.

@@ -23,8 +23,8 @@ LEAST_BLOCK_ROWS = 64
 type Values = jax.Array | tuple[jax.Array, ...]
 # epilogue(values, rows, columns, addend): see `Hooks.epilogue_at`.
 type Epilogue = Callable[[Values, pl.Slice, pl.Slice, jax.Array | None], jax.Array]
-# through(values, rows, columns, addends): see `Through`.
-type ThroughEpilogue = Callable[
+# results_epilogue(values, rows, columns, addends): see `SeveralResults`.
+type ResultsEpilogue = Callable[
     [Callable[[int, int], tuple[jax.Array, ...]], pl.Slice, pl.Slice, Callable[[], Sequence[jax.Array]]],
     Iterator[Mapping[int, jax.Array]],
 ]
@@ -211,7 +211,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Through:
+class SeveralResults:
     """An epilogue with several addends or results, all [rows, n] and of the output's dtype (`OperandTypes.boxes`).
 
     It takes neither swapped operands nor an `Exchange`, nor tiles that several CTAs share.
@@ -228,7 +228,7 @@ class Through:
 
     addends: Sequence[GmemRef]
     results: Sequence[GmemRef]
-    epilogue_at: Callable[[Tile], ThroughEpilogue]
+    epilogue_at: Callable[[Tile], ResultsEpilogue]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Hooks:
     piece_done: Callable[[Tile, Index], None] | None = None
     addend_at: Callable[[Tile], GmemRef] | None = None
     epilogue_at: Callable[[Tile], Epilogue] | None = None
-    through: Through | None = None
+    through: SeveralResults | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None
     lhs_changes: bool = False

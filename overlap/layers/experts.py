@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Unpack
@@ -18,13 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import overlap
-from overlap.collectives.rows.mlp import expert_mlp
 from overlap.frame import mesh_axes
 from overlap.frame.activation import traced
 from overlap.frame.elementwise import NotElementwise
 from overlap.frame.signatures import AnyMesh
-from overlap.kernels.varying import axes_of, same_along
 from overlap.layers.checks import (
     check_activation,
     check_dtypes,
@@ -53,6 +49,7 @@ from overlap.layers.parallel import (
 )
 from overlap.layers.routers import Router, RouterReport, Routes, SoftmaxTopK, check_router, check_routes
 from overlap.sharded import partitions
+from overlap.sharded.experts import routed_mlp
 
 
 class ExpertKernel(nnx.Module):
@@ -325,9 +322,13 @@ class ExpertMLP(Parallel):
         activation, scalars = self._activation(mesh)
         parts |= scalars
         specs |= dict.fromkeys(scalars, P())
-        of_parts = functools.partial(self._of_parts, limits, activation)
         try:
-            out, dropped = partitions.on_parts(of_parts, mesh, specs, spec)(parts)
+            out, dropped = routed_mlp(
+                parts, specs, self.axis, mesh, limits,
+                activation=activation,
+                preferred_element_type=self.preferred_element_type,
+                implementation=self.implementation,
+            )  # fmt: skip
         except (ValueError, NotImplementedError) as wrong:
             raise type(wrong)(f"{self.title}: {wrong}") from wrong
         return self._without_padding(out, shape) if is_whole else out, dropped
@@ -408,29 +409,3 @@ class ExpertMLP(Parallel):
         """The array in another shape. On an Explicit mesh, `spec` says how the result is sharded."""
         mesh = mesh_in_use(self)
         return lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec) if mesh_axes.explicit_axes(mesh) else None)
-
-    def _of_parts(
-        self, limits: dict[str, int], activation: Callable[..., jax.Array], parts: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        """The result for this device's tokens, and the number of its dropped routes, with as many dimensions."""
-        x, gates, chosen = (parts[name].reshape(-1, parts[name].shape[-1]) for name in ("x", "gates", "chosen"))
-        axes = names_in(self.fsdp_axis)
-
-        def whole(name: str) -> jax.Array:
-            if not axes:
-                return parts[name]
-            gathered = lax.all_gather(parts[name], axes, axis=1, tiled=True)
-            # Where the tokens are the same along an axis of FSDP, so is the result, and its type must say so.
-            return same_along(gathered, set(axes) - axes_of(x))
-
-        routing = overlap.route(chosen, self.num_experts, self.axis, gates=gates, **limits)
-        weights = {name: whole(name) for name in ("gate", "up", "down")}
-        biases = {name: part for name, part in parts.items() if name.endswith(".bias")}
-        scalars = [part for name, part in parts.items() if name.startswith("scalars.")]
-        out = expert_mlp(
-            x, weights | biases, routing, self.axis,
-            activation=activation, scalars=scalars or None,
-            preferred_element_type=self.preferred_element_type,
-            implementation=self.implementation,
-        )  # fmt: skip
-        return out.reshape(parts["x"].shape), routing.dropped.reshape((1,) * parts["x"].ndim)

@@ -42,7 +42,7 @@ from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
-from overlap.single_gpu.grouped_product import Arrival, Through
+from overlap.single_gpu.grouped_product import Arrival, EpilogueOperands
 
 NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
@@ -211,9 +211,9 @@ class RowsOfGroups(GroupsKernel):
         operands: Operands,
         layouts: OperandLayouts,
         like: LaunchPlan,
-        how: Through | None,
+        how: EpilogueOperands | None,
         arrives: bool = False,
-    ) -> Callable[[Operands, Through | None, Arrival | None], tuple[jax.Array, ...]] | None:
+    ) -> Callable[[Operands, EpilogueOperands | None, Arrival | None], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
         The operands may be types. The kernel takes them, and the same epilogue; if `how` is None, the activation of
@@ -229,7 +229,7 @@ class RowsOfGroups(GroupsKernel):
             return None
         plan = LaunchPlan(self.operation, form, like.target, config, like.activation if how is None else None)
 
-        def run(operands: Operands, how: Through | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
             sizes = groups.clipped(operands.group_sizes, form.m)
             operands = dataclasses.replace(operands, group_sizes=sizes)
             if explaining.value is not None:  # Only types are wanted.
@@ -319,10 +319,12 @@ class Contraction(GroupsKernel):
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
-def _through(plan: LaunchPlan, operands: Operands, how: Through, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+def _through(
+    plan: LaunchPlan, operands: Operands, how: EpilogueOperands, arrival: Arrival | None
+) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
-    def run(operands: Operands, how: Through | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+    def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
         return grouped_product.rows_through(operands, plan, how, arrival)
 
     return run(operands, how, arrival)

@@ -73,7 +73,7 @@ class _Rows:
     table: TileTable
     zeros: GmemRef  # For rows behind all groups, if they are cleared.
     vectors: epilogue.Vectors
-    through: Through | None = None
+    through: EpilogueOperands | None = None
     arrays: Tree = None
 
 
@@ -87,7 +87,7 @@ class _Results:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Through:
+class EpilogueOperands:
     """An epilogue with several results, and what it reads.
 
     Attributes:
@@ -96,7 +96,7 @@ class Through:
       first_of_sums: in a kernel that sums, where the sums of each group begin, relative to the group's rows.
     """
 
-    how: epilogue.Through = dataclasses.field(metadata={"static": True})
+    how: epilogue.ProgramResults = dataclasses.field(metadata={"static": True})
     addends: tuple[GmemRef, ...] = ()
     first_of_sums: GmemRef = None
 
@@ -143,7 +143,7 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
 
 @in_32_bits
 def rows_through(
-    operands: Operands, plan: LaunchPlan, through: Through | None, arrival: Arrival | None = None
+    operands: Operands, plan: LaunchPlan, through: EpilogueOperands | None, arrival: Arrival | None = None
 ) -> tuple[jax.Array, ...]:
     """Multiplies the rows of each group by the group's matrix, with an epilogue of several results or arriving rows.
 
@@ -161,7 +161,7 @@ def rows_through(
 
 
 def _launched(
-    operands: Operands, plan: LaunchPlan, clears: bool, through: Through | None, arrival: Arrival | None = None
+    operands: Operands, plan: LaunchPlan, clears: bool, through: EpilogueOperands | None, arrival: Arrival | None = None
 ) -> tuple[jax.Array, ...]:
     config = plan.config
     form = plan.form
@@ -279,7 +279,7 @@ class _RowsBody:
         tile_n = self.kernel.config.tile_n
         return tile.step * (ceil_div(self.refs.outputs.stored[0].shape[1], tile_n) * tile_n)
 
-    def _through(self, through: Through) -> hooks.Through:
+    def _through(self, through: EpilogueOperands) -> hooks.SeveralResults:
         results = self.refs.outputs.stored
         sums_gmem = self.refs.outputs.sums
 
@@ -287,12 +287,12 @@ class _RowsBody:
             first = through.first_of_sums[tile.step] + rows.start
             return sums_gmem.at[quotient(columns.start, EPILOGUE_COLUMNS), pl.ds(first, rows.size)]
 
-        def epilogue_at(tile: Tile) -> hooks.ThroughEpilogue:
+        def epilogue_at(tile: Tile) -> hooks.ResultsEpilogue:
             at = functools.partial(sums_at, tile) if through.how.sums else None
             vectors = self.refs.inputs.vectors
             return through.how.epilogue(self.kernel.mainloop, results[0].dtype, vectors, self._first_column(tile), at)
 
-        return hooks.Through(through.addends, results, epilogue_at)
+        return hooks.SeveralResults(through.addends, results, epilogue_at)
 
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""

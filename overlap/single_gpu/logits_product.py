@@ -241,7 +241,7 @@ class _Body:
             out_at=lambda tile: self.refs.outputs[0],
             addend_at=None if inputs.total is None else lambda tile: inputs.total,
             epilogue_at=None if of_rows.lse is None else lambda tile: self._cotangent,
-            through=hooks.Through((), (), lambda tile: self._statistics) if len(self.refs.outputs) > 1 else None,
+            through=hooks.SeveralResults((), (), lambda tile: self._statistics) if len(self.refs.outputs) > 1 else None,
         )
 
     def _chunk(self, rhs_gmem: GmemRef) -> GmemRef | ByKStep:
@@ -280,7 +280,7 @@ class _Body:
         columns: pl.Slice,
         addends: Callable[[], Sequence[jax.Array]],
     ) -> Iterator[dict[int, jax.Array]]:
-        """The epilogue of the first product (`hooks.Through`), which has no results but the tables."""
+        """The epilogue of the first product (`hooks.SeveralResults`), which has no results but the tables."""
         parts = [
             self._of_part(values(first, WIDTH)[0], rows, pl.ds(columns.start + first, WIDTH))
             for first in range(0, EPILOGUE_COLUMNS, WIDTH)

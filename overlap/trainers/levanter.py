@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from overlap.choice.dispatch import Implementation
 from overlap.frame import mesh_axes
-from overlap.trainers.experts import routed_mlp
+from overlap.sharded.experts import routed_mlp
 
 
 def moe_mlp(
@@ -104,12 +104,12 @@ def moe_mlp(
     inwards = mesh_axes.spec((axis, along, ()))
     outwards = mesh_axes.spec((axis, *mesh_axes.axes_of_type(w_down)[1:]))
     gate, up = jnp.split(jax.reshard(w_up_gate, inwards), 2, axis=-1)
-    return routed_mlp(
-        {"x": x, "chosen": selected_experts, "gates": combine_weights},
-        {"gate": gate, "up": up, "down": w_down},
+    out, _ = routed_mlp(
+        {"x": x, "chosen": selected_experts, "gates": combine_weights, "gate": gate, "up": up, "down": w_down},
         {"x": spec, "gate": inwards, "up": inwards, "down": outwards},
         axis,
-        lambda gate, up: function(gate) * up,
         mesh,
-        implementation,
+        activation=lambda gate, up: function(gate) * up,
+        implementation=implementation,
     )
+    return out

@@ -32,7 +32,7 @@ from overlap.frame import mesh_axes
 from overlap.frame.explain import Explanations, recorded
 from overlap.layers import ShardedDotGeneral
 from overlap.sharded import partitions
-from overlap.trainers.experts import routed_mlp
+from overlap.sharded.experts import routed_mlp
 
 VERSION = "0.2.5"
 TENSOR = ("tensor", "tensor_sequence")
@@ -213,8 +213,9 @@ def _sparse_matmul(
     if self.config.load_balance_loss_weight > 0:
         probabilities = jax.nn.softmax([*logits.values()][-1].astype(jnp.float32))
         loss = self.load_balance_loss(chosen, probabilities.astype(self.dtype))
-    routed = {"x": inputs, "chosen": chosen, "gates": gates}
-    return routed_mlp(routed, given, specs, axis, self.apply_ffn_activation, mesh, implementation), loss, None
+    given |= {"x": inputs, "chosen": chosen, "gates": gates}
+    how = {"activation": self.apply_ffn_activation, "implementation": implementation}
+    return routed_mlp(given, specs, axis, mesh, **how)[0], loss, None
 
 
 def main(argv: Sequence[str]) -> None:

@@ -294,13 +294,13 @@ def grouped_matmul(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
         def with_values(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, bias: jax.Array) -> Any:
             given = Operands(lhs, (rhs, rhs), biases=(bias, bias), group_sizes=sizes)
-            how = grouped_product.Through(epilogue.Through(activation.with_values(lhs.dtype), 3))
+            how = grouped_product.EpilogueOperands(epilogue.ProgramResults(activation.with_values(lhs.dtype), 3))
             plan = plan_of(given, config, lhs.dtype, right, gated=activation)
             return grouped_product.rows_through(given, plan, how)
 
         def of_cotangent(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, weights: jax.Array, *z: jax.Array) -> Any:
             given = Operands(lhs, (rhs,), row_scale=weights, group_sizes=sizes)
-            how = grouped_product.Through(epilogue.Through(activation.of_cotangent(), 3, sums=True), z)
+            how = grouped_product.EpilogueOperands(epilogue.ProgramResults(activation.of_cotangent(), 3, sums=True), z)
             return grouped_product.rows_through(given, plan_of(given, config, lhs.dtype, right), how)
 
         if through == "values":

@@ -183,7 +183,7 @@ for number, (dtype, config) in enumerate((
     row(f"groups on Blackwell {dtype} {config}", slow=number > 1, words=("tcgen05.mma.cta_group::1",),
         case=Case("grouped_matmul", 1, (65536, 1544, 2048), dtype, "b200", {"tile_m": 128, **config}),
         not_words=("wgmma",))  # fmt: skip
-# Epilogues with several results (`hooks.Through`): the largest tiles that the limits let through, on each architecture.
+# Epilogues with several results (`hooks.SeveralResults`): the largest tiles within the limits, on each architecture.
 LESS = jax.__version_info__ < (0, 12)
 for number, (through, target, config) in enumerate((
     ("values", "h200", dict(tile_m=128, tile_n=256 if LESS else 128, stages=3)),

@@ -237,19 +237,20 @@ def test_the_load_evens_the_experts() -> None:
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_an_activation_that_captures_a_scalar(kind: Any) -> None:
-    """A number made on the mesh, and one that is learned: the result and its gradient, as by the dense formula."""
+def test_an_activation_that_captures_scalars(kind: Any) -> None:
+    """Numbers made on the mesh, and one that is learned: the result and its gradient, as by the dense formula."""
     x = draw(5, (2, 4, 8))
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])):
-        fixed = jnp.float32(1.5)
+        # More than ten, so that their order differs from the order of their names.
+        fixed = [jnp.float32(i) for i in range(12)]
 
         def loss(learned: jax.Array, activation: Any) -> jax.Array:
             layer = MLP(rngs=nnx.Rngs(0), batch_axis="data", activation=activation(learned))
             return (layer(x)[0] ** 2).sum()
 
         def scaled(learned: jax.Array) -> Any:
-            return lambda gate: gate * jax.nn.sigmoid(fixed * gate) * learned
+            return lambda gate: gate * jax.nn.sigmoid(sum(i * x * gate for i, x in enumerate(fixed)) / 500) * learned
 
         value, slope = jax.jit(jax.value_and_grad(lambda learned: loss(learned, scaled)))(jnp.float32(2))
-        plain = jax.jit(lambda: loss(jnp.float32(1), lambda _: lambda gate: gate * jax.nn.sigmoid(1.5 * gate)))()
+        plain = jax.jit(lambda: loss(jnp.float32(1), lambda _: lambda gate: gate * jax.nn.sigmoid(1.012 * gate)))()
     np.testing.assert_allclose([value, slope], [4 * plain, 4 * plain], rtol=1e-5)

@@ -16,6 +16,7 @@ import overlap
 from overlap.choice import dispatch
 from overlap.emulation import emulate
 from overlap.kernels import launch, target
+from overlap.sharded import partitions
 from tests.layers.sharded_cases import answer, assert_near, assert_same, make_mesh, put, whole
 
 CONFIG = overlap.Config(tile_n=64, stages=2)
@@ -337,3 +338,16 @@ def test_gradients_within_another_shard_map():
     # Each of two devices along "x" has the product, with factors 1 and 2 along "y".
     cotangent = 2 * (1 + 2**2) * product(lhs, rhs) / 32
     assert_near(found, (product(cotangent, np.asarray(rhs).T), product(np.asarray(lhs).T, cotangent)), 2e-3)
+
+
+def test_an_integer_beside_the_result_within_another_shard_map():
+    """Without `check_vma`, devices share the cotangents of results that they all have; an integer has none."""
+
+    def outer(x):
+        of_parts = lambda parts: (lax.psum((parts["x"] ** 2).sum(), "x"), jnp.int32(1))  # noqa: E731
+        return partitions.on_parts(of_parts, jax.sharding.get_abstract_mesh(), {"x": P("x")}, P())({"x": x})[0]
+
+    mapped = jax.shard_map(outer, mesh=EXPLICIT, in_specs=P(), out_specs=P(), axis_names={"y"}, check_vma=False)
+    with jax.set_mesh(EXPLICIT):
+        found = jax.jit(jax.grad(mapped))(jax.device_put(jnp.arange(4.0), P("x")))
+    np.testing.assert_array_equal(found, 2 * np.arange(4))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import overlap
@@ -50,6 +52,41 @@ def test_each_kernel_is_begun_once(begun, monkeypatch):
     assert not ahead._waiting
 
 
-def test_nothing_is_begun_for_a_gpu_of_another_machine(begun):
+class Gpu:
+    platform = "gpu"
+
+
+HERE, THERE = [Gpu(), Gpu()], [Gpu(), Gpu()]
+
+
+def context(**axis_context):
+    return types.SimpleNamespace(platforms=("cuda",), axis_context=types.SimpleNamespace(**axis_context))
+
+
+def mesh(devices):
+    """A mesh as jax makes it, of devices that are none."""
+    made = object.__new__(jax.sharding.Mesh)
+    vars(made)["devices"] = np.array(devices, object)
+    return made
+
+
+@pytest.mark.parametrize(("where", "device"), [
+    ({"mesh": mesh(HERE[:1])}, HERE[0]), ({"mesh": mesh(HERE)}, HERE[0]),
+    ({"mesh": mesh([HERE[0], *THERE])}, HERE[0]),
+    ({"mesh": mesh([*THERE, HERE[1]])}, HERE[1]), ({"mesh": mesh(THERE)}, None),
+    ({"num_devices": 1, "device_assignment": None}, HERE[0]), ({"num_devices": 4, "device_assignment": None}, None),
+    ({"num_devices": 2, "device_assignment": (THERE[0], HERE[1])}, HERE[1]), ({"device_assignment": (*THERE,)}, None),
+])  # fmt: skip
+def test_a_gpu_of_this_process_assembles(monkeypatch, where, device):
+    monkeypatch.setattr(jax, "local_devices", lambda: HERE)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ahead._compat, "backends_are_initialized", lambda: True)
+    given = context(**where)
+    assert ahead._device(given) is device
+    given.platforms = ("cpu",)
+    assert ahead._device(given) is None
+
+
+def test_without_a_gpu_nothing_is_begun(begun):
     lower(472)
     assert not begun and not ahead._waiting

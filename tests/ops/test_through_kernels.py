@@ -22,7 +22,7 @@ from overlap.kernels.hopper import limits as hopper_limits
 from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.kernels.target import emulating
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
-from overlap.single_gpu.grouped_product import Through, rows_through
+from overlap.single_gpu.grouped_product import EpilogueOperands, rows_through
 from tests.ops.grouped_plans import plan_of
 from tests.ops.test_grouped_kernels import emulated, operands, spans
 
@@ -64,7 +64,7 @@ def test_values_and_result(sizes: tuple[int, ...], on: tuple[Any, Config]) -> No
     m, k, n = sum(sizes) + 20, 72, 192
     lhs, w_gate, w_up, *biases = operands(7, (m, k), *[(len(sizes), k, n)] * 2, *[(len(sizes), n)] * 2)
     lhs = lhs.at[sum(sizes) :].set(jnp.nan)
-    how = Through(epilogue.Through(PROVEN.with_values(jnp.bfloat16), 3))
+    how = EpilogueOperands(epilogue.ProgramResults(PROVEN.with_values(jnp.bfloat16), 3))
 
     def run(sizes: jax.Array) -> tuple[jax.Array, ...]:
         given = Operands(lhs, (w_gate, w_up), biases=tuple(b.astype(jnp.float32) for b in biases), group_sizes=sizes)
@@ -92,7 +92,7 @@ def test_cotangents_and_sums(sizes: tuple[int, ...], on: tuple[Any, Config]) -> 
     lhs, rhs, gate, up = operands(11, (m, k), (len(sizes), n, k), (m, n), (m, n))
     weights = jnp.asarray(np.random.default_rng(5).integers(1, 4, m), jnp.float32)
     lhs, gate, up, weights = (x.at[sum(sizes) :].set(jnp.nan) for x in (lhs, gate, up, weights))
-    how = Through(epilogue.Through(PROVEN.of_cotangent(), 3, sums=True), (gate, up))
+    how = EpilogueOperands(epilogue.ProgramResults(PROVEN.of_cotangent(), 3, sums=True), (gate, up))
 
     def run(sizes: jax.Array) -> tuple[jax.Array, ...]:
         given = Operands(lhs, (rhs,), row_scale=weights, group_sizes=sizes)
@@ -119,7 +119,7 @@ def test_sums_leave_out_columns_that_there_are_not() -> None:
     chance = np.random.default_rng()
     gate = jnp.asarray(chance.choice([2.0, 4.0, 8.0], (m, n)), jnp.bfloat16)
     lhs, rhs, up = (jnp.asarray(chance.integers(-4, 5, shape), jnp.bfloat16) for shape in ((m, k), (1, n, k), (m, n)))
-    how = Through(epilogue.Through(proven.of_cotangent(), 3, sums=True), (gate, up))
+    how = EpilogueOperands(epilogue.ProgramResults(proven.of_cotangent(), 3, sums=True), (gate, up))
 
     def run(sizes: jax.Array) -> tuple[jax.Array, ...]:
         given = Operands(lhs, (rhs,), row_scale=jnp.ones(m), group_sizes=sizes)

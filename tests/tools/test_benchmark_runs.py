@@ -153,17 +153,19 @@ def test_experts_may_be_measured_without_xla_and_are_drawn(tmp_path, monkeypatch
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(experts, "measure", lambda made, rounds, turns: {name: [50.0] for name in made})
     options = "--dry-run", "--devices", "2", "--routings", "balanced", "--out", str(tmp_path), "--products"
-    for methods in (["fused"], ["fused", "xla"]):
+    for methods in (["fused", "layer"], ["fused", "xla", "layer", "tokamax"]):
         assert experts.main([*options, *experts.PASSES, "up", "--methods", *methods]) == 0
         given = current.tables(tmp_path)
         page = performance.text("<!-- results: experts -->\n<!-- end -->", given)
         assert page.count(f"balanced | 50.0 | {'1.00' if 'xla' in methods else '–'} | – | – | – |") == 3
+        theirs = "50 | 1.00" if "tokamax" in methods else "– | –"
+        assert page.count(f" | 32 | forward | 50 | 0 | {theirs} |") == 1
         with figures._style(), monkeypatch.context() as patch:
             patch.setattr(figures, "_svg", lambda axes: [line.get_xydata().tolist() for line in axes.lines])
             points = [points for points in figures._experts(given) if points]
         # 64 tokens choose 4 experts each. Three products of 128 x 128.
         of_forward = 32 * 4 * 3 * 2 * 128 * 128 / 50 / 1e6
-        expected = sorted([[[32, of_forward]], [[32, 3 * of_forward]]] * len(methods))
+        expected = sorted([[[32, of_forward]], [[32, 3 * of_forward]]] * (2 if "tokamax" in methods else 1))
         assert sorted(points) == [[pytest.approx(point) for point in line] for line in expected]
 
 

@@ -48,7 +48,7 @@ from overlap.kernels.config import FLOAT16
 from overlap.kernels.launch import checks_numbers
 from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
-from overlap.single_gpu.grouped_product import Through
+from overlap.single_gpu.grouped_product import EpilogueOperands
 
 # Tokens arrive while they are multiplied where each expert has so many rows of each device, on average.
 _ROWS_OF_PAIR = 0
@@ -352,7 +352,7 @@ class _Run:
         """The first product by its kernel: from rows to gate, up and h; or from tokens to these and rows."""
         return self._run_first(given, routing, self._of_values)
 
-    def _run_first(self, given: _Arrays, routing: Routing, how: Through | None) -> tuple[jax.Array, ...]:
+    def _run_first(self, given: _Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[jax.Array, ...]:
         run, operands = self._first(given, routing, how)
         if not self.arrives:
             return run(operands, how, None)
@@ -366,12 +366,12 @@ class _Run:
         return run(operands, how, None)
 
     @property
-    def _of_values(self) -> Through:
+    def _of_values(self) -> EpilogueOperands:
         """The epilogue that stores gate, up and h."""
         assert self.static.proven is not None
-        return Through(epilogue.Through(self.static.proven.with_values(self.plan.out_dtype), 3))
+        return EpilogueOperands(epilogue.ProgramResults(self.static.proven.with_values(self.plan.out_dtype), 3))
 
-    def _first(self, given: _Arrays, routing: Routing, how: Through | None) -> tuple[Leaf, Operands]:
+    def _first(self, given: _Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[Leaf, Operands]:
         """The kernel of the first product, None if there is none, and what it multiplies. `how` None: it stores h."""
         biases = tuple(given[name].astype(F32) for name in ("gate.bias", "up.bias") if name in given) or None
         rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], given["up"].shape[1]), self.plan.out_dtype)
@@ -379,13 +379,13 @@ class _Run:
         operands = Operands(rows, (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
         return self._kernel.through(operands, OperandLayouts(), self.plan, how, self.arrives), operands
 
-    def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, Through]:
+    def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
         """As `_first`."""
         assert self.static.proven is not None
         sizes = routing.group_sizes
         operands = Operands(given["d_out"], (given["down"],), row_scale=given["weights"], group_sizes=sizes)
         program = self.static.proven.of_cotangent()
-        how = Through(epilogue.Through(program, 3, sums=True), (given["gate"], given["up"]))
+        how = EpilogueOperands(epilogue.ProgramResults(program, 3, sums=True), (given["gate"], given["up"]))
         kernel = RowsOfGroups(Operation(GROUPED))
         return kernel.through(operands, OperandLayouts(transpose_rhs=True), self.plan, how), operands, how
 

@@ -31,7 +31,7 @@ TERM_BUFFERS = 2
 SCALE_TILES = 2
 # Bytes of shared memory for the address of the allocated tensor memory.
 ADDRESS_BYTES = 4
-# With an epilogue of several addends and results (`hooks.Through`): more columns spill registers.
+# With an epilogue of several addends and results (`hooks.SeveralResults`): more columns spill registers.
 MOST_COLUMNS_WITH_ADDENDS = 128
 
 

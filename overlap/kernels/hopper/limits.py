@@ -27,7 +27,7 @@ MAX_ACCUMULATOR_REGISTERS = 160
 # but not with 128.
 MOST_ACCUMULATED = MAX_ACCUMULATOR_REGISTERS if jax.__version_info__ < (0, 12) else 128
 MOST_ACCUMULATED_IN_CLUSTERS = 128
-# With an epilogue of several results (`hooks.Through`); found by assembling such kernels with silu(gate) · up.
+# With an epilogue of several results (`hooks.SeveralResults`); found by assembling such kernels with silu(gate) · up.
 MOST_ACCUMULATED_WITH_RESULTS = 128 if jax.__version_info__ < (0, 12) else 64
 MOST_ACCUMULATED_WITH_ADDENDS = 64
 CLUSTERS = (1, 2, 4)

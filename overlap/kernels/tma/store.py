@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from overlap.kernels.hooks import Boxes, Epilogue, Through, Tile, Values, with_reference
+from overlap.kernels.hooks import Boxes, Epilogue, SeveralResults, Tile, Values, with_reference
 from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.mainloop import Loop
 from overlap.kernels.tma import exchange
@@ -172,7 +172,7 @@ def _store_through(
     output: WarpgroupOutput,
     index: Index,
     block: Callable[[int, int, slice], Values],
-    through: Through,
+    through: SeveralResults,
 ) -> None:
     """Stores an epilogue tile as `store` does, with several addends or results. Each has a box of the buffer."""
     tile = output.tile

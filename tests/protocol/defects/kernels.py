@@ -20,6 +20,7 @@ from tests.protocol.protocol_cases import (
     Kernel,
     of_gradient,
     of_groups,
+    of_loss,
     of_moved_rows,
     of_product,
     of_rows,
@@ -42,6 +43,7 @@ def _alone(shape: tuple[int, int, int], config: overlap.Config, **keywords: obje
 
 _BLACKWELL: dict[str, tuple[Callable[[], Kernel], int]] = {
     "blackwell": (_alone((640, 128, 192), _B200, out=BF16), 1),
+    "blackwell, loss": (lambda: of_loss(150, _B200.replace(tile_n=128), bias=True, soft_cap=3.0, chunk=128), 1),
     "blackwell, pair": (_alone((1280, 128, 192), _PAIR, out=BF16), 2),
     "blackwell, groups": (lambda: of_groups((70, 0, 3, 64), _B200), 2),
     "blackwell, groups contracted": (lambda: of_groups((70, 0, 64), _B200, contracts=True), 2),
@@ -68,6 +70,8 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "groups contracted": (lambda: of_groups((70, 0, 130), _TILE, contracts=True), 2),
     "groups contracted in turn": (
         lambda: of_groups((70, 0, 130), _TILE.replace(schedule="pingpong"), contracts=True), 2),
+    "loss": (lambda: of_loss(150, _TILE, bias=True, chunk=128), 2),
+    "loss, capped": (lambda: of_loss(70, _TILE.replace(tile_m=128), transpose_w=True, soft_cap=3.0, chunk=64), 2),
     # A core has four CTAs that move rows.
     **{name: (lambda make=make: make(3), 1 if name.startswith("rows") else 2)
        for name, make in protocol_cases.KERNELS.items()},
@@ -95,9 +99,11 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def kind(name: str) -> str:
-    """Returns "matmul" (a product of one device), "gather", "sum", "blackwell", or the name if it moves rows."""
+    """Returns "matmul" (a product of one device), "gather", "sum", "loss", "blackwell", or a name that moves rows."""
     if name.startswith("blackwell"):
         return "blackwell"
+    if name.startswith("loss"):
+        return "loss"
     if name.startswith("rows"):
         return name
     if name in protocol_cases.KERNELS or "," in name or name == "passenger":
