@@ -32,7 +32,7 @@ _ROWS_OF_WEIGHTS = 64
 
 
 def layer(
-    name: str, experts: int, axis: str, gated: Callable[[jax.Array, jax.Array], jax.Array]
+    name: str, axis: str, gated: Callable[[jax.Array, jax.Array], jax.Array]
 ) -> Callable[[jax.Array, jax.Array, Sequence[jax.Array], jax.Array], jax.Array]:
     """Returns the layer inside `jax.shard_map`: from (x, gates, [w_gate_up, w_down], ids) to the sums.
 
@@ -73,15 +73,14 @@ def of_module(mlp: Any, x: jax.Array, residual: jax.Array, axis: str, x_spec: P)
       axis: the mesh axis of the experts.
       x_spec: how x is sharded.
     """
-    experts, k = mlp.num_experts, mlp.experts_per_token
     router, gate, up, down = (part.kernel[...] for part in (mlp.router, mlp.gate, mlp.up, mlp.down))
     w_gate_up = jnp.concatenate([gate, up], axis=2).astype(jnp.bfloat16)
-    run = layer("tokamax", experts, axis, lambda gate, up: jax.nn.silu(gate) * up)
+    run = layer("tokamax", axis, lambda gate, up: jax.nn.silu(gate) * up)
 
     def local(x: jax.Array, router: jax.Array, *weights: jax.Array) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
         chances = jax.nn.softmax(rows.astype(jnp.float32) @ router, axis=-1)
-        gates, ids = lax.top_k(chances, k)
+        gates, ids = lax.top_k(chances, mlp.experts_per_token)
         gates /= gates.sum(axis=-1, keepdims=True)
         return run(rows, gates, weights, ids).reshape(x.shape)
 

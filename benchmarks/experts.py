@@ -45,7 +45,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import overlap
-from benchmarks import expert_rival, layer_runs
+from benchmarks import current, expert_rival, layer_runs
+from benchmarks.current import Row
 from overlap.cli import ending
 from overlap.collectives.rows.mlp import expert_mlp
 from overlap.tuning.operations import AXIS
@@ -108,6 +109,14 @@ def of_row(name: str, passed: str, rows: int, devices: int) -> tuple[float, floa
     tokens = rows / model.share / devices
     flops = 6.0 * tokens * 2 * model.share * model.hidden * model.width
     return tokens, flops * (1 if passed == PASSES[0] else 3)
+
+
+def ours_and_rival(rows: Sequence[Row]) -> dict[str, Row]:
+    """Returns the rows of a layer that were timed: "ours", and that of the fastest "tokamax"."""
+    rivals = [row for name in expert_rival.CONFIGS if (row := current.method(rows, name))]
+    fastest = min(rivals, key=lambda row: float(row["loop_us"]), default=None)
+    found = {"ours": current.method(rows, "layer"), "tokamax": fastest}
+    return {name: row for name, row in found.items() if row is not None}
 
 
 def _rows_product(implementation: str) -> Call:
@@ -211,7 +220,7 @@ def of_layer(
 
     def layer(method: str, x: jax.Array, gates: jax.Array, weights: Sequence[jax.Array], ids: jax.Array) -> jax.Array:
         if method in expert_rival.CONFIGS:
-            return expert_rival.layer(method, experts, AXIS, _gated)(x, gates, weights, ids)
+            return expert_rival.layer(method, AXIS, _gated)(x, gates, weights, ids)
         found = overlap.route(ids, experts, AXIS, gates=gates)
         if method == "layer":
             named: dict[str, jax.Array] = dict(zip(("gate", "up", "down"), weights, strict=True))

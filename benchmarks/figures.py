@@ -22,10 +22,10 @@ _COLORS = {
     "matmul_all_reduce": "#c026d3",
 }
 _MARKERS = {2: "o", 4: "^"}
-# What `_experts` draws: colors of models, lines of passes, names and widths of layers, markers of routings.
+# What `_experts` draws: colors of models, lines of passes, widths of layers, markers of routings.
 _OF_MODELS = (*_COLORS.values(), "#84cc16", "#e11d48", "#a16207", "#6366f1")
 _OF_PASSES: dict[str, str] = dict(zip(experts.PASSES, ("-", "--"), strict=True))
-_OF_LAYERS = {"layer": ("ours", 1.5), "tokamax": ("tokamax", 0.5)}
+_OF_LAYERS = {"ours": 1.5, "tokamax": 0.5}
 _OF_ROUTINGS = {"balanced": "o", "uniform": "s", "zipf": "^"}
 # What `_bars` draws: the sizes on each device, and the color of each method.
 _SHARD = "1024x3584x8192"
@@ -99,8 +99,8 @@ def _experts(tables: Sequence[Table]) -> str:
         for rows in table.problems():
             name, _, rest = rows[0]["layout"].partition(", ")
             passed, routing = rest.rsplit(", ", 1)
-            for how in _OF_LAYERS:
-                if passed in experts.PASSES and (row := method(rows, how)):
+            if passed in experts.PASSES:
+                for how, row in experts.ours_and_rival(rows).items():
                     tokens, flops = experts.of_row(name, passed, int(row["shape"].split("x")[0]), table.devices)
                     point = tokens, flops / float(row["loop_us"]) / 1e6
                     curves.setdefault((name, passed, routing, gpus, how), []).append(point)
@@ -108,14 +108,15 @@ def _experts(tables: Sequence[Table]) -> str:
     models = sorted({f"{name}, {gpus}" for name, _, _, gpus, _ in curves})
     for (name, passed, routing, gpus, how), points in sorted(curves.items()):
         xs, ys = zip(*sorted(points), strict=True)
-        color, (_, width) = _OF_MODELS[models.index(f"{name}, {gpus}") % len(_OF_MODELS)], _OF_LAYERS[how]
-        axes.plot(xs, ys, _OF_PASSES[passed], marker=_OF_ROUTINGS[routing], color=color, linewidth=width, markersize=4)
+        color = _OF_MODELS[models.index(f"{name}, {gpus}") % len(_OF_MODELS)]
+        look = {"marker": _OF_ROUTINGS[routing], "color": color, "linewidth": _OF_LAYERS[how], "markersize": 4}
+        axes.plot(xs, ys, _OF_PASSES[passed], **look)
     # The legend names each color, line and marker once.
     for number, name in enumerate(models):
         axes.plot([], [], color=_OF_MODELS[number % len(_OF_MODELS)], label=name)
     for passed, line in _OF_PASSES.items():
         axes.plot([], [], line, color=_GREY, label=passed.removeprefix("layer, "))
-    for name, width in _OF_LAYERS.values():
+    for name, width in _OF_LAYERS.items():
         axes.plot([], [], linewidth=width, color=_GREY, label=name)
     for routing in sorted({key[2] for key in curves}):
         axes.plot([], [], _OF_ROUTINGS[routing], color=_GREY, markersize=4, label=f"routing: {routing}")

@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
-from benchmarks import command, expert_rival, experts, figures
+from benchmarks import command, experts, figures
 from benchmarks.current import Row, Table, method, problem_of, tables
 from overlap.choice.tables import replace
 from overlap.cli import ending
@@ -88,19 +88,22 @@ def _losses(given: Sequence[Table]) -> str:
 
 def _of_experts(given: Sequence[Table]) -> str:
     """A table of layers beside tokamax, and one of products: the time of the kernels, and the ratios of the others."""
-    rows, layers = [], []
+    rows = []
+    layers = []
     for table in given:
         for problem in table.problems():
-            if layer := method(problem, "layer"):
+            of_layer = experts.ours_and_rival(problem)
+            if layer := of_layer.get("ours"):
                 us = float(layer["loop_us"])
                 shape, _, case = problem_of(layer)
                 model, rest = case.split(", layer, ")
                 passed, routing = rest.rsplit(", ", 1)
                 first = int(shape.split("x")[0])
                 tokens, flops = experts.of_row(model, f"layer, {passed}", first, table.devices)
-                rivals = [float(row["loop_us"]) for name in expert_rival.CONFIGS if (row := method(problem, name))]
                 cells = f"{us:.0f}", f"{flops / us / 1e6:.0f}"
-                theirs = (f"{min(rivals):.0f}", _gain(min(rivals) / us)) if rivals else ("–", "–")
+                theirs = "–", "–"
+                if rival := of_layer.get("tokamax"):
+                    theirs = f"{float(rival['loop_us']):.0f}", _gain(float(rival["loop_us"]) / us)
                 layers.append([_gpus(table), model, routing, f"{tokens:.0f}", passed, *cells, *theirs])
             if fused := method(problem, "fused"):
                 us = float(fused["loop_us"])

@@ -14,7 +14,6 @@ methods:
     plain hiding  plain with `--xla_gpu_enable_latency_hiding_scheduler=true`
     chosen        `overlap.layers` with implementation=None
     fused         `overlap.layers` with implementation="fused"
-    fused keep    the same with keep_gathered=True: as by XLA, the backward pass gathers nothing again
     layers xla    `overlap.layers` with implementation="xla"
 
 Each method runs in a process of its own, under a time limit: flags of XLA and the peak of memory belong to a process.

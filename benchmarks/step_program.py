@@ -33,15 +33,14 @@ from benchmarks import expert_rival, kernel_times
 FSDP, TENSOR = "fsdp", "tensor"
 BETWEEN = P(FSDP, TENSOR, None)
 HEADS = P(FSDP, None, TENSOR, None)
-# By method: the module of the layers, and their keywords.
+# By method: the module of the layers, and their keyword `implementation` if they have one.
 _PLAIN = "examples.plain_layers"
-LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+LAYERS: dict[str, tuple[str, dict[str, str | None]]] = {
     "plain": (_PLAIN, {}),
     "plain between": (_PLAIN, {}),
     "plain hiding": (_PLAIN, {}),
     "chosen": ("overlap.layers", {"implementation": None}),
     "fused": ("overlap.layers", {"implementation": "fused"}),
-    "fused keep": ("overlap.layers", {"implementation": "fused", "keep_gathered": True}),
     "layers xla": ("overlap.layers", {"implementation": "xla"}),
 }
 # Steps: before the times; of each of `TIMES` times; whose losses are compared; that are profiled.
@@ -117,8 +116,9 @@ class Block(nnx.Module):
         self.qkv = layers.QKVProjection(case.hidden, case.heads, case.kv_heads, case.head_size, **options)
         self.output = layers.OutputProjection(case.heads, case.head_size, case.hidden, **options)
         self.mlp_norm = layers.RMSNorm(case.hidden, **options)
+        self.has_experts = case.experts > 0
         self.is_plain = layers.__name__ == _PLAIN
-        if case.experts:  # Of plain, the parameters alone.
+        if self.has_experts:  # Of plain, the parameters alone.
             module = importlib.import_module("overlap.layers")
             self.mlp = module.ExpertMLP(case.hidden, case.mlp, case.experts, case.experts_per_token, **options)
         else:
@@ -126,7 +126,7 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.output(attend(*self.qkv(self.attention_norm(x))), residual=x)
-        return self._experts(x) if hasattr(self.mlp, "num_experts") else self.mlp(self.mlp_norm(x), residual=x)
+        return self._experts(x) if self.has_experts else self.mlp(self.mlp_norm(x), residual=x)
 
     def _experts(self, x: jax.Array) -> jax.Array:
         normed = self.mlp_norm(x)

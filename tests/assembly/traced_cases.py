@@ -61,6 +61,7 @@ def assembled_ahead(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, tuple[Any
         with assembly._captured_stdout():
             ahead._work()
 
-    ahead._device, ahead._start = lambda context: mesh.devices.flat[0], start
+    ahead._device = lambda context: mesh.devices.flat[0]
+    ahead._start = start
     lhs, rhs = (assembly.struct(mesh, shape, case.dtype) for shape in (case.shape[::2], case.shape[:0:-1]))
     return (lambda x, y: overlap.matmul(jnp.tanh(x), y, implementation="fused")), (lhs, rhs)

@@ -56,7 +56,8 @@ class Gpu:
     platform = "gpu"
 
 
-HERE, THERE = [Gpu(), Gpu()], [Gpu(), Gpu()]
+HERE = [Gpu(), Gpu()]
+THERE = [Gpu(), Gpu()]
 
 
 def context(**axis_context):

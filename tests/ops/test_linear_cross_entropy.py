@@ -54,8 +54,8 @@ class Case:
         }  # fmt: skip
 
 
-def drawn(case: Case) -> dict[str, Any]:
-    chance = np.random.default_rng()  # Fresh in each run.
+def drawn(case: Case, seed: int | None = None) -> dict[str, Any]:
+    chance = np.random.default_rng(seed)  # By default fresh in each run.
     shape = (case.columns, case.features) if case.transpose_w else (case.features, case.columns)
     x = chance.standard_normal((case.tokens, case.features))
     given = {"x": jnp.asarray(x, case.dtype), "w": jnp.asarray(0.3 * chance.standard_normal(shape), case.dtype)}

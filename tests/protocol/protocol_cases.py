@@ -24,6 +24,7 @@ from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target, emulating
 from overlap.primitives import PeerGroup
 from overlap.single_gpu.grouped_product import contraction
+from tests.ops import test_linear_cross_entropy as loss
 from tests.ops.grouped_plans import plan_of
 from tests.oracle import make_mesh, on_mesh
 
@@ -347,45 +348,21 @@ def of_moved_rows(
     return Kernel(lambda: function(given, is_row), check)
 
 
-def of_loss(tokens: int, config: overlap.Config, *, dtype: Any = BF16, **keywords: Any) -> Kernel:
-    """Returns the kernels of a loss without logits and of its gradients, of one device. They are exact to rounding.
+def of_loss(config: overlap.Config, **sizes: Any) -> Kernel:
+    """Returns the kernels of a loss without logits and of its gradients. `sizes`: those of `loss.Case`.
 
-    "transpose_w", "soft_cap", "bias" and "chunk" are as for `linear_cross_entropy`; "bias" is a flag.
+    The z-loss shows what a loss alone would not: a number that is added to all logits of a token.
     """
-    features, columns, chance = 136, 200, np.random.default_rng(5)
-    x, w = (chance.standard_normal(shape).astype(dtype) for shape in ((tokens, features), (features, columns)))
-    labels = chance.integers(0, columns, tokens).astype(np.int32)
-    bias = chance.standard_normal(columns).astype(np.float32) if keywords.pop("bias", False) else None
-    cap = keywords.get("soft_cap")
-    z = _f32(x).astype(np.float64) / 8 @ _f32(w) + (0 if bias is None else bias)
-    capped = z if cap is None else cap * np.tanh(z / cap)
-    exp = np.exp(capped)
-    sums = exp.sum(1, keepdims=True)
-    rows = np.arange(tokens)
-    slopes = exp / sums
-    slopes[rows, labels] -= 1
-    slopes *= 1 if cap is None else 1 - (capped / cap) ** 2
-    lse = np.log(sums[:, 0])
-    of_x, of_w = slopes @ _f32(w).T, (_f32(x).T / 8) @ slopes
-    exact = lse - capped[rows, labels], lse, of_x, of_w.T if keywords.get("transpose_w") else of_w
-    given = (x / np.asarray(8, dtype)).astype(dtype), w.T if keywords.get("transpose_w") else w
+    case = loss.Case(columns=200, z_loss=1e-2, **sizes)
+    given = loss.drawn(case, seed=5)
+    expected = loss.formulas(case, given)
+    function = loss.program(case, "fused", config=config)
 
-    def losses(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return overlap.linear_cross_entropy(
-            x, w, jnp.asarray(labels), return_lse=True, bias=bias, config=config, implementation="fused", **keywords
-        )
+    def check(results: dict[str, jax.Array]) -> None:
+        for name, distance in loss.distances(results, expected).items():
+            assert distance <= (1e-4 if name == "loss" else 1e-2), (name, distance)
 
-    def call(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
-        (loss, lse), pull = jax.vjp(losses, x, w)
-        return loss, lse, *pull((jnp.ones_like(loss), jnp.zeros_like(lse)))
-
-    def check(results: tuple[jax.Array, ...]) -> None:
-        for result, expected, bound in zip(results, exact, (1e-4, 1e-4, 2e-2, 2e-2), strict=True):
-            distance = np.abs(_f32(result) - expected).max()
-            assert distance <= bound * np.abs(expected).max(), distance  # False for NaN.
-
-    function = jax.jit(call)
-    return Kernel(lambda: function(*given), check)
+    return Kernel(lambda: function(given), check)
 
 
 ONE = Form(72, (64,), 136)

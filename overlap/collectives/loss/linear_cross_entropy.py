@@ -222,7 +222,8 @@ def _chosen(
     implementation: Implementation | None,
 ) -> Static:
     """Decides between the kernels and XLA, and says so to `explain`."""
-    x, w = given["x"], given["w"]
+    x = given["x"]
+    w = given["w"]
     target = dispatch.target()
     tokens = x.shape[0]
     columns = vocabulary.size(w)
@@ -290,7 +291,8 @@ def _configs(
 
 def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, transposed: bool) -> dict[str, Leaf]:
     """Checks the arrays, and returns those that are given by name."""
-    x, w = arguments.array("x", x), arguments.array("w", w)
+    x = arguments.array("x", x)
+    w = arguments.array("w", w)
     for name, value in (("x", x), ("w", w)):
         if value.ndim != 2:
             raise ValueError(

@@ -43,7 +43,7 @@ def _alone(shape: tuple[int, int, int], config: overlap.Config, **keywords: obje
 
 _BLACKWELL: dict[str, tuple[Callable[[], Kernel], int]] = {
     "blackwell": (_alone((640, 128, 192), _B200, out=BF16), 1),
-    "blackwell, loss": (lambda: of_loss(150, _B200.replace(tile_n=128), bias=True, soft_cap=3.0, chunk=128), 1),
+    "blackwell, loss": (lambda: of_loss(_B200.replace(tile_n=128), tokens=150, with_bias=True, soft_cap=3.0), 1),
     "blackwell, pair": (_alone((1280, 128, 192), _PAIR, out=BF16), 2),
     "blackwell, groups": (lambda: of_groups((70, 0, 3, 64), _B200), 2),
     "blackwell, groups contracted": (lambda: of_groups((70, 0, 64), _B200, contracts=True), 2),
@@ -70,8 +70,9 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "groups contracted": (lambda: of_groups((70, 0, 130), _TILE, contracts=True), 2),
     "groups contracted in turn": (
         lambda: of_groups((70, 0, 130), _TILE.replace(schedule="pingpong"), contracts=True), 2),
-    "loss": (lambda: of_loss(150, _TILE, bias=True, chunk=128), 2),
-    "loss, capped": (lambda: of_loss(70, _TILE.replace(tile_m=128), transpose_w=True, soft_cap=3.0, chunk=64), 2),
+    "loss": (lambda: of_loss(_TILE, tokens=150, with_bias=True), 2),
+    "loss, capped": (
+        lambda: of_loss(_TILE.replace(tile_m=128), tokens=70, transpose_w=True, soft_cap=3.0, chunk=64), 2),
     # A core has four CTAs that move rows.
     **{name: (lambda make=make: make(3), 1 if name.startswith("rows") else 2)
        for name, make in protocol_cases.KERNELS.items()},
