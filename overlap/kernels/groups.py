@@ -25,8 +25,6 @@ from overlap.primitives.types import GmemRef, Index
 
 # More than the rows of any tile.
 _MOST_ROWS = 512
-# More than the blocks of tokens that rows come from.
-MOST_BLOCKS = 1 << 15
 # The rows of the table of contractions.
 FIRST_OF_GROUP, ROWS_OF_GROUP, K_STEPS_OF_GROUP, GROUP = range(4)
 
@@ -47,8 +45,6 @@ class TileTable:
         side in one array.
       tile_ends: where each group's tile rows end.
       ends: where each group's rows end, if the kernel has to know: a kernel of XLA less without it.
-      blocks: if rows arrive while tiles are multiplied, of each tile the first block of tokens that its rows come from
-        times `MOST_BLOCKS` plus the last one.
     """
 
     group_and_rows: GmemRef
@@ -56,15 +52,13 @@ class TileTable:
     column: GmemRef
     tile_ends: GmemRef
     ends: GmemRef = None
-    blocks: GmemRef = None
 
     def __getitem__(self, index: Index) -> Tile:
         """Returns the tile with an index."""
         packed = self.group_and_rows[index]
         group = quotient(packed, _MOST_ROWS)
         rows = packed - group * _MOST_ROWS
-        blocks = 0 if self.blocks is None else self.blocks[index]
-        return Tile(step=group, m=0, n=self.column[index], row_offset=self.first[index], rows=rows, blocks=blocks)
+        return Tile(step=group, m=0, n=self.column[index], row_offset=self.first[index], rows=rows)
 
 
 def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> TileTable:
@@ -89,94 +83,19 @@ def tiles(sizes: jax.Array, m: int, columns: int, tile_m: int, width: int) -> Ti
     start = _at(starts, group)
     end = _at(ends, group)
     rows = (end - start + tile_m - 1) // tile_m
-    row, column = _in_bands(index - (_at(last, group) - rows) * columns, rows, columns, width)
-    first = start + row * tile_m
-    packed = group * _MOST_ROWS + jnp.clip(end - first, 0, tile_m)
-    return TileTable(packed, first, column, last, ends)
-
-
-def arriving_tiles(sizes: jax.Array, blocks: Blocks, m: int, columns: int, tile_m: int, width: int) -> TileTable:
-    """Returns the table of tiles in the order in which their rows arrive. For the arguments see `tiles`.
-
-    The tiles are those of `tiles`. Rows arrive block by block. Tiles go by *step*: a step has the tiles whose last rows
-    to arrive come from the blocks of one source (`Blocks`), and in a step, those of one group follow each other.
-    """
-    starts, ends = bounds(sizes, m)
-    groups = sizes.shape[0]
-    last = _sums_until((ends - starts + tile_m - 1) // tile_m)
-    # First all of this is computed for tile rows, R of them, in the order of `tiles`.
-    tile_row = jnp.arange(most_tile_rows(m, groups, tile_m), dtype=jnp.int32)
-    group = jnp.minimum(_group_of(tile_row, last), groups - 1)
-    start = _at(starts, group)
-    end = _at(ends, group)
-    before = _at(last, group) - (end - start + tile_m - 1) // tile_m
-    first = start + (tile_row - before) * tile_m
-    count = jnp.clip(end - first, 0, tile_m)
-    ends_of_blocks = blocks.ends.T.at[group].get(mode="promise_in_bounds")
-    most = ends_of_blocks.shape[1] - 1
-    from_block, to_block = (
-        jnp.minimum((ends_of_blocks <= row[:, None]).sum(axis=1, dtype=jnp.int32), most)
-        for row in (first, first + count - 1)
-    )
-    step = blocks.step(from_block, to_block)
-    # Tile rows that there are not come last.
-    key = jnp.where(tile_row < last[-1], step * groups + group, blocks.sources * groups)
-    packed = group * _MOST_ROWS + count
-    of_blocks = from_block * MOST_BLOCKS + to_block
-    # The tile rows of one step and group are a run. By comparison, as in `_group_of`.
-    runs_before = (key[None, :] < key[:, None]).sum(axis=1, dtype=jnp.int32)
-    of_run = (key[None, :] == key[:, None]).sum(axis=1, dtype=jnp.int32)
-    is_earlier = (key[None, :] == key[:, None]) & (tile_row[None, :] < tile_row[:, None])
-    place = runs_before + is_earlier.sum(axis=1, dtype=jnp.int32)
-    at_place = jnp.where(place[None, :] == tile_row[:, None], tile_row[None, :], 0).sum(axis=1, dtype=jnp.int32)
-    at_place, runs_before, of_run, packed, first, of_blocks = lax.optimization_barrier(
-        (at_place, runs_before, of_run, packed, first, of_blocks)
-    )
-    index = jnp.arange(tile_row.shape[0] * columns, dtype=jnp.int32)
-    some = _at(at_place, index // columns)  # Any tile row of the run of this tile.
-    run = _at(runs_before, some)
-    row, column = _in_bands(index - run * columns, _at(of_run, some), columns, width)
-    found = _at(at_place, jnp.minimum(run + row, tile_row.shape[0] - 1))
-    table = TileTable(_at(packed, found), _at(first, found), column, last, ends)
-    return dataclasses.replace(table, blocks=_at(of_blocks, found))
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The blocks of tokens that rows are copies of, in the order of the tokens, and the order in which they arrive.
-
-    Attributes:
-      ends: int32 [blocks, groups], the row behind those of each group that come from this block or one before it.
-      sources: how many sources there are; each has as many blocks, one after the other. A block is one of them.
-      first: the source whose blocks arrive first. After the last source comes source 0.
-    """
-
-    ends: jax.Array
-    sources: int
-    first: Index
-
-    def step(self, from_block: jax.Array, to_block: jax.Array) -> jax.Array:
-        """Returns which source is the last to arrive of those that have blocks from one to another, as its place."""
-        of_source = self.ends.shape[0] // self.sources
-        from_source, to_source = (block // of_source for block in (from_block, to_block))
-        turned = jnp.where(to_source >= self.first, to_source - self.first, to_source - self.first + self.sources)
-        # Blocks on both sides of the first one to arrive have the last one to arrive among them.
-        return jnp.where((from_source < self.first) & (to_source >= self.first), self.sources - 1, turned)
-
-
-def _in_bands(index: jax.Array, rows: jax.Array, columns: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """Returns tile row and column of an index within `rows` tile rows that follow each other.
-
-    Bands have about the same number of rows: a band of one row would load a whole right operand for itself.
-    """
+    # Bands of about the same number of rows: a band of one row would load a whole right operand for itself.
     bands = jnp.maximum((rows + width - 1) // width, 1)
     height = jnp.maximum((rows + bands - 1) // bands, 1)
-    band = index // (height * columns)
-    in_band = index - band * height * columns
+    within = index - (_at(last, group) - rows) * columns
+    band = within // (height * columns)
+    in_band = within - band * height * columns
     own_height = jnp.maximum(jnp.minimum(height, rows - band * height), 1)
     column = in_band // own_height
     row = band * height + in_band - column * own_height
-    return row, jnp.where(band % 2 == 1, columns - 1 - column, column)
+    column = jnp.where(band % 2 == 1, columns - 1 - column, column)
+    first = start + row * tile_m
+    packed = group * _MOST_ROWS + jnp.clip(end - first, 0, tile_m)
+    return TileTable(packed, first, column, last, ends)
 
 
 def tile_rows(sizes: jax.Array, m: int, tile_m: int) -> tuple[jax.Array, jax.Array]:

@@ -47,7 +47,6 @@ class Tile:
         anywhere (`kernels/groups.py`).
       rows: how many rows of such a tile are stored, since the rows after them belong to another group; None: all that
         the output has.
-      blocks: which blocks of tokens its rows come from, if they arrive while tiles are multiplied (`TileTable.blocks`).
     """
 
     step: Index
@@ -58,7 +57,6 @@ class Tile:
     batch: Index = 0
     row_offset: Index = 0
     rows: Index | None = None
-    blocks: Index = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,8 +261,6 @@ class Hooks:
         left operand needs. For a CTA's first tile, the producer has by then started to load as many k steps of the
         right operand as there are stages.
       communicate: the whole work of the communicator warp; called once.
-      communicate_each: in its place, the work of each of several communicator warps, called with the warp's number from
-        0 on. There are `Mainloop.communicators`. Excludes hooks of the forwarder warp.
       before_forwarding: called by the forwarder warp once, before it sees its first operand tile. Needs `in_smem`.
       in_smem: called by the forwarder warp as `in_smem(tile, k, lhs_smem, rhs_smem)` while both operand tiles of k step
         `k` are in shared memory. They are the boxes that TMA has loaded: [rows, k] if the operand's rows run along k,
@@ -291,7 +287,6 @@ class Hooks:
     before_load: Callable[[Tile], None] | None = None
     before_lhs: Callable[[Tile], None] | None = None
     communicate: Callable[[], None] | None = None
-    communicate_each: Callable[[Index], None] | None = None
     before_forwarding: Callable[[], None] | None = None
     in_smem: Callable[[Tile, Index, SmemRef, SmemRef], None] | None = None
     piece_done: Callable[[Tile, Index], None] | None = None

@@ -97,7 +97,6 @@ class Mainloop(Protocol):
       compute_warpgroups: how many warpgroups run the epilogue, which brings sums to memory. On Hopper they also
         multiply.
       long_activation_columns: for how many columns at a time an activation of many operations is computed.
-      communicators: how many warps run `Hooks.communicate_each`.
     """
 
     @property
@@ -108,9 +107,6 @@ class Mainloop(Protocol):
 
     @property
     def long_activation_columns(self) -> int: ...
-
-    @property
-    def communicators(self) -> int: ...
 
     def check_types(self, types: OperandTypes) -> None:
         """Raises NotImplementedError if the mainloop does not take these dtypes and layouts."""

@@ -48,9 +48,8 @@ NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
-# Where rows arrive: how many chunk buffers each communicator warp has, since of one the copies land while the other one
-# is spread; the bytes of a chunk; and the fewest stages.
-_BUFFERS_OF_ARRIVALS, _CHUNK_BYTES, _LEAST_STAGES = 2, 8192, 3
+# Where rows arrive: chunk buffers, the bytes of a chunk, and the fewest stages.
+_BUFFERS_OF_ARRIVALS, _CHUNK_BYTES, _LEAST_STAGES = 3, 4096, 3
 
 
 class GroupsKernel(Kernel):
@@ -174,11 +173,10 @@ class GroupsKernel(Kernel):
 
 
 def _with_chunks(configs: Iterable[Config], target: Target, check: Callable[[Config, Target], None]) -> Config | None:
-    """Returns the first configuration that leaves room for the chunks of all communicator warps, with fewer stages."""
-    buffers = _BUFFERS_OF_ARRIVALS * mainloop_of(target).communicators
+    """Returns the first configuration that leaves room for the chunks, with fewer stages."""
     for config in configs:
         for stages in range(config.stages, _LEAST_STAGES - 1, -1):
-            fewer = dataclasses.replace(config, stages=stages, chunk_buffers=buffers, chunk_bytes=_CHUNK_BYTES)
+            fewer = dataclasses.replace(config, stages=stages, chunk_buffers=_BUFFERS_OF_ARRIVALS, chunk_bytes=_CHUNK_BYTES)
             if dispatch.checked(fewer, "heuristic", target, check).refusal is None:
                 return fewer
     return None

@@ -27,7 +27,7 @@ from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue, groups, hooks
 from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import GRID_AXIS
-from overlap.kernels.groups import Blocks, ContractedWork, GroupedWork, TileTable
+from overlap.kernels.groups import ContractedWork, GroupedWork, TileTable
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
 from overlap.kernels.limits import EPILOGUE_COLUMNS, ZERO_ROWS
 from overlap.kernels.product_kernel import ProductKernel, Refs
@@ -47,13 +47,10 @@ class Arrival(Protocol):
     They land in a result of the kernel. In place of them, the left operand is what peers read.
 
     Attributes:
-      blocks: of tokens, and the order in which they arrive.
       arrays: what else the kernel reads, a pytree.
       reads_peers: whether peers read the left operand.
     """
 
-    @property
-    def blocks(self) -> Blocks: ...
     @property
     def arrays(self) -> Tree: ...
     @property
@@ -175,10 +172,7 @@ def _launched(
     out_dtype = form.out_dtype
     columns = ceil_div(types.sides * n, config.tile_n)
     steps = [ceil_div(k, tile_k(dtype)) for k in form.depths]
-    if arrival is None:
-        table = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
-    else:
-        table = groups.arriving_tiles(sizes, arrival.blocks, m, columns, config.tile_m, config.order_width)
+    table = groups.tiles(sizes, m, columns, config.tile_m, config.order_width)
     most = StreamK.on(plan.target, config, table.first.shape[0], sum(steps))
     zeros = ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.

@@ -1,65 +1,66 @@
 """Tokens arrive while their rows are multiplied: the transport of the first product of experts.
 
-The kernel is that of `single_gpu/grouped_product.py`. Its communicator warps bring the tokens of all devices, the own
-ones first, then those of the peers d+1, d+2, …, and write each to its rows. A CTA has two or three such warps, since
-one alone spends most of its time waiting, for a number that it draws, for memory, and for its flag:
+The kernel is that of `single_gpu/grouped_product.py`. Its communicator warp brings the tokens of all devices, and writes
+each to all of its rows:
 
-    communicators  for each chunk of tokens that it draws: tokens, here or at a peer → shared memory → their rows;
-                   when these have landed, raises the flag of the block that the chunk belongs to
-    producer       for each tile: waits for the flags of all blocks that the tile's rows come from; loads the rows
+    communicator   for each token, in the order of its first row: its features, here or at a peer → shared memory → its
+                   rows; when the tokens of a unit have landed, counts the unit
+    producer       for each tile: waits until all units up to its last row are counted; loads the rows
 
-Rows are sorted by expert, then by token, so the rows of a tile come from blocks that follow each other. Chunks end in
-any order, so that a tile waits for each of these blocks. Tiles go in the order in which their last blocks arrive
-(`groups.arriving_tiles`), which matters for speed alone.
+Tiles go in the order of rows, as in a product of rows that are there. A row is written with the first row of its token,
+which is this row or one before it. So when all tokens whose first row is up to some row have landed, all rows up to it
+have been written. This is why tokens come in this order, and not device by device: the weights are read once, and all
+links are busy from the start.
 
-Why this is correct, beside what `collectives/communicator.py` says: a tile waits for chunks only, and these wait for
-nothing but the peers' beginning. Chunks are drawn, so those CTAs that run bring them all. A tile also loads rows behind
-its last one, which belong to the next group and may be written meanwhile; they affect rows of the result that the tile
-does not store. Rows that no token is copied to stay undefined.
+A *unit* is `_UNIT` rows, which one CTA draws; the tokens whose first row is one of them are brought. A *group* is
+`_GROUP` rows with one flag. Units end in any order, and a tile needs all groups up to its last row. So that it waits for
+one flag only, a group's flag also counts whether the group before is complete: whoever completes a group adds 1 to the
+flag of the next one.
+
+Why this is correct, beside what `collectives/communicator.py` says: a tile waits for units only, and these wait for
+nothing but the peers' beginning. Units are drawn, so those CTAs that run bring them all. Each addition to a flag is an
+acquire and a release, so the last one of a group passes on what all before have released, in this group and in those
+before. A tile also loads rows behind its last one, which may be written meanwhile; they affect rows of the result that
+the tile does not store. Rows that no token is copied to stay undefined.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing
-from overlap.kernels.architectures import mainloop_of
 from overlap.kernels.config import Config
 from overlap.kernels.grid import cta
-from overlap.kernels.groups import MOST_BLOCKS, Blocks
 from overlap.kernels.hooks import Hooks, Tile
 from overlap.kernels.product_kernel import Refs
 from overlap.primitives import (
     HANDSHAKE_FLAGS,
-    Chunking,
     Handshake,
+    atomics,
     draw,
     fence_async_proxy,
-    semaphore_signal,
     semaphore_wait,
     tma_load,
     wait_stores_landed,
+    wait_stores_read,
 )
-from overlap.primitives.atomics import loop_while
-from overlap.primitives.integers import largest_divisor, quotient, remainder
+from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
 from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
-# Into how many steps the tiles are ordered, at least: the weights are read once in each step.
-_STEPS = 4
-# A warp has so many chunk buffers, at least: of one the copies land, the other one is spread.
-_BUFFERS = 2
-# The copy engine moves 16 bytes, so many positions, at least.
-_SLOTS = 4
+_UNIT, _GROUP = 16, 512
+# What the copy engine moves at least: so many bytes, and so many positions.
+_WORD_BYTES = 16
+_SLOTS = _WORD_BYTES // 4
 
 
 @jax.tree_util.register_dataclass
@@ -70,218 +71,229 @@ class Arriving:
     Attributes:
       plan: sizes.
       positions: [D · T, k], as in `Routing`, with more columns up to a multiple of `_SLOTS`.
-      block_ends: as in `Routing`.
+      firsts: [rows, up to a multiple of `_GROUP`], the token whose first row is this one; -1: there is none.
+      used: [1], the rows in use.
     """
 
     plan: RowsPlan = dataclasses.field(metadata={"static": True})
     positions: jax.Array
-    block_ends: jax.Array
+    firsts: jax.Array
+    used: jax.Array
 
     @staticmethod
     def of(plan: RowsPlan, routing: Routing) -> Arriving:
-        """The routing has `block_ends`."""
-        assert routing.block_ends is not None
-        positions = jnp.pad(routing.positions, ((0, 0), (0, -plan.slots % _SLOTS)))
-        return Arriving(plan, positions, routing.block_ends)
+        positions = jnp.pad(routing.positions, ((0, 0), (0, -plan.slots % _SLOTS)), constant_values=plan.rows)
+        # Of a token without rows it is the row behind all, which may be a row of padding.
+        first = jnp.where(positions < plan.rows, positions, jnp.iinfo(jnp.int32).max).min(axis=1)
+        nobody = jnp.full(ceil_div(plan.rows, _GROUP) * _GROUP, -1, jnp.int32)
+        tokens = jnp.arange(first.shape[0], dtype=jnp.int32)
+        firsts = nobody.at[first].set(tokens, mode="drop", unique_indices=True)
+        return Arriving(plan, positions, firsts, routing.group_sizes.sum(dtype=jnp.int32)[None])
 
     @property
-    def _blocks(self) -> int:
-        """Blocks of a device's tokens."""
-        return self.block_ends.shape[0] // self.plan.devices
-
-    @property
-    def blocks(self) -> Blocks:
-        group = self.plan.group
-        parts = largest_divisor(self._blocks, max(_STEPS // self.plan.devices, 1))  # Sources of each device.
-        first = 0 if group is None else group.me() * parts
-        return Blocks(self.block_ends, self.plan.devices * parts, first)
-
-    @property
-    def arrays(self) -> jax.Array:
-        return self.positions
+    def arrays(self) -> tuple[jax.Array, ...]:
+        return self.positions, self.firsts, self.used
 
     @property
     def reads_peers(self) -> bool:
         return self.plan.group is not None
 
-    def _chunking(self, config: Config) -> Chunking:
-        tokens, features = self.plan.tokens, self.plan.features
-        block = tokens // self._blocks
-        return Chunking.cut(tokens, features, self.plan.dtype.itemsize, block, config.chunk_bytes)
+    def _cols(self, config: Config) -> int:
+        """Features that are copied at once: all, or an equal part."""
+        itemsize = self.plan.dtype.itemsize
+        words = largest_divisor(self.plan.features * itemsize // _WORD_BYTES, config.chunk_bytes // _WORD_BYTES)
+        return words * _WORD_BYTES // itemsize
 
     def flag_shapes(self) -> tuple[tuple[int, ...], ...]:
-        flags = (self.block_ends.shape[0],)
-        return (flags, (1,)) if self.plan.group is None else (flags, HANDSHAKE_FLAGS, (1,))
+        flags = (self.firsts.shape[0] // _GROUP,)
+        return (flags, (1,)) if self.plan.group is None else (flags, HANDSHAKE_FLAGS)
 
     def smem_types(self, config: Config) -> tuple[ScratchType, ...]:
-        chunking = self._chunking(config)
-        count = config.chunk_buffers  # A part of them for each warp.
+        count = config.chunk_buffers
         return (
-            plgpu.SMEM((count, chunking.rows, chunking.cols), self.plan.dtype),
-            plgpu.SMEM((count, chunking.rows, self.positions.shape[1]), jnp.int32),
+            plgpu.SMEM((count, 1, self._cols(config)), self.plan.dtype),
+            plgpu.SMEM((count, 1, self.positions.shape[1]), jnp.int32),
+            plgpu.SMEM((2, _UNIT), jnp.int32),
             plgpu.Barrier(num_arrivals=2, num_barriers=count),
+            plgpu.Barrier(num_arrivals=1, num_barriers=2),
         )
 
     def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
         flags, *rest = refs.flags
-        warps = min(mainloop_of(self.plan.target).communicators, config.chunk_buffers // _BUFFERS)
-        transfers = _Transfers(
-            self.plan, self._chunking(config), self._blocks, lhs, rows, refs.inputs.arrays, flags, warps
-        )
+        transfers = _Transfers(self.plan, self._cols(config), lhs, rows, *refs.inputs.arrays, flags)
 
         def wait(tile: Tile) -> None:
-            first = quotient(tile.blocks, MOST_BLOCKS)
-
-            @pl.loop(first, tile.blocks - first * MOST_BLOCKS + 1)
-            def _block(block: jax.Array) -> None:
-                semaphore_wait(flags.at[block], transfers.chunks_of_block)
-
+            group = quotient(tile.row_offset + jnp.maximum(tile.rows, 1) - 1, _GROUP)
+            semaphore_wait(flags.at[group], transfers.expected(group))
             fence_async_proxy()
 
-        def communicate(warp: Index) -> None:
-            pl.when(warp < warps)(functools.partial(transfers.run, tuple(rest), refs.smem, cta(config), warp))
-
-        return dataclasses.replace(hooks, before_lhs=wait, communicate_each=communicate)
+        communicate = functools.partial(transfers.run, rest[0], refs.smem, cta(config))
+        return dataclasses.replace(hooks, before_lhs=wait, communicate=communicate)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Transfers:
-    """The communicators' work.
+    """The communicator's work.
 
     Attributes:
       plan: sizes.
-      chunking: how a device's tokens are cut into chunks.
-      blocks: of a device's tokens.
+      cols: features of a chunk.
       tokens: of this device.
       rows: to which they are copied.
-      positions: the row of each slot of all tokens.
-      flags: of all blocks.
-      warps: communicator warps of a CTA.
+      positions, firsts, used: as in `Arriving`.
+      flags: of all groups.
     """
 
     plan: RowsPlan
-    chunking: Chunking
-    blocks: int
+    cols: int
     tokens: GmemRef
     rows: GmemRef
     positions: GmemRef
+    firsts: GmemRef
+    used: GmemRef
     flags: SemaphoreRef
-    warps: int
 
     @property
-    def chunks_of_block(self) -> int:
-        return self.chunking.chunks // self.blocks
+    def _parts(self) -> int:
+        """Chunks of a token."""
+        return self.plan.features // self.cols
 
-    def run(self, flags: tuple[SemaphoreRef, ...], smem: tuple[Any, ...], of_cta: Index, warp: Index) -> None:
-        """The work of communicator warp number `warp` of a CTA."""
+    @property
+    def _of_group(self) -> int:
+        """Units of a group, counted once for each part."""
+        return _GROUP // _UNIT * self._parts
+
+    def expected(self, group: Index) -> Index:
+        """Returns the flag of a complete group, if the groups before are complete, too."""
+        return self._of_group + jnp.where(group > 0, 1, 0)
+
+    def run(self, flags: SemaphoreRef, smem: tuple[Any, ...], of_cta: Index) -> None:
+        """The whole work of a CTA's communicator."""
+        most = self.firsts.shape[0] // _UNIT * self._parts
+        units = quotient(self.used[0] + _GROUP - 1, _GROUP) * self._of_group
         group = self.plan.group
-        chunks = self.chunking.chunks
-        counter = flags[-1].at[0]
-        copy = functools.partial(self._copy, smem, warp)
         if group is None:
-            copy(lambda index: (0, 0, index), draw(counter, chunks), (0, chunks), counter)
+            counter = flags.at[0]
+            self._bring(smem, draw(counter, most), (0, most, units), counter)
             return
-        me = group.me()
-        of_peers = (group.size - 1) * chunks
-        name = f"experts {self.plan.tokens}x{self.plan.features}"
-        # Of all warps of the device, the first one of CTA 0 is number 0.
-        handshake = Handshake(flags[0], group, of_cta * self.warps + warp, name, of_peers)
+        handshake = Handshake(flags, group, of_cta, f"experts {self.plan.tokens}x{self.plan.features}", most)
         number = handshake.begin()
-        copy(lambda index: (0, me, index), draw(counter, chunks), (0, chunks), counter)
         handshake.await_peers()
+        number, count = self._bring(smem, number, (handshake.looks, handshake.items, units), handshake.counter)
+        # Who draws the first unit that has no rows stands for all of these.
+        is_end = number == handshake.looks + units
+        handshake.leave(count + jnp.where(is_end, most - units, 0))
 
-        def of_peer(index: Index) -> tuple[Index, Index, Index]:
-            before = quotient(index, chunks)
-            return before + 1, remainder(me + before + 1, group.size), index - before * chunks
+    def _bring(
+        self, smem: tuple[Any, ...], number: Index, numbers: tuple[int, int, Index], counter: SemaphoreRef
+    ) -> tuple[Index, Index]:
+        """Brings the tokens of the units that this CTA draws. Returns the number that has none, and how many they were.
 
-        first = handshake.looks
-        handshake.leave(copy(of_peer, number, (first, first + of_peers), handshake.counter))
-
-    def _copy(
-        self,
-        smem: tuple[Any, ...],
-        warp: Index,
-        at: Callable[[Index], tuple[Index, Index, Index]],
-        number: Index,
-        numbers: tuple[int, int],
-        counter: SemaphoreRef,
-    ) -> Index:
-        """Copies the chunks that this warp draws, and returns how many they were.
-
-        While a chunk's copies to its rows are under way, the flag of the chunk before is raised, and the chunks after
-        it are loaded.
+        Of `buffers` tokens, all but one are being loaded while the copies of the oldest are under way.
 
         Args:
-          smem: the chunk buffers, the positions of their tokens, and the barriers of both, of all warps.
-          warp: which of them are this warp's.
-          at: from a chunk's index to the distance and the position of its device, and the chunk's index there.
-          number, numbers, counter: as for `copy_chunks`.
+          smem: as in `Arriving.smem_types`.
+          number: the first number that this CTA has drawn.
+          numbers: of unit 0; the end of all numbers; how many units there are.
+          counter: of the numbers.
         """
-        begin, end = numbers
-        chunks_smem, positions_smem, loaded = smem
-        buffers = chunks_smem.shape[0] // self.warps
-        of_warp = warp * buffers
+        begin, end, units = numbers
+        chunks_smem, positions_smem, firsts_smem, loaded, known = smem
+        buffers = chunks_smem.shape[0]
 
-        def place(number: Index) -> tuple[Index, Index, Index, Index]:
-            """The distance and the position of the device, the chunk's first token and column there."""
-            distance, device, index = at(number - begin)
-            return distance, device, *self.chunking.origin(index)
+        def columns(unit: Index) -> pl.Slice:
+            return pl.ds(remainder(unit, self._parts) * self.cols, self.cols)
 
-        def load(number: Index, buffer: Index) -> None:
-            @pl.when(number < end)
-            def _start() -> None:
-                distance, device, row, column = place(number)
-                rows = pl.ds(row, self.chunking.rows)
-                tokens = self._tokens_of(distance).at[rows, pl.ds(column, self.chunking.cols)]
-                tma_load(tokens, chunks_smem.at[of_warp + buffer], loaded.at[of_warp + buffer])
-                of_rows = pl.ds(device * self.plan.tokens + row, self.chunking.rows)
-                tma_load(self.positions.at[of_rows], positions_smem.at[of_warp + buffer], loaded.at[of_warp + buffer])
+        def ask(number: Index, turn: Index) -> None:
+            """Loads which tokens a unit has."""
 
-        def spread(number: Index, buffer: Index) -> Index:
-            """Starts the copies of a chunk to its rows, and returns the index of its block."""
-            _, device, row, column = place(number)
-            columns = pl.ds(column, self.chunking.cols)
-            for token in range(self.chunking.rows):
-                for slot in range(self.plan.slots):
-                    at_row = load_word(positions_smem.at[of_warp + buffer, token, slot])
+            @pl.when(number < begin + units)
+            def _load() -> None:
+                first = quotient(number - begin, self._parts) * _UNIT
+                tma_load(self.firsts.at[pl.ds(first, _UNIT)], firsts_smem.at[turn], known.at[turn])
 
-                    def store(token: int = token, at_row: Index = at_row) -> None:
-                        to_gmem = self.rows.at[pl.ds(at_row, 1), columns]
-                        from_smem = chunks_smem.at[of_warp + buffer, pl.ds(token, 1)]
-                        plgpu.copy_smem_to_gmem(from_smem, to_gmem, commit_group=False)
+        def load(token: Index, unit: Index, buffer: Index) -> None:
+            device = quotient(token, self.plan.tokens)
+            row = pl.ds(token - device * self.plan.tokens, 1)
+            source = self.tokens if self.plan.group is None else self.plan.group.remote_ref(self.tokens, device)
+            tma_load(source.at[row, columns(unit)], chunks_smem.at[buffer], loaded.at[buffer])
+            tma_load(self.positions.at[pl.ds(token, 1)], positions_smem.at[buffer], loaded.at[buffer])
 
-                    pl.when(at_row < self.plan.rows)(store)
+        def spread(unit: Index, buffer: Index) -> None:
+            """Starts the copies of a token to its rows."""
+            plgpu.barrier_wait(loaded.at[buffer])
+            for slot in range(self.plan.slots):
+                row = load_word(positions_smem.at[buffer, 0, slot])
+
+                def store(row: Index = row) -> None:
+                    to_gmem = self.rows.at[pl.ds(row, 1), columns(unit)]
+                    plgpu.copy_smem_to_gmem(chunks_smem.at[buffer], to_gmem, commit_group=False)
+
+                pl.when(row < self.plan.rows)(store)
             plgpu.commit_smem_to_gmem_group()
-            return device * self.blocks + quotient(row, self.plan.tokens // self.blocks)
 
-        def landed(block: Index) -> None:
-            pl.when(block >= 0)(lambda: semaphore_signal(self.flags.at[jnp.maximum(block, 0)]))
+        def landed(unit: Index) -> None:
+            """Counts a unit, and the groups that it completes."""
 
-        # The numbers of the chunks that are being loaded, from the oldest on, and the one after them.
-        drawn = [number]
-        for buffer in range(buffers - 1):
-            load(drawn[buffer], buffer)
-            drawn.append(draw(counter, end, drawn[buffer]))
+            def count(group: Index) -> Index:
+                before = atomics.add(self.flags.at[group], 1)
+                is_complete = (before + 1 == self.expected(group)) & (group + 1 < self.flags.shape[0])
+                return jnp.where(is_complete, group + 1, -1)
 
-        def carry(state: Tree) -> Tree:
-            buffer, count, before, (oldest, *others, following) = state
-            plgpu.barrier_wait(loaded.at[of_warp + buffer])
-            block = spread(oldest, buffer)
-            wait_stores_landed(1)
-            landed(before)
-            # The buffer of the chunk before is free.
-            load(following, remainder(buffer + buffers - 1, buffers))
-            after = draw(counter, end, following)
-            return remainder(buffer + 1, buffers), count + 1, block, (*others, following, after)
+            group = jnp.where(unit >= 0, quotient(jnp.maximum(unit, 0), self._of_group), -1)
+            atomics.loop_while(lambda group: group >= 0, count, group)
 
-        start = (jnp.int32(0), jnp.int32(0), jnp.int32(-1), tuple(drawn))
-        _, count, last, _ = loop_while(lambda state: state[3][0] < end, carry, start)
+        # Of each token that is being loaded, the oldest first, and of the one whose copies are under way: its unit, and
+        # whether it is the unit's last one.
+        def turn(count: Index, oldest: Tree, before: Index) -> Index:
+            """Spreads the oldest token. Returns the unit that has landed when the copies have; -1: none."""
+            unit, is_last = oldest
+
+            @pl.when(count >= buffers - 1)
+            def _spread() -> None:
+                spread(unit, remainder(count + 1, buffers))
+                wait_stores_landed(1)
+                landed(before)
+
+            return jnp.where(count >= buffers - 1, jnp.where(is_last > 0, unit, -1), before)
+
+        def of_unit(state: Tree) -> Tree:
+            number, turns, count, before, pending = state
+            unit = number - begin
+            of_turn = remainder(turns, 2)
+            following = draw(counter, end, number)
+            ask(following, remainder(turns + 1, 2))
+            plgpu.barrier_wait(known.at[of_turn])
+            has_token = lambda row: load_word(firsts_smem.at[of_turn, row]) >= 0  # noqa: E731
+            last = lax.fori_loop(0, _UNIT, lambda row, last: jnp.where(has_token(row), row, last), jnp.int32(-1))
+            pl.when(last < 0)(lambda: landed(unit))
+
+            def of_row(row: Index, state: Tree) -> Tree:
+                token = load_word(firsts_smem.at[of_turn, row])
+
+                def of_token(state: Tree) -> Tree:
+                    count, before, pending = state
+                    # The copies of the token that had this buffer have been started last.
+                    wait_stores_read()
+                    load(token, unit, remainder(count, buffers))
+                    pending = (*pending, (unit, jnp.where(row == last, 1, 0)))
+                    before = turn(count, pending[0], before)
+                    return count + 1, before, pending[1:]
+
+                return lax.cond(token >= 0, of_token, lambda state: state, state)
+
+            count, before, pending = lax.fori_loop(0, last + 1, of_row, (count, before, pending))
+            return following, turns + 1, count, before, pending
+
+        zero = jnp.int32(0)
+        ask(number, 0)
+        pending = ((zero, zero),) * (buffers - 1)
+        start = (number, zero, zero, jnp.int32(-1), pending)
+        number, turns, count, before, pending = atomics.loop_while(
+            lambda state: state[0] < begin + units, of_unit, start
+        )
+        for index, oldest in enumerate(pending):
+            before = turn(count + index, oldest, before)
         wait_stores_landed()
-        landed(last)
-        return count
-
-    def _tokens_of(self, distance: Index) -> GmemRef:
-        group = self.plan.group
-        if group is None or isinstance(distance, int):
-            return self.tokens
-        return group.remote_ref(self.tokens, group.peer(distance))
+        landed(before)
+        return number, turns

@@ -343,7 +343,7 @@ class _Run:
         """Whether tokens arrive while the first product runs, as it is measured to be faster with enough rows."""
         (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
         experts = arrays["up"].shape[0] * everything // tokens
-        if routing.block_ends is None or tokens * slots < _ROWS_OF_PAIR * experts:
+        if tokens * slots < _ROWS_OF_PAIR * experts:
             return False
         how = self._of_values
         return None not in (self._first(arrays, routing, how)[0], self._first(arrays, routing, None)[0])

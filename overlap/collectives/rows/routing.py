@@ -34,8 +34,6 @@ _WORD = 32
 # Words of a block; up to four times as many where there would be more than _MOST_COUNTS counts of experts in blocks.
 _BLOCK = 128
 _MOST_COUNTS = 4096
-# Into how many blocks a device's tokens may be cut (`Routing.block_ends`).
-_BLOCKS = 8, 4, 2, 1
 
 
 @jax.tree_util.register_dataclass
@@ -56,9 +54,6 @@ class Routing:
       dropped: [], the number of routes to experts of this device that got no row.
       axis_name: the mesh axis of the devices, or several in their order; static. The operations check it.
       gates: float32 [D · T, k], the gates of all devices, if `route` got gates; float64 if they are. Else None.
-      block_ends: for the kernels, [blocks, E / D]: the row behind the rows of each expert whose tokens are in a block
-        or one before it. All devices' tokens are cut into blocks of one size, and no block has tokens of two devices.
-        None if the tokens cannot be cut so.
     """
 
     tokens: jax.Array
@@ -68,7 +63,6 @@ class Routing:
     dropped: jax.Array
     axis_name: AxisName | None = dataclasses.field(default=None, metadata={"static": True})
     gates: jax.Array | None = None
-    block_ends: jax.Array | None = None
 
     @property
     def filled(self) -> jax.Array:
@@ -156,9 +150,7 @@ def route(
     row = counts.of_routes(before, bounds, most)[:routes].reshape(tokens, k)
     # Not computed by XLA where nobody asks for it: the kernels go by positions.
     route = jnp.zeros(most, jnp.int32).at[row.reshape(-1)].set(jnp.arange(routes, dtype=jnp.int32), mode="drop")
-    block_ends = None if is_symbol else counts.block_ends(before, bounds, _block_routes(tokens // devices, k), routes)
-    dropped = everything[-1] - bounds[-1]
-    found = Routing(route // k, route % k, row, jnp.diff(bounds), dropped, axis_name, gates, block_ends)
+    found = Routing(route // k, route % k, row, jnp.diff(bounds), everything[-1] - bounds[-1], axis_name, gates)
     return jax.tree.map(lambda x: checkpoint_name(x, "routing"), found)
 
 
@@ -217,18 +209,6 @@ class _Counts:
         last = (until.sum(3, dtype=jnp.int32) <= rows).sum(dtype=jnp.int32) - 1
         return until.reshape(-1, until.shape[3])[last]
 
-    def block_ends(self, before: jax.Array, bounds: jax.Array, size: int | None, routes: int) -> jax.Array | None:
-        """Returns `Routing.block_ends` for blocks of `size` routes, which end where words end; None for None.
-
-        `before` and `bounds`: as for `of_routes`.
-        """
-        if size is None:
-            return None
-        last = np.arange(size, routes + 1, size) // _WORD - 1  # The last word of each block.
-        block, word = np.divmod(last, len(self.words))
-        until = before[block, :-1] + self.within[word, block]
-        return jnp.minimum(until, bounds[1:])
-
     def of_routes(self, before: jax.Array, bounds: jax.Array, nowhere: int) -> jax.Array:
         """Returns the row of each route, [S · M · 32]; `nowhere` if it has no group or its group's rows are taken.
 
@@ -243,14 +223,6 @@ class _Counts:
         row = at(before, block * (groups + 1) + own) + at(self.within, word) - later
         has_row = (self.group >= 0) & (self.group < groups) & (row < at(bounds, own + 1))
         return jnp.where(has_row, row, nowhere).reshape(-1)
-
-
-def _block_routes(tokens: int, k: int) -> int | None:
-    """Returns how many routes a block of a device's tokens has, for the most blocks that can be."""
-    for blocks in _BLOCKS:
-        if tokens and tokens % blocks == 0 and tokens // blocks * k % _WORD == 0:
-            return tokens // blocks * k
-    return None
 
 
 def _in_words(experts: jax.Array, groups: int) -> jax.Array:

@@ -74,8 +74,6 @@ if TYPE_CHECKING:
 EPILOGUE_WARPGROUP, TRANSFER_WARPGROUP = range(2)
 NUM_THREADS = 2
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP, MULTIPLIER_WARP = range(4)
-# From the communicator warp on.
-COMMUNICATORS = 2
 
 
 @jax.tree_util.register_dataclass
@@ -301,7 +299,6 @@ class Blackwell:
     compute_warpgroups = 1
     # For 32 the exact GELU (91 operations) spills 1612 bytes, for 16 a few; softplus (26 operations) 80, for 16 none.
     long_activation_columns = 16
-    communicators = COMMUNICATORS
 
     def check_types(self, types: OperandTypes) -> None:
         limits.check_types(types)
@@ -397,9 +394,6 @@ class Blackwell:
                 pl.when(warp == MULTIPLIER_WARP)(marks.playing("multiplier", multiply))
                 if hooks.communicate is not None:
                     pl.when(warp == COMMUNICATOR_WARP)(marks.playing("communicator", hooks.communicate))
-                if (each := hooks.communicate_each) is not None:
-                    number = warp - COMMUNICATOR_WARP
-                    pl.when((number >= 0) & (number < COMMUNICATORS))(lambda: each(number))
                 if hooks.in_smem is not None:
                     pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", forward))
                 if hooks.exchange is not None:

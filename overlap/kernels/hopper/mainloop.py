@@ -85,8 +85,6 @@ REGISTERS = (232, 40)
 REGISTERS_OF_EXCHANGE = (224, 56)
 REGISTERS_OF_BOTH_WAYS = (216, 72)
 PRODUCER_WARP, COMMUNICATOR_WARP, FORWARDER_WARP = range(3)
-# From the communicator warp on; the last one has no other role.
-COMMUNICATORS = 3
 TRANSFER_WARPGROUP = COMPUTE_WARPGROUPS
 NUM_THREADS = COMPUTE_WARPGROUPS + 1
 # The stores of a tile have read the epilogue buffer after this number of k steps of the next tile.
@@ -284,7 +282,6 @@ class Hopper:
     num_threads = NUM_THREADS
     compute_warpgroups = COMPUTE_WARPGROUPS
     long_activation_columns = 32
-    communicators = COMMUNICATORS
 
     def check_types(self, types: OperandTypes) -> None:
         limits.check_types(types)
@@ -370,9 +367,6 @@ class Hopper:
                 pl.when(warp == PRODUCER_WARP)(marks.playing("producer", load))
                 if hooks.communicate is not None:
                     pl.when(warp == COMMUNICATOR_WARP)(marks.playing("communicator", hooks.communicate))
-                if (each := hooks.communicate_each) is not None:
-                    number = warp - COMMUNICATOR_WARP
-                    pl.when((number >= 0) & (number < COMMUNICATORS))(lambda: each(number))
                 if hooks.in_smem is not None:
                     pl.when(warp == FORWARDER_WARP)(marks.playing("forwarder", forward))
                 if hooks.exchange is not None:
