@@ -48,8 +48,8 @@ NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
-# Where rows arrive: chunk buffers, the bytes of a chunk, and the fewest stages.
-_BUFFERS_OF_ARRIVALS, _CHUNK_BYTES, _LEAST_STAGES = 3, 4096, 3
+# Where rows arrive: the chunks, and the fewest stages beside them. With fewer, the latency of loads shows.
+_CHUNKS_OF_ARRIVALS = Config(tile_m=128, tile_n=128, stages=4, chunk_buffers=3, chunk_bytes=4096)
 
 
 class GroupsKernel(Kernel):
@@ -72,7 +72,7 @@ class GroupsKernel(Kernel):
     ) -> None:  # fmt: skip
         """Raises, as `limits.check` does, if the kernel cannot compute a product of this form.
 
-        `boxes` and `addend` are those of `OperandTypes`, and `arrives` that of `RowsOfGroups.through`.
+        `boxes` and `addend` are those of `OperandTypes`, and `arrives` says whether rows arrive meanwhile.
         """
         limits.check_groups(config)
         by_rows = self.operation.spec.groups == "m"
@@ -130,8 +130,8 @@ class GroupsKernel(Kernel):
             return None
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
-        if arrives and (config := _with_chunks([first, *space.candidates(problem, target)], target, check)) is not None:
-            return config
+        if arrives:
+            return _with_chunks([first, *space.candidates(problem, target)], target, check)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
         return chosen.config if chosen.refusal is None else None
 
@@ -173,10 +173,13 @@ class GroupsKernel(Kernel):
 
 
 def _with_chunks(configs: Iterable[Config], target: Target, check: Callable[[Config, Target], None]) -> Config | None:
-    """Returns the first configuration that leaves room for the chunks, with fewer stages."""
+    """Returns the first configuration that leaves room for the chunks of rows that arrive, if with fewer stages."""
+    chunks = _CHUNKS_OF_ARRIVALS
     for config in configs:
-        for stages in range(config.stages, _LEAST_STAGES - 1, -1):
-            fewer = dataclasses.replace(config, stages=stages, chunk_buffers=_BUFFERS_OF_ARRIVALS, chunk_bytes=_CHUNK_BYTES)
+        for stages in range(config.stages, chunks.stages - 1, -1):
+            fewer = dataclasses.replace(
+                config, stages=stages, chunk_buffers=chunks.chunk_buffers, chunk_bytes=chunks.chunk_bytes
+            )
             if dispatch.checked(fewer, "heuristic", target, check).refusal is None:
                 return fewer
     return None
@@ -210,19 +213,23 @@ class RowsOfGroups(GroupsKernel):
         layouts: OperandLayouts,
         like: LaunchPlan,
         how: EpilogueOperands | None,
-        arrives: bool = False,
+        arriving: int | None = None,
     ) -> Callable[[Operands, EpilogueOperands | None, Arrival | None], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
         The operands may be types. The kernel takes them, and the same epilogue; if `how` is None, the activation of
-        `like`. `arrives`: it takes an arrival, too, and in place of the left operand what arrives, and returns the left
-        operand as well.
+        `like`. `arriving`: how many rows arrive. The left operand is then what arrives, and the kernel takes an
+        arrival, too, and returns the rows as well.
         """
+        if arriving is not None:
+            operands = dataclasses.replace(
+                operands, lhs=jax.ShapeDtypeStruct((arriving, operands.lhs.shape[1]), operands.lhs.dtype)
+            )
         form = Form.of(operands, layouts, like.out_dtype)
         if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
             return None
         boxes, addend = (1, False) if how is None else (how.boxes, bool(how.addends))
-        config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arrives)
+        config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arriving is not None)
         if config is None:
             return None
         plan = LaunchPlan(self.operation, form, like.target, config, like.activation if how is None else None)

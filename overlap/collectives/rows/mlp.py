@@ -50,8 +50,9 @@ from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import EpilogueOperands
 
-# Tokens arrive while they are multiplied where each expert has so many rows of each device, on average.
-_ROWS_OF_PAIR = 0
+# Tokens arrive while their rows are multiplied where each expert has at least so many rows of each device, on average:
+# with fewer, nothing is gained (docs/experts.md).
+_ROWS_OF_PAIR = 32
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
 
@@ -245,26 +246,24 @@ class _Run:
         if not run._has_kernels(arrays, routing):
             return None
         arriving = dataclasses.replace(run, arrives=True)
-        return arriving if arriving._may_arrive(arrays, routing) else run
+        may_arrive = run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing)
+        return arriving if may_arrive else run
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
-        first = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
-        if self.arrives:
-            first["tokens"] = arrays["tokens"]
-        else:
-            first["rows"] = copied(arrays["tokens"], routing, self.movement)
+        given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
+        values = functools.partial(_values_by_products, self.static)
         with jax.named_scope("gate_up"):
-            values = functools.partial(_values_by_products, self.static, self.movement)
-            gate, up, hidden, *rows = _differentiated(self._values, values, first, routing)
-        rows = checkpoint_name(rows[0] if rows else first["rows"], "rows")
+            gate, up, hidden, rows = self._with_rows(self._values, values, arrays["tokens"], given, routing)
+        rows = checkpoint_name(rows, "rows")
         gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
         return self._sums(hidden, arrays, routing), {"rows": rows, "gate": gate, "up": up}
 
     def result(self, arrays: _Arrays, routing: Routing) -> jax.Array:
         """Returns the result, where tokens arrive."""
         with jax.named_scope("gate_up"):
-            hidden, _ = self._run_first(arrays, routing, None)
+            run, operands = self._first(arrays, routing, None)
+            hidden, _ = run(operands, None, self._arrival(arrays, routing))
         return self._sums(hidden, arrays, routing)
 
     def _sums(self, hidden: jax.Array, arrays: _Arrays, routing: Routing) -> jax.Array:
@@ -289,11 +288,13 @@ class _Run:
         plan = self.plan
         sizes = routing.group_sizes
         positions = routing.positions
-        d_out = copied(cotangent.astype(plan.out_dtype), routing, self.movement)
-        weights = jnp.zeros(d_out.shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
-        given = {"d_out": d_out, "weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
+        weights = jnp.zeros(saved["rows"].shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
+        given = {"weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
         by_products = functools.partial(_cotangents_by_product, self.static)
-        d_gate, d_up, weighted, d_weights = _differentiated(self._cotangents, by_products, given, routing)
+        d_tokens = cotangent.astype(plan.out_dtype)
+        d_gate, d_up, weighted, d_weights, d_out = self._with_rows(
+            self._cotangents, by_products, d_tokens, given, routing
+        )
         why = "the kernels of the forward pass serve these rows"
         shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
         of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
@@ -329,41 +330,62 @@ class _Run:
         """Whether there is a kernel for both products with several results."""
         (count,) = routing.tokens.shape
         _, features, width = arrays["up"].shape
-        rows = jax.ShapeDtypeStruct((count, features), self.plan.out_dtype)
         hidden = jax.ShapeDtypeStruct((count, width), self.plan.out_dtype)
         weights = jax.ShapeDtypeStruct((count,), F32)
-        cotangent = {"d_out": rows, "weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
+        cotangent = {"weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
+        arrays = {name: x for name, x in arrays.items() if name != "tokens"}
         try:
-            kernels = self._first(arrays, routing, self._of_values)[0], self._second(cotangent, routing)[0]
+            kernels = [self._first(arrays, routing, self._of_values)[0], self._second(cotangent, routing)[0]]
+            if self.arrives:
+                kernels.append(self._first(arrays, routing, None)[0])
         except NotElementwise:
             return False
         return None not in kernels
 
     def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
-        """Whether tokens arrive while the first product runs, as it is measured to be faster with enough rows."""
+        """Whether there are peers, and rows enough that it is measured to be faster if tokens arrive meanwhile."""
         (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
         experts = arrays["up"].shape[0] * everything // tokens
-        if tokens * slots < _ROWS_OF_PAIR * experts:
-            return False
-        how = self._of_values
-        return None not in (self._first(arrays, routing, how)[0], self._first(arrays, routing, None)[0])
+        return everything > tokens and tokens * slots >= _ROWS_OF_PAIR * experts
+
+    def _with_rows(
+        self,
+        kernel: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+        reference: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+        tokens: jax.Array,
+        given: _Arrays,
+        routing: Routing,
+    ) -> tuple[jax.Array, ...]:
+        """Runs a product of rows that are copies of `tokens`. Returns its results, and the rows.
+
+        `kernel` and `reference` take the rows, as "rows"; or, where tokens arrive, `kernel` takes them as "tokens", and
+        returns the rows, too.
+        """
+        if not self.arrives:
+            rows = copied(tokens, routing, self.movement)
+            return *_differentiated(kernel, reference, {"rows": rows, **given}, routing), rows
+
+        def after_copies(given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+            rows = copied(given["tokens"], routing, self.movement)
+            return *reference({"rows": rows, **given}, routing), rows
+
+        return _differentiated(kernel, after_copies, {"tokens": tokens, **given}, routing)
 
     def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
-        """The first product by its kernel: from rows to gate, up and h; or from tokens to these and rows."""
-        return self._run_first(given, routing, self._of_values)
-
-    def _run_first(self, given: _Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[jax.Array, ...]:
-        run, operands = self._first(given, routing, how)
-        if not self.arrives:
-            return run(operands, how, None)
-        tokens = given["tokens"]
-        arrival = Arriving.of(self.movement.plan(tokens.shape[1], tokens.dtype, routing), routing)
-        return run(dataclasses.replace(operands, lhs=tokens), how, arrival)
+        """The first product by its kernel: to gate, up and h."""
+        run, operands = self._first(given, routing, self._of_values)
+        return run(operands, self._of_values, self._arrival(given, routing))
 
     def _cotangents(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
         """The product d_out @ w_downᵀ by its kernel, which makes of d: d_gate, d_up, w · h, and the sums of d · h."""
         run, operands, how = self._second(given, routing)
-        return run(operands, how, None)
+        return run(operands, how, self._arrival(given, routing))
+
+    def _arrival(self, given: _Arrays, routing: Routing) -> Arriving | None:
+        if not self.arrives:
+            return None
+        tokens = given["tokens"]
+        return Arriving.of(self.movement.plan(tokens.shape[1], tokens.dtype, routing), routing)
 
     @property
     def _of_values(self) -> EpilogueOperands:
@@ -374,20 +396,29 @@ class _Run:
     def _first(self, given: _Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[Leaf, Operands]:
         """The kernel of the first product, None if there is none, and what it multiplies. `how` None: it stores h."""
         biases = tuple(given[name].astype(F32) for name in ("gate.bias", "up.bias") if name in given) or None
-        rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], given["up"].shape[1]), self.plan.out_dtype)
-        rows = given.get("rows", rows)
-        operands = Operands(rows, (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
-        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self.arrives), operands
+        operands = Operands(self._left(given, routing, given["up"].shape[1]), (given["gate"], given["up"]),
+                            biases=biases, group_sizes=routing.group_sizes)  # fmt: skip
+        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self._count(routing)), operands
 
     def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
         """As `_first`."""
         assert self.static.proven is not None
-        sizes = routing.group_sizes
-        operands = Operands(given["d_out"], (given["down"],), row_scale=given["weights"], group_sizes=sizes)
+        operands = Operands(self._left(given, routing, given["down"].shape[2]), (given["down"],),
+                            row_scale=given["weights"], group_sizes=routing.group_sizes)  # fmt: skip
         program = self.static.proven.of_cotangent()
         how = EpilogueOperands(epilogue.ProgramResults(program, 3, sums=True), (given["gate"], given["up"]))
         kernel = RowsOfGroups(Operation(GROUPED))
-        return kernel.through(operands, OperandLayouts(transpose_rhs=True), self.plan, how), operands, how
+        layouts = OperandLayouts(transpose_rhs=True)
+        return kernel.through(operands, layouts, self.plan, how, self._count(routing)), operands, how
+
+    def _left(self, given: _Arrays, routing: Routing, features: int) -> Leaf:
+        """The left operand of a product: rows, or the tokens that arrive; their type if there are none."""
+        rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], features), self.plan.out_dtype)
+        return given.get("tokens" if self.arrives else "rows", rows)
+
+    def _count(self, routing: Routing) -> int | None:
+        """How many rows arrive; None: they are there."""
+        return routing.tokens.shape[0] if self.arrives else None
 
 
 def _differentiated(
@@ -411,27 +442,25 @@ def _differentiated(
     return with_rule(kernel, rule, given, routing)
 
 
-def _values_by_products(static: _Static, movement: Movement, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+def _values_by_products(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
     """The same as `_Run._values`, by operations with derivatives of any order."""
     groups = products.Groups(routing.group_sizes)
-    rows = given["rows"] if "rows" in given else copied(given["tokens"], routing, movement)
 
     def product(name: str) -> jax.Array:
         more = {"bias": given.get(f"{name}.bias"), "implementation": static.implementation}
-        return call.run(GROUPED, Arguments(rows, given[name], group_sizes=groups.sizes, **more))
+        return call.run(GROUPED, Arguments(given["rows"], given[name], group_sizes=groups.sizes, **more))
 
     gate = product("gate")
     up = product("up")
     (hidden,) = static.bound(groups)([gate.astype(F32), up.astype(F32)])
-    values = gate, up, hidden.astype(gate.dtype)
-    return values if "rows" in given else (*values, rows)
+    return gate, up, hidden.astype(gate.dtype)
 
 
 def _cotangents_by_product(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
     """The same as `_Run._cotangents`, by operations with derivatives of any order."""
     groups = products.Groups(routing.group_sizes)
     more = {"transpose_rhs": True, "preferred_element_type": F32, "implementation": static.implementation}
-    d = call.run(GROUPED, Arguments(given["d_out"], given["down"], group_sizes=groups.sizes, **more))
+    d = call.run(GROUPED, Arguments(given["rows"], given["down"], group_sizes=groups.sizes, **more))
     gate, up = (groups.cleared(given[name]).astype(F32) for name in ("gate", "up"))
     weights = groups.cleared(given["weights"][:, None])
     (hidden,), pull = jax.vjp(lambda gate, up: static.bound(groups)([gate, up]), gate, up)
