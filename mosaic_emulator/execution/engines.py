@@ -7,12 +7,12 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..foundations.errors import ProtocolError
-from ..state.memory import View, poison
+from ..state.memory import View
 from ..state.races import Access
 from ..state.simulation import Simulation
 from ..state.sync import MBarrier
@@ -66,7 +66,7 @@ class Engine:
         barrier: MBarrier | None,
         nbytes: int,
         undefined: bool,
-        unordered: bool = False,
+        by_rows: bool = False,
     ) -> None:
         """Issues a TMA load.
 
@@ -77,31 +77,15 @@ class Engine:
             barrier: this CTA's barrier, which expects `nbytes`; None if a peer's barrier counts the load.
             nbytes: the bytes that `barrier` expects; in a multicast load, other CTAs send a part of them.
             undefined: whether elements out of bounds are undefined; if not, they are zero.
-            unordered: whether elements may be written while they are loaded: these are then undefined, and no race.
+            by_rows: as in `Access`.
         """
         run, device = self.simulation.run, source.buffer.device
-        detector = self.simulation.detector
         ops = []
         for landing in landings:
             target, counting = landing.view, landing.barrier
-            hidden: list[Callable[[], np.ndarray]] = []
-
-            def value(landing: Landing = landing, hidden: list[Callable[[], np.ndarray]] = hidden) -> np.ndarray:
-                whole = source.read(undefined)
-                inside = whole if source.window is None else whole[source.window]
-                for elements in hidden:
-                    inside[elements().reshape(source.shape)] = poison((), inside.dtype)
-                return landing.cut(whole)
-
+            value = lambda landing=landing: landing.cut(source.read(undefined))  # noqa: E731
             op = CountedWrite(thread, target, counting, value, target.array.nbytes)
-            if unordered and detector is not None:
-                read = Access(
-                    thread, source, "TMA load, read", op.instruction, op.component, op.time, write=False,
-                    asynchronous=op.asynchronous,
-                )  # fmt: skip
-                hidden.append(detector.unordered(read, op.knowledge))
-            else:
-                self.record(op, source, "TMA load, read", write=False)
+            self.record(op, source, "TMA load, read", write=False, by_rows=by_rows)
             what = "TMA load, write" if landing.part is None else "multicast TMA load, write"
             self.record(op, target, what, write=True)
             if counting.cta is not thread.cta:
@@ -148,9 +132,10 @@ class Engine:
         self.fly(op)
 
     def commit(self, thread: Issuer) -> None:
-        """Closes the thread's open group of stores, which may be empty."""
-        thread.groups.append(thread.open_stores)
-        thread.open_stores = []
+        """Closes the thread's open group of stores."""
+        if thread.open_stores:
+            thread.groups.append(thread.open_stores)
+            thread.open_stores = []
 
     def wait_stores(self, thread: Issuer, allowed: int, read_only: bool) -> None:
         """Completes stores until at most `allowed` groups are pending, as a thread's wait for its stores does.

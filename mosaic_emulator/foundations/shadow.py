@@ -70,11 +70,7 @@ class Shadow:
 
     def unwritten(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
         """Returns for each element of `array`, a view of the buffer `base`, whether nobody has written the element."""
-        return self.last_writes(array, base) == 0
-
-    def last_writes(self, array: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """Returns for each element of `array`, a view of the buffer `base`, the number of the set of its last write."""
         places = np.full((), region_of(array, base)[0], np.int64)
         for count, stride in zip(array.shape, array.strides):
             places = places[..., None] + np.arange(count) * stride
-        return self.writes[places // self.granule]
+        return self.writes[places // self.granule] == 0

@@ -101,26 +101,6 @@ class RaceDetector:
         writes[...] = len(sets) - 1
         reads[...] = 0
 
-    def unordered(self, access: Access, knowledge: Knowledge) -> Callable[[], np.ndarray]:
-        """Returns a function that is called when a load completes, and says which elements it must not rely on.
-
-        `access` is the load's read, which is not remembered. These elements nobody has written when the load is issued,
-        or their last write is not ordered before it, or another write has come since then.
-        """
-        view = access.view
-
-        def numbers() -> np.ndarray:
-            return view.buffer.shadow.last_writes(view.array, view.buffer.data)
-
-        at_issue = numbers()
-        conflicts = [
-            number
-            for number in _distinct(at_issue)
-            if not number or any(_conflict(prior, access, knowledge) for prior in self._sets[number].values())
-        ]
-        is_known = np.isin(at_issue, conflicts)
-        return lambda: is_known | (numbers() != at_issue)
-
     @staticmethod
     def _is_row_by_row(access: Access, old_writes: list[int]) -> bool:
         """Whether a read of partly unwritten memory is no fault, since each row is wholly written or wholly unwritten.
@@ -144,27 +124,24 @@ class RaceDetector:
             cells[cells == old] = number
 
     def _check(self, prior: Access, access: Access, knowledge: Knowledge) -> None:
-        if kind := _conflict(prior, access, knowledge):
-            self._report(kind, prior, access)
-
-
-def _conflict(prior: Access, access: Access, knowledge: Knowledge) -> str:
-    """Returns the kind of race between two accesses; empty if they are ordered, or need no order."""
-    if prior.component == access.component:  # Events of one component are in order.
-        return ""
-    if prior.atomic and access.atomic:
-        return ""
-    if not covers(knowledge.seen, prior.component, prior.time):
-        return "data"
-    if access.view.buffer.space == "tmem":
-        is_ordered = knowledge.tensor is not None and covers(knowledge.tensor, prior.component, prior.time)
-        return "" if is_ordered else "tensor"
-    if not (access.asynchronous and prior.write):
-        return ""
-    # Two accesses through the asynchronous proxy need no proxy fence between them if they are of one CTA, or to
-    # shared memory (by CTAs of one cluster). Between a write and any other asynchronous access, a fence is needed.
-    shared = access.view.buffer.space == "smem"
-    if prior.asynchronous and (shared or prior.thread.cta is access.thread.cta):
-        return ""
-    fenced = knowledge.smem if shared else knowledge.gmem
-    return "" if covers(fenced, prior.component, prior.time) else "proxy"
+        if prior.component == access.component:  # Events of one component are in order.
+            return
+        if prior.atomic and access.atomic:
+            return
+        if not covers(knowledge.seen, prior.component, prior.time):
+            self._report("data", prior, access)
+            return
+        if access.view.buffer.space == "tmem":
+            if knowledge.tensor is None or not covers(knowledge.tensor, prior.component, prior.time):
+                self._report("tensor", prior, access)
+            return
+        if not (access.asynchronous and prior.write):
+            return
+        # Two accesses through the asynchronous proxy need no proxy fence between them if they are of one CTA, or to
+        # shared memory (by CTAs of one cluster). Between a write and any other asynchronous access, a fence is needed.
+        shared = access.view.buffer.space == "smem"
+        if prior.asynchronous and (shared or prior.thread.cta is access.thread.cta):
+            return
+        fenced = knowledge.smem if shared else knowledge.gmem
+        if not covers(fenced, prior.component, prior.time):
+            self._report("proxy", prior, access)

@@ -252,7 +252,7 @@ class _RowsBody:
         if self.arrival is None:
             return hooks
         rows = self.refs.outputs.rows
-        hooks = dataclasses.replace(hooks, load_lhs=lambda tile, load: load(rows), lhs_changes=True)
+        hooks = dataclasses.replace(hooks, load_lhs=lambda tile, load: load(rows), lhs_has_gaps=True)
         return self.arrival.hook_in(hooks, inputs.lefts[0], rows, self.refs, self.kernel.config)
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide | ByKStep:

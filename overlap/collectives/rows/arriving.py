@@ -20,8 +20,8 @@ flag of the next one.
 Why this is correct, beside what `collectives/communicator.py` says: a tile waits for units only, and these wait for
 nothing but the peers' beginning. Units are drawn, so those CTAs that run bring them all. Each addition to a flag is an
 acquire and a release, so the last one of a group passes on what all before have released, in this group and in those
-before. A tile also loads rows behind its last one, which may be written meanwhile; they affect rows of the result that
-the tile does not store. Rows that no token is copied to stay undefined.
+before. A tile also loads rows behind its last one, and waits for these, too. So one group more is counted than has rows
+in use. Rows that no token is copied to stay undefined; they affect rows of the result that no tile stores.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Arriving:
     Attributes:
       plan: sizes.
       positions: [D · T, k], as in `Routing`, with more columns up to a multiple of `_SLOTS`.
-      firsts: [rows, up to a multiple of `_GROUP`], the token whose first row is this one; -1: there is none.
+      firsts: [rows, in whole groups, and one group more], the token whose first row is this one; -1: there is none.
       used: [1], the rows in use.
     """
 
@@ -85,7 +85,7 @@ class Arriving:
         positions = jnp.pad(routing.positions, ((0, 0), (0, -plan.slots % _SLOTS)), constant_values=plan.rows)
         # Of a token without rows it is the row behind all, which may be a row of padding.
         first = jnp.where(positions < plan.rows, positions, jnp.iinfo(jnp.int32).max).min(axis=1)
-        nobody = jnp.full(ceil_div(plan.rows, _GROUP) * _GROUP, -1, jnp.int32)
+        nobody = jnp.full((ceil_div(plan.rows, _GROUP) + 1) * _GROUP, -1, jnp.int32)
         tokens = jnp.arange(first.shape[0], dtype=jnp.int32)
         firsts = nobody.at[first].set(tokens, mode="drop", unique_indices=True)
         return Arriving(plan, positions, firsts, routing.group_sizes.sum(dtype=jnp.int32)[None])
@@ -123,7 +123,7 @@ class Arriving:
         transfers = _Transfers(self.plan, self._cols(config), lhs, rows, *refs.inputs.arrays, flags)
 
         def wait(tile: Tile) -> None:
-            group = quotient(tile.row_offset + jnp.maximum(tile.rows, 1) - 1, _GROUP)
+            group = quotient(tile.row_offset + config.tile_m - 1, _GROUP)
             semaphore_wait(flags.at[group], transfers.expected(group))
             fence_async_proxy()
 
@@ -170,7 +170,7 @@ class _Transfers:
     def run(self, flags: SemaphoreRef, smem: tuple[Any, ...], of_cta: Index) -> None:
         """The whole work of a CTA's communicator."""
         most = self.firsts.shape[0] // _UNIT * self._parts
-        units = quotient(self.used[0] + _GROUP - 1, _GROUP) * self._of_group
+        units = (quotient(self.used[0] + _GROUP - 1, _GROUP) + 1) * self._of_group
         group = self.plan.group
         if group is None:
             counter = flags.at[0]
