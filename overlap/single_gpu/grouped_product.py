@@ -48,13 +48,10 @@ class Arrival(Protocol):
 
     Attributes:
       arrays: what else the kernel reads, a pytree.
-      reads_peers: whether peers read the left operand.
     """
 
     @property
     def arrays(self) -> Tree: ...
-    @property
-    def reads_peers(self) -> bool: ...
     def flag_shapes(self) -> tuple[tuple[int, ...], ...]: ...
     def smem_types(self, config: Config) -> tuple[ScratchType, ...]: ...
     def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
@@ -178,11 +175,11 @@ def _launched(
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
     flags: tuple[tuple[int, ...], ...] = ()
-    peers_read = ()
+    peers_read: tuple[int, ...] = ()
     if arrival is not None:
         smem = arrival.smem_types(config)
         flags = arrival.flag_shapes()
-        peers_read = (0,) if arrival.reads_peers else ()  # The left operand comes first of all inputs.
+        peers_read = (0,)  # The left operand, the first one of all inputs.
     kernel = ProductKernel(NAME, plan.target, config, types, most, flags, smem, peers_read)
     place_of_sums = None
     if through is not None and through.how.sums:
