@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,8 @@ NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
-# Where rows arrive: the chunks, and the fewest stages beside them. With fewer, the latency of loads shows.
-_CHUNKS_OF_ARRIVALS = Config(tile_m=128, tile_n=128, stages=4, chunk_buffers=3, chunk_bytes=4096)
+# Where rows arrive. More and larger buffers were not faster, and take a stage (4 × H200).
+_CHUNKS_OF_ARRIVALS = {"chunk_buffers": 2, "chunk_bytes": 4096}
 
 
 class GroupsKernel(Kernel):
@@ -131,7 +131,9 @@ class GroupsKernel(Kernel):
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
         if arrives:
-            return _with_chunks([first, *space.candidates(problem, target)], target, check)
+            fitting = (dataclasses.replace(config, **_CHUNKS_OF_ARRIVALS)
+                       for config in (first, *space.candidates(problem, target)))  # fmt: skip
+            return next((x for x in fitting if dispatch.checked(x, source, target, check).refusal is None), None)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
         return chosen.config if chosen.refusal is None else None
 
@@ -170,19 +172,6 @@ class GroupsKernel(Kernel):
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         """Returns the function that runs the kernel on operands."""
         raise NotImplementedError
-
-
-def _with_chunks(configs: Iterable[Config], target: Target, check: Callable[[Config, Target], None]) -> Config | None:
-    """Returns the first configuration that leaves room for the chunks of rows that arrive, if with fewer stages."""
-    chunks = _CHUNKS_OF_ARRIVALS
-    for config in configs:
-        for stages in range(config.stages, chunks.stages - 1, -1):
-            fewer = dataclasses.replace(
-                config, stages=stages, chunk_buffers=chunks.chunk_buffers, chunk_bytes=chunks.chunk_bytes
-            )
-            if dispatch.checked(fewer, "heuristic", target, check).refusal is None:
-                return fewer
-    return None
 
 
 class RowsOfGroups(GroupsKernel):

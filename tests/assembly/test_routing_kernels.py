@@ -155,32 +155,3 @@ ENTRY %main (a: s32[4]) -> s32[4] {
 }
 """
     assert launches(text) == {"fusion": 1, "collective": 1, "negate": 1, "sort": 1, "custom-call": 1}
-
-
-def expert_gradients(case: Case, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The experts' MLP with its gradients. The shape: tokens of a device, features, width, experts, slots."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import PartitionSpec as P
-
-    import overlap
-    from overlap.collectives.rows.mlp import expert_mlp
-
-    tokens, features, width, experts, slots = case.shape
-
-    def layer(x: Any, gates: Any, weights: Any, ids: Any) -> Any:
-        found = overlap.route(ids, experts, "x", gates=gates)
-        gated = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
-        return expert_mlp(x, weights, found, "x", activation=gated, implementation="fused")
-
-    def both(x: Any, gates: Any, weights: Any, ids: Any) -> Any:
-        out, pull = jax.vjp(lambda *given: layer(*given, ids), x, gates, weights)
-        return pull(out)
-
-    mapped = jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    of = lambda dtype, *shape: struct(mesh, shape, dtype, P("x"))  # noqa: E731
-    everything = case.devices * tokens
-    weights = {name: of("bfloat16", experts, features, width) for name in ("gate", "up")}
-    weights["down"] = of("bfloat16", experts, width, features)
-    return mapped, (of("bfloat16", everything, features), of("float32", everything, slots), weights,
-                    of("int32", everything, slots))  # fmt: skip

@@ -1,21 +1,22 @@
 """Tokens arrive while their rows are multiplied: the transport of the products of experts whose rows are copies.
 
-The kernel is that of `single_gpu/grouped_product.py`. Its communicator warp brings the tokens of all devices, and writes
-each to all of its rows:
+The kernel is that of `single_gpu/grouped_product.py`. Its communicator warp brings the tokens of all devices, and
+writes each to all of its rows:
 
-    communicator   for each token, in the order of the tokens' first rows: features, here or at a peer → shared memory →
-                   the token's rows; when the tokens of a unit have landed, counts the unit
+    communicator   for each token, in the order of the tokens' first rows: features, here or at a peer → shared memory
+                   → the token's rows; when the tokens of a unit have landed, counts the unit
     producer       for each tile: waits until all units up to the tile's last row are counted; loads the rows
 
-Tiles go in the order of rows, as in a product of rows that are there. A row is written with the first row of its token,
-which is this row or one before it. So when all tokens whose first row is before some row have landed, all rows before it
-have been written. That is why tokens come in this order, and not device by device: the weights are read once, and all
-links are busy from the start. Ordered by device, the product alone took 1.25 times as long (4 × H200, Qwen3-30B).
+Tiles go in the order of rows, as in a product of rows that are there. A row is written with the first row of its
+token, which is this row or one before it. So when all tokens whose first row is before some row have landed, all rows
+before it have been written. That is why tokens come in this order, and not device by device: the weights are read once,
+and all links are busy from the start. Ordered by device, the product alone took 1.25 times as long (4 × H200,
+Qwen3-30B).
 
-A *unit* is some rows, of which one CTA brings the tokens that have their first row there. Units are drawn. A *block* has
-several units and one flag. Units end in any order, and a tile needs all blocks up to its last row. So that it waits for
-one flag only, the flag also counts whether the block before is complete: whoever completes a block adds 1 to the flag of
-the next one.
+A *unit* is some rows, of which one CTA brings the tokens that have their first row there. Units are drawn. A *block*
+has several units and one flag. Units end in any order, and a tile needs all blocks up to its last row. So that it waits
+for one flag only, the flag also counts whether the block before is complete: whoever completes a block adds 1 to the
+flag of the next one.
 
 Why this is correct, beside what `collectives/communicator.py` says: a tile waits for units only, and these wait for
 nothing but the peers' beginning. Units are drawn, so those CTAs that run bring them all. Each addition to a flag is an
@@ -86,9 +87,7 @@ class Arriving:
 
     @staticmethod
     def of(plan: RowsPlan, routing: Routing, unit: int = _UNIT, block: int = _BLOCK) -> Arriving:
-        positions = jnp.pad(
-            routing.positions, ((0, 0), (0, -plan.slots % _LEAST_WORDS)), constant_values=plan.rows
-        )
+        positions = jnp.pad(routing.positions, ((0, 0), (0, -plan.slots % _LEAST_WORDS)), constant_values=plan.rows)
         first = positions.min(axis=1)
         # A token without rows has the one behind all, which is a row of `firsts`.
         first = jnp.where(first < plan.rows, first, jnp.iinfo(jnp.int32).max)
@@ -122,8 +121,9 @@ class Arriving:
 
     def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
         flags, handshake = refs.flags
+        positions, firsts, used = refs.inputs.arrays
         transfers = _Transfers(
-            self.plan, self._features(config), self.unit, self.block, lhs, rows, *refs.inputs.arrays, flags
+            self.plan, self._features(config), self.unit, self.block, lhs, rows, positions, firsts, used, flags
         )
 
         def wait(tile: Tile) -> None:
@@ -251,18 +251,18 @@ class _Transfers:
             block = jnp.where(unit < 0, -1, quotient(jnp.maximum(unit, 0), self._of_block))
             atomics.loop_while(lambda block: block >= 0, count, block)
 
-        def after_load(count: Index, oldest: tuple[Index, Index], before: Index) -> Index:
+        def after_load(count: Index, oldest: Index, before: Index) -> Index:
             """Spreads the oldest token that is on its way, if there are enough.
 
             Args:
               count: how many tokens there were before the one that was asked for last.
-              oldest: the unit of the oldest token, and whether it is the unit's last one.
+              oldest: twice the unit of the oldest token, plus 1 if it is the unit's last one: one register.
               before: the unit that has landed when the copies of the token before that have; -1: none.
 
             Returns:
               The same as `before` for the oldest token.
             """
-            unit, is_last = oldest
+            unit = quotient(oldest, 2)
 
             @pl.when(count >= buffers - 1)
             def _spread() -> None:
@@ -270,7 +270,7 @@ class _Transfers:
                 wait_stores_landed(1)
                 landed(before)
 
-            return jnp.where(count >= buffers - 1, jnp.where(is_last > 0, unit, -1), before)
+            return jnp.where(count >= buffers - 1, jnp.where(oldest > 2 * unit, unit, -1), before)
 
         def of_unit(state: Tree) -> Tree:
             number, turns, *tokens = state
@@ -293,7 +293,7 @@ class _Transfers:
                     # The token that had this buffer was spread last.
                     wait_stores_read()
                     load(token, unit, remainder(count, buffers))
-                    oldest, *others = *on_their_way, (unit, jnp.where(row == last, 1, 0))
+                    oldest, *others = *on_their_way, 2 * unit + jnp.where(row == last, 1, 0)
                     return count + 1, after_load(count, oldest, before), tuple(others)
 
                 return lax.cond(token >= 0, of_token, lambda state: state, state)
@@ -302,7 +302,7 @@ class _Transfers:
 
         ask(number, 0)
         zero = jnp.int32(0)
-        start = number, zero, zero, jnp.int32(-1), ((zero, zero),) * (buffers - 1)
+        start = number, zero, zero, jnp.int32(-1), (zero,) * (buffers - 1)
         state = atomics.loop_while(lambda state: state[0] < begin + units, of_unit, start)
         number, turns, count, before, on_their_way = state
         for index, oldest in enumerate(on_their_way):

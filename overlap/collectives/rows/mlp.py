@@ -329,7 +329,7 @@ class _Run:
     def _has_kernels(self, arrays: _Arrays, routing: Routing) -> bool:
         """Whether there is a kernel for both products with several results."""
         (count,) = routing.tokens.shape
-        _, features, width = arrays["up"].shape
+        width = arrays["up"].shape[2]
         hidden = jax.ShapeDtypeStruct((count, width), self.plan.out_dtype)
         weights = jax.ShapeDtypeStruct((count,), F32)
         cotangent = {"weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
