@@ -131,8 +131,7 @@ class GroupsKernel(Kernel):
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
         if arrives:
-            fitting = (dataclasses.replace(config, **_CHUNKS_OF_ARRIVALS)
-                       for config in (first, *space.candidates(problem, target)))  # fmt: skip
+            fitting = (x for config in (first, *space.candidates(problem, target)) for x in _with_chunks(config))
             return next((x for x in fitting if dispatch.checked(x, source, target, check).refusal is None), None)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
         return chosen.config if chosen.refusal is None else None
@@ -172,6 +171,15 @@ class GroupsKernel(Kernel):
     def runner(self, plan: LaunchPlan) -> Callable[[Operands], jax.Array]:
         """Returns the function that runs the kernel on operands."""
         raise NotImplementedError
+
+
+def _with_chunks(config: Config) -> list[Config]:
+    """Returns a configuration with the chunks of rows that arrive, as it is and with a stage less.
+
+    The latter not if operands are swapped: such tiles then spill, by a register or two.
+    """
+    made = dataclasses.replace(config, **_CHUNKS_OF_ARRIVALS)
+    return [made] if config.swap_operands else [made, dataclasses.replace(made, stages=max(made.stages - 1, 1))]
 
 
 class RowsOfGroups(GroupsKernel):

@@ -50,9 +50,10 @@ from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import EpilogueOperands
 
-# Tokens arrive while their rows are multiplied where each expert has at least so many rows of each device, on average:
-# with fewer, nothing is gained (docs/experts.md).
-_ROWS_OF_PAIR = 32
+# Tokens arrive while their rows are multiplied on so many devices at least, where each expert has so many rows of each
+# device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
+# 1.05 times with 4 rows (docs/experts.md).
+_LEAST_DEVICES, _LEAST_ROWS = 3, 32
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
 
@@ -343,10 +344,11 @@ class _Run:
         return None not in kernels
 
     def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
-        """Whether there are peers, and rows enough that it is measured to be faster if tokens arrive meanwhile."""
+        """Whether there are so many devices and rows that it is measured to be faster if tokens arrive meanwhile."""
         (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
-        experts = arrays["up"].shape[0] * everything // tokens
-        return everything > tokens and tokens * slots >= _ROWS_OF_PAIR * experts
+        devices = everything // max(tokens, 1)
+        experts = arrays["up"].shape[0] * devices
+        return devices >= _LEAST_DEVICES and tokens * slots >= _LEAST_ROWS * experts
 
     def _with_rows(
         self,
