@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ class GroupsKernel(Kernel):
             return None
 
         def check(config: Config, target: Target) -> None:
-            self.check_form(form, rhs_dtype, config, target, boxes, addend, arrives)
+            self.check_form(form, rhs_dtype, config, target, boxes, addend)
 
         problem = self.problem(form)
         target = like.target
@@ -130,11 +130,17 @@ class GroupsKernel(Kernel):
             return None
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
-        if arrives:
-            fitting = (x for config in (first, *space.candidates(problem, target)) for x in _with_chunks(config))
-            return next((x for x in fitting if dispatch.checked(x, source, target, check).refusal is None), None)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
-        return chosen.config if chosen.refusal is None else None
+        if chosen.refusal is not None or not arrives:
+            return chosen.config if chosen.refusal is None else None
+
+        def check_arriving(config: Config, target: Target) -> None:
+            self.check_form(form, rhs_dtype, config, target, boxes, addend, arrives=True)
+
+        for config in _beside_chunks(chosen.config, space.candidates(problem, target)):
+            if dispatch.checked(config, source, target, check_arriving).refusal is None:
+                return config
+        return None
 
     def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
         """Runs a product of a derivative."""
@@ -173,13 +179,16 @@ class GroupsKernel(Kernel):
         raise NotImplementedError
 
 
-def _with_chunks(config: Config) -> list[Config]:
-    """Returns a configuration with the chunks of rows that arrive, as it is and with a stage less.
+def _beside_chunks(config: Config, others: Iterable[Config]) -> Iterator[Config]:
+    """Yields what is tried where rows arrive: this configuration, the same with a stage less, and others.
 
-    The latter not if operands are swapped: such tiles then spill, by a register or two.
+    Not with a stage less if operands are swapped: such tiles then spill, by a register or two.
     """
-    made = dataclasses.replace(config, **_CHUNKS_OF_ARRIVALS)
-    return [made] if config.swap_operands else [made, dataclasses.replace(made, stages=max(made.stages - 1, 1))]
+    with_chunks = functools.partial(dataclasses.replace, **_CHUNKS_OF_ARRIVALS)
+    yield with_chunks(config)
+    if not config.swap_operands and config.stages > 2:
+        yield with_chunks(config, stages=config.stages - 1)
+    yield from map(with_chunks, others)
 
 
 class RowsOfGroups(GroupsKernel):

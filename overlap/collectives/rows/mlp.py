@@ -240,15 +240,17 @@ class _Run:
         ((operation, checked, choice),) = chosen
         if choice.config is None:
             return None
-        record(choice)
         must_fuse = static.implementation == "fused"
         plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
         run = _Run(static, movement, plan)
         if not run._has_kernels(arrays, routing):
             return None
         arriving = dataclasses.replace(run, arrives=True)
-        may_arrive = run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing)
-        return arriving if may_arrive else run
+        if run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing):
+            record(dataclasses.replace(choice, plan="tokens arrive while their rows are multiplied"))
+            return arriving
+        record(choice)
+        return run
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
@@ -299,8 +301,10 @@ class _Run:
         why = "the kernels of the forward pass serve these rows"
         shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
         of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
-        for name, what in (("rows added to tokens", shapes), (GROUPED.function, of_product),
-                           ("tokens copied to rows", shapes)):  # fmt: skip
+        steps = [("rows added to tokens", shapes), (GROUPED.function, of_product)]
+        if not self.arrives:
+            steps.append(("tokens copied to rows", shapes))
+        for name, what in steps:
             record_backward(name, plan.target, why, what)
         found: dict[str, jax.Array] = {}
         rows = saved["rows"]
