@@ -184,11 +184,11 @@ def _beside_chunks(config: Config, others: Iterable[Config]) -> Iterator[Config]
 
     Not with a stage less if operands are swapped: such tiles then spill, by a register or two.
     """
-    with_chunks = functools.partial(dataclasses.replace, **_CHUNKS_OF_ARRIVALS)
-    yield with_chunks(config)
+    yield config.replace(**_CHUNKS_OF_ARRIVALS)
     if not config.swap_operands and config.stages > 2:
-        yield with_chunks(config, stages=config.stages - 1)
-    yield from map(with_chunks, others)
+        yield config.replace(stages=config.stages - 1, **_CHUNKS_OF_ARRIVALS)
+    for other in others:
+        yield other.replace(**_CHUNKS_OF_ARRIVALS)
 
 
 class RowsOfGroups(GroupsKernel):
