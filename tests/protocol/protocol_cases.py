@@ -352,22 +352,25 @@ def of_moved_rows(
     return Kernel(lambda: function(given, is_row), check)
 
 
-def of_arriving(devices: int, tokens: int, features: int, config: overlap.Config, *, slots: int = 2) -> Kernel:
+def of_arriving(devices: int, tokens: int, features: int, config: overlap.Config, *, slots: int = 4) -> Kernel:
     """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
 
-    Each route has a row on one device at most, the rows in use are in any order, and no device has a row of the first
-    token. Units and blocks are small, so that there are several.
+    Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
+    Units have 4 rows and blocks 64. The first unit of device 0 has one token, with its first row at the unit's first,
+    and no device has a row of the second token. The last row of a tile is the first one of a block.
     """
     everything, chance, n, groups = devices * tokens, np.random.default_rng(7), 136, 3
     owner = chance.integers(-1, devices, (everything, slots))
-    owner[0] = -1
+    owner[:2] = [[0], [-1]]
     counts = [int((owner == device).sum()) for device in range(devices)]
-    rows = max(counts) + 70
+    rows = max(counts)
     positions = np.full((devices, everything, slots), rows, np.int32)
     sizes = np.zeros((devices, groups), np.int32)
     for device, count in enumerate(counts):
-        positions[device][owner == device] = chance.permutation(count)
-        sizes[device] = count // 3, 0, count - count // 3
+        places = np.arange(count)
+        places[4:] = chance.permutation(places[4:])  # Those of token 0 come first.
+        positions[device][owner == device] = places
+        sizes[device] = 65, 0, count - 65
     lhs, rhs = integers(1, everything, features), integers(2, devices * groups, features, n)
     copies, exact = np.zeros((devices, rows + 1, features), np.float32), np.zeros((devices, rows, n), np.float32)
     here = np.repeat(np.arange(everything)[:, None], slots, 1)
@@ -425,7 +428,7 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     ONE_SHOT: lambda devices: of_sums(ONE_SHOT, devices=devices),
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
     # Several chunks per CTA, rows of one part or of several, and rings of buffers that wrap around within a chunk.
-    "arriving": lambda devices: of_arriving(devices, 60, 320, ARRIVING),
+    "arriving": lambda devices: of_arriving(devices, 45, 320, ARRIVING),
     "rows copied": lambda devices: of_moved_rows("copied", devices, 9, 128, slots=3),
     "rows added": lambda devices: of_moved_rows("added", devices, 8, 4224, slots=6),
     "rows multiplied": lambda devices: of_moved_rows("multiplied", devices, 4, 2176, slots=8, dtype=np.float32),
