@@ -66,6 +66,7 @@ class Engine:
         barrier: MBarrier | None,
         nbytes: int,
         undefined: bool,
+        by_rows: bool = False,
     ) -> None:
         """Issues a TMA load.
 
@@ -76,6 +77,7 @@ class Engine:
             barrier: this CTA's barrier, which expects `nbytes`; None if a peer's barrier counts the load.
             nbytes: the bytes that `barrier` expects; in a multicast load, other CTAs send a part of them.
             undefined: whether elements out of bounds are undefined; if not, they are zero.
+            by_rows: as in `Access`.
         """
         run, device = self.simulation.run, source.buffer.device
         ops = []
@@ -83,7 +85,7 @@ class Engine:
             target, counting = landing.view, landing.barrier
             value = lambda landing=landing: landing.cut(source.read(undefined))  # noqa: E731
             op = CountedWrite(thread, target, counting, value, target.array.nbytes)
-            self.record(op, source, "TMA load, read", write=False)
+            self.record(op, source, "TMA load, read", write=False, by_rows=by_rows)
             what = "TMA load, write" if landing.part is None else "multicast TMA load, write"
             self.record(op, target, what, write=True)
             if counting.cta is not thread.cta:

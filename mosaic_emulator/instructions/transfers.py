@@ -20,6 +20,9 @@ from ..state.sync import MBarrier
 # every CUDA thread arrives for a copy, even on a barrier that orders the tensor core, which expects one arrival.
 _ARRIVES_WITHOUT_COPY = _ARRIVES_FROM_EACH_THREAD = jax.__version_info__ < (0, 12)
 
+# The named scope of loads of which each row affects only the same row of a result (`Access.by_rows`).
+BY_ROWS = "rows_apart"
+
 
 def _check_shapes(src: View, dst: View) -> None:
     a, b = src.requested or src.shape, dst.requested or dst.shape
@@ -50,6 +53,7 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
     src_path, dst_path, barrier_path = d.paths(leaves, *trees)
     mode = getattr(p.get("oob_mode"), "name", "ZEROS")
     src_path.clip = mode != "PROMISE_IN_BOUNDS"
+    by_rows = BY_ROWS in str(eqn.source_info.name_stack)
 
     @d.instruction(eqn, visible=True)
     def run(thread: Thread) -> None:
@@ -89,7 +93,7 @@ def _load(d: Decoder, eqn: Equation, ins: list[int]) -> None:
         else:
             landings = [Landing(target, counting)]
         here = counting if is_counted_here else None
-        thread.machine.engine.load(thread, source, landings, here, nbytes, mode == "UNDEFINED")
+        thread.machine.engine.load(thread, source, landings, here, nbytes, mode == "UNDEFINED", by_rows)
 
 
 def _leader(thread: Thread, axes: tuple[AxisName, ...], barrier_in: Callable[[Cta], MBarrier]) -> MBarrier:

@@ -50,7 +50,8 @@ class Explanation:
         an SM while it waits for another device, as XLA's collectives do.
       scratch_bytes: memory of a device that the fused kernel needs for the parts of results that are exchanged; 0 for
         "xla". The copies of shards that an all-gather makes are not counted.
-      plan: for a product of global arrays, what runs along which mesh axes; in a backward pass, what is computed.
+      plan: for a product of global arrays, what runs along which mesh axes; in a backward pass, what is computed;
+        of experts, whether tokens arrive meanwhile.
       ratio: XLA's time over the fused kernel's, measured or expected; 1 where nothing is known, or was compared.
     """
 

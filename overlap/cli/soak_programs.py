@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem, default_out_dtype
+from overlap.collectives.rows.mlp import expert_mlp
 from overlap.kernels.operations import BY_NAME, Layout
 from overlap.kernels.target import current_target
 from overlap.tuning.operations import AXIS, shapes, specs
@@ -92,6 +93,8 @@ class Experts:
       hidden: features of the tokens.
       width: features inside an expert.
       experts: of each device.
+      as_layer: whether it is computed as `layers.ExpertMLP` computes it, with a result and a gradient in bfloat16. So
+        that the result is exact, too, each column of the last weights has one number.
       beside: whether one of XLA's collectives may run at the same time.
     """
 
@@ -100,6 +103,7 @@ class Experts:
     hidden: int
     width: int
     experts: int = 2
+    as_layer: bool = False
     beside: bool = True
 
 
@@ -124,6 +128,8 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
     x, w_gate, w_up, w_down = (
         jnp.resize(jnp.roll(pools[i > 0], 977 * i), shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)
     )
+    if case.as_layer:
+        w_down *= jnp.arange(case.width)[:, None] == jnp.arange(case.hidden) % case.width
     cotangent = jnp.resize(pools[1], x.shape).astype(jnp.float32)
     # For each token a number from 0 to 80, whose digits in base 3 are four numbers of a pool, plus 1. It says which
     # expert the token chooses first, and how much further on the second one is: at least 1, so that they differ.
@@ -143,6 +149,10 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
         """What is tested: this device's part of the result. Only the gradient of `w_down` is compared (`Experts`)."""
         # No kernel has run on a Blackwell GPU yet: there XLA computes the layer.
         how: dict[str, Any] = {"implementation": "xla" if current_target().is_blackwell else "fused"}
+        if case.as_layer:
+            routing = overlap.route(own(ids), experts, axis, gates=own(gates))
+            weights = {"gate": own(w_gate), "up": own(w_up), "down": w_down}
+            return expert_mlp(own(x), weights, routing, axis, activation=gated, **how)
         routing = overlap.route(own(ids), experts, axis)
         h = overlap.all_gather_lhs_grouped_matmul(
             own(x), [own(w_gate), own(w_up)], routing, axis, activation=gated, **how
@@ -162,9 +172,9 @@ def _results_of_experts(case: Experts, axis: Axis, pools: tuple[jax.Array, jax.A
     expected, pull_dense = jax.vjp(dense, w_down)
     # A zero, since no result is NaN. With it the backward pass begins when the result is there.
     after = jnp.where(jnp.isnan(out[:1, :1]), 1.0, 0.0)
-    (found,) = pull(own(cotangent) + after)
+    (found,) = pull((own(cotangent) + after).astype(out.dtype))
     (right,) = pull_dense(cotangent)
-    return [(out, own(expected)), (found, own(right))]
+    return [(out, own(expected).astype(out.dtype)), (found, own(right).astype(found.dtype))]
 
 
 def _results(case: Case | Experts, axis: Axis, pools: tuple[jax.Array, jax.Array], late: jax.Array) -> Results:
@@ -237,6 +247,8 @@ CASES: tuple[Case | Experts, ...] = (
     Case("sums for all by columns", _REDUCE, (8, 384, 64), _F16, config={}),
     Case("sums for all in one shot", _REDUCE, (8, 136, 72), config={"one_shot": True}),
     Experts("experts", tokens=40, hidden=128, width=72),
+    # So many that tokens arrive while their rows are multiplied, on 4 or 8 devices.
+    Experts("layer of experts", tokens=256, hidden=128, width=64, as_layer=True),
 )  # fmt: skip
 
 

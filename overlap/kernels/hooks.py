@@ -276,6 +276,8 @@ class Hooks:
       exchange: for products of which the peers compute parts. Needs tiles that are drawn (`Loop.counter`).
       block_scales_at: a function from a tile to where its block scales lie; None: there are none. The scales of rows
         must have arrived when the rows have (`before_load`).
+      lhs_has_gaps: whether a tile may load rows of the left operand, among those that it does not have, that nobody has
+        written.
       last_k_at: a function from a tile to how many rows of the last k step of its operands, stored as [k, m] and
         [k, n], belong to its contraction. The others count as zeros. None: all belong to it.
     """
@@ -294,4 +296,5 @@ class Hooks:
     through: SeveralResults | None = None
     exchange: Exchange | None = None
     block_scales_at: Callable[[Tile], BlockScales] | None = None
+    lhs_has_gaps: bool = False
     last_k_at: Callable[[Tile], Index] | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,14 @@ from overlap.kernels.target import Target
 from overlap.kernels.varying import alike
 from overlap.primitives.integers import ceil_div
 from overlap.single_gpu import grouped_product
-from overlap.single_gpu.grouped_product import EpilogueOperands
+from overlap.single_gpu.grouped_product import Arrival, EpilogueOperands
 
 NAME = GROUPED.function
 # What is tried first where the epilogue has addends, of which the model of times knows nothing: tiles that leave
 # registers and shared memory for them, with many stages. On an H100, other tiles took up to 1.3 times as long.
 _WITH_ADDENDS = Config(tile_m=128, tile_n=128, stages=5)
+# Where rows arrive. More and larger buffers were not faster, and take a stage (4 × H200).
+_CHUNKS_OF_ARRIVALS = {"chunk_buffers": 2, "chunk_bytes": 4096}
 
 
 class GroupsKernel(Kernel):
@@ -65,11 +67,12 @@ class GroupsKernel(Kernel):
         return self.problem_of_sizes(form, form.m, n, k, batch=form.groups, sides=sides)
 
     def check_form(
-        self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False
-    ) -> None:
+        self, form: Form, rhs_dtype: DTypeLike, config: Config, target: Target, boxes: int = 1, addend: bool = False,
+        arrives: bool = False,
+    ) -> None:  # fmt: skip
         """Raises, as `limits.check` does, if the kernel cannot compute a product of this form.
 
-        `boxes` and `addend` are those of `OperandTypes`.
+        `boxes` and `addend` are those of `OperandTypes`, and `arrives` says whether rows arrive meanwhile.
         """
         limits.check_groups(config)
         by_rows = self.operation.spec.groups == "m"
@@ -88,7 +91,8 @@ class GroupsKernel(Kernel):
             )
         grouped = self.operation.spec.groups
         dtypes = form.dtype, rhs_dtype, form.out_dtype
-        types = OperandTypes(form.m, *dtypes, form.layouts, sides=sides, grouped=grouped, boxes=boxes, addend=addend)
+        more = {"sides": sides, "grouped": grouped, "boxes": boxes, "addend": addend}
+        types = OperandTypes(form.m, *dtypes, form.layouts, "pull" if arrives else "", **more)
         # A contraction of rows runs in the backward pass. What it contracts, its k, is called m by the caller.
         m_name, k_name = ("m", "k") if by_rows else ("k", "m")
         sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
@@ -105,8 +109,9 @@ class GroupsKernel(Kernel):
         return LaunchPlan(self.operation, form, like.target, config, activation=None, must_fuse=like.must_fuse)
 
     def _config(
-        self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan, boxes: int = 1, addend: bool = False
-    ) -> Config | None:
+        self, form: Form, rhs_dtype: DTypeLike, like: LaunchPlan, boxes: int = 1, addend: bool = False,
+        arrives: bool = False,
+    ) -> Config | None:  # fmt: skip
         """Returns the kernel's configuration for a product in the derivative of that of `like`; None: XLA runs."""
         if like.chosen is None or 0 in (form.m, form.k, *form.widths):
             return None
@@ -126,7 +131,16 @@ class GroupsKernel(Kernel):
         if addend:
             first = dataclasses.replace(_WITH_ADDENDS, order_minor=first.order_minor, order_width=first.order_width)
         chosen = dispatch.first_that_fits(first, source, problem, target, check)
-        return chosen.config if chosen.refusal is None else None
+        if chosen.refusal is not None or not arrives:
+            return chosen.config if chosen.refusal is None else None
+
+        def check_arriving(config: Config, target: Target) -> None:
+            self.check_form(form, rhs_dtype, config, target, boxes, addend, arrives=True)
+
+        for config in _beside_chunks(chosen.config, space.candidates(problem, target)):
+            if dispatch.checked(config, source, target, check_arriving).refusal is None:
+                return config
+        return None
 
     def computed(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> jax.Array:
         """Runs a product of a derivative."""
@@ -165,6 +179,18 @@ class GroupsKernel(Kernel):
         raise NotImplementedError
 
 
+def _beside_chunks(config: Config, others: Iterable[Config]) -> Iterator[Config]:
+    """Yields what is tried where rows arrive: this configuration, the same with a stage less, and others.
+
+    Not with a stage less if operands are swapped: such tiles then spill, by a register or two.
+    """
+    yield config.replace(**_CHUNKS_OF_ARRIVALS)
+    if not config.swap_operands and config.stages > 2:
+        yield config.replace(stages=config.stages - 1, **_CHUNKS_OF_ARRIVALS)
+    for other in others:
+        yield other.replace(**_CHUNKS_OF_ARRIVALS)
+
+
 class RowsOfGroups(GroupsKernel):
     """The kernel of `grouped_matmul`: the product of rows."""
 
@@ -188,27 +214,41 @@ class RowsOfGroups(GroupsKernel):
         return functools.partial(grouped_product.rows, plan=plan, clears=self.operation.clears[0])
 
     def through(
-        self, operands: Operands, layouts: OperandLayouts, like: LaunchPlan, how: EpilogueOperands
-    ) -> Callable[[Operands, EpilogueOperands], tuple[jax.Array, ...]] | None:
+        self,
+        operands: Operands,
+        layouts: OperandLayouts,
+        like: LaunchPlan,
+        how: EpilogueOperands | None,
+        arriving: int | None = None,
+    ) -> Callable[[Operands, EpilogueOperands | None, Arrival | None], tuple[jax.Array, ...]] | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
-        The operands may be types. The kernel takes them, and the same epilogue.
+        The operands may be types. The kernel takes them, and the same epilogue; if `how` is None, the activation of
+        `like`. `arriving`: how many rows arrive. The left operand is then what arrives, and the kernel takes an
+        arrival, too, and returns the rows as well.
         """
+        if arriving is not None:
+            operands = dataclasses.replace(
+                operands, lhs=jax.ShapeDtypeStruct((arriving, operands.lhs.shape[1]), operands.lhs.dtype)
+            )
         form = Form.of(operands, layouts, like.out_dtype)
         if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
             return None
-        config = self._config(form, operands.rhs_list[0].dtype, like, how.boxes, bool(how.addends))
+        boxes, addend = (1, False) if how is None else (how.boxes, bool(how.addends))
+        config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arriving is not None)
         if config is None:
             return None
-        plan = LaunchPlan(self.operation, form, like.target, config)
+        plan = LaunchPlan(self.operation, form, like.target, config, like.activation if how is None else None)
 
-        def run(operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
+        def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
             sizes = groups.clipped(operands.group_sizes, form.m)
             operands = dataclasses.replace(operands, group_sizes=sizes)
             if explaining.value is not None:  # Only types are wanted.
-                out = jnp.zeros((form.m, form.widths[0]), form.out_dtype)
-                return (out,) * how.how.stored + ((jnp.zeros(form.m, F32),) if how.how.sums else ())
-            return _through(plan, *alike((operands, how)))
+                stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.how.stored)
+                sums = (jnp.zeros(form.m, F32),) if how is not None and how.how.sums else ()
+                rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
+                return stored + sums + rows
+            return _through(plan, *alike((operands, how, arrival)))
 
         return run
 
@@ -290,13 +330,15 @@ class Contraction(GroupsKernel):
 
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
-def _through(plan: LaunchPlan, operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
+def _through(
+    plan: LaunchPlan, operands: Operands, how: EpilogueOperands, arrival: Arrival | None
+) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
-    def run(operands: Operands, how: EpilogueOperands) -> tuple[jax.Array, ...]:
-        return grouped_product.rows_through(operands, plan, how)
+    def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
+        return grouped_product.rows_through(operands, plan, how, arrival)
 
-    return run(operands, how)
+    return run(operands, how, arrival)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from overlap.frame.operands import F32, Operands
 from overlap.frame.operation import LaunchPlan
 from overlap.kernels import epilogue, groups, hooks
-from overlap.kernels.config import tile_k
+from overlap.kernels.config import Config, tile_k
 from overlap.kernels.grid import GRID_AXIS
 from overlap.kernels.groups import ContractedWork, GroupedWork, TileTable
 from overlap.kernels.hooks import ByKStep, Hooks, SideBySide, Tile, of_pairs
@@ -35,9 +36,27 @@ from overlap.kernels.tile_order import TileOrder
 from overlap.kernels.tma.staging import atom, swizzled
 from overlap.primitives import wait_stores_read
 from overlap.primitives.integers import ceil_div, in_32_bits, quotient
-from overlap.primitives.types import GmemRef, Index
+from overlap.primitives.types import GmemRef, Index, ScratchType, Tree
 
 NAME = "overlap_grouped_matmul"
+
+
+class Arrival(Protocol):
+    """How the rows of the left operand come to this device while tiles are multiplied.
+
+    They land in a result of the kernel. In place of them, the left operand is what peers read.
+
+    Attributes:
+      arrays: what else the kernel reads, a pytree.
+    """
+
+    @property
+    def arrays(self) -> Tree: ...
+    def flag_shapes(self) -> tuple[tuple[int, ...], ...]: ...
+    def smem_types(self, config: Config) -> tuple[ScratchType, ...]: ...
+    def hook_in(self, hooks: Hooks, lhs: GmemRef, rows: GmemRef, refs: Refs[Any, Any], config: Config) -> Hooks:
+        """Adds the hooks that bring rows from `lhs`, and wait for them. `refs.inputs.arrays` refers to `arrays`."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +68,15 @@ class _Rows:
     zeros: GmemRef  # For rows behind all groups, if they are cleared.
     vectors: epilogue.Vectors
     through: EpilogueOperands | None = None
+    arrays: Tree = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Results:
+    stored: tuple[GmemRef, ...]
+    sums: GmemRef = None
+    rows: GmemRef = None
 
 
 @jax.tree_util.register_dataclass
@@ -108,29 +136,32 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
 
 
 @in_32_bits
-def rows_through(operands: Operands, plan: LaunchPlan, through: EpilogueOperands) -> tuple[jax.Array, ...]:
-    """Multiplies the rows of each group by the group's matrix, with an epilogue of several results.
+def rows_through(
+    operands: Operands, plan: LaunchPlan, through: EpilogueOperands | None, arrival: Arrival | None = None
+) -> tuple[jax.Array, ...]:
+    """Multiplies the rows of each group by the group's matrix, with an epilogue of several results or arriving rows.
 
     Args:
       operands: as for `rows`; of its epilogue biases, and a row scale, which is the vector of rows of `through`.
-      plan: the static data. Its activation is not applied.
-      through: the epilogue.
+      plan: the static data. Its activation is applied if there is no `through`.
+      through: the epilogue; None: that of `rows`.
+      arrival: how the rows of the left operand arrive; None: they are there.
 
     Returns:
-      The results that it stores, [m, n] each, and the sums, f32 [m], if there are any. Rows behind all groups are
-      undefined.
+      The results that it stores, [m, n] each; the sums, f32 [m], if there are any; and the rows, [m, k], if they
+      arrive. Rows behind all groups are undefined.
     """
-    return _launched(operands, plan, False, through)
+    return _launched(operands, plan, False, through, arrival)
 
 
 def _launched(
-    operands: Operands, plan: LaunchPlan, clears: bool, through: EpilogueOperands | None
+    operands: Operands, plan: LaunchPlan, clears: bool, through: EpilogueOperands | None, arrival: Arrival | None = None
 ) -> tuple[jax.Array, ...]:
     config = plan.config
     form = plan.form
     sizes = operands.group_sizes
     lefts, rhs_list = operands.lefts, (*operands.rhs_list, *operands.more_rights)
-    types = dataclasses.replace(plan.types(operands, form.m), grouped="m")
+    types = dataclasses.replace(plan.types(operands, form.m, "pull" if arrival else ""), grouped="m")
     m, n = form.m, form.widths[0]
     if through is not None:
         types = dataclasses.replace(types, boxes=through.boxes, addend=bool(through.addends))
@@ -143,30 +174,41 @@ def _launched(
     zeros = ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
     smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
-    kernel = ProductKernel(NAME, plan.target, config, types, most, smem=smem)
+    flags: tuple[tuple[int, ...], ...] = ()
+    peers_read: tuple[int, ...] = ()
+    if arrival is not None:
+        smem = arrival.smem_types(config)
+        flags = arrival.flag_shapes()
+        peers_read = (0,)  # The left operand, the first one of all inputs.
+    kernel = ProductKernel(NAME, plan.target, config, types, most, flags, smem, peers_read)
     place_of_sums = None
     if through is not None and through.how.sums:
         first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
         through = dataclasses.replace(through, first_of_sums=first_of_sums)
     table = dataclasses.replace(table, ends=table.ends if clears else None)
     of_zeros = jnp.zeros(zeros, out_dtype) if clears else None
-    inputs = _Rows(lefts, rhs_list, table, of_zeros, _vectors(operands, plan), through)
+    arrays = None if arrival is None else arrival.arrays
+    inputs = _Rows(lefts, rhs_list, table, of_zeros, _vectors(operands, plan), through, arrays)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
-    out_types: tuple[GmemRef, ...] = (out_type,) * (1 if through is None else through.how.stored)
+    out_types = _Results((out_type,) * (1 if through is None else through.how.stored))
     if place_of_sums is not None:
         padded = groups.most_tile_rows(m, sizes.shape[0], config.tile_m) * config.tile_m
-        out_types = *out_types, jax.ShapeDtypeStruct((columns * config.tile_n // EPILOGUE_COLUMNS, padded), F32)
+        sums: GmemRef = jax.ShapeDtypeStruct((columns * config.tile_n // EPILOGUE_COLUMNS, padded), F32)
+        out_types = dataclasses.replace(out_types, sums=sums)
+    if arrival is not None:
+        arrived: GmemRef = jax.ShapeDtypeStruct((m, form.depths[0]), dtype)
+        out_types = dataclasses.replace(out_types, rows=arrived)
 
     def work_of(inputs: _Rows) -> GroupedWork:
         return GroupedWork(most.tiles, most.k_steps, most.num_ctas, table=inputs.table, columns=columns)
 
-    body_of = functools.partial(_RowsBody, kernel, plan.program, clears, steps)
+    body_of = functools.partial(_RowsBody, kernel, plan.program, clears, steps, arrival)
     outs = kernel.launch(inputs, out_types, body_of, work_of)
-    if place_of_sums is None:
-        return outs
-    *stored, sums = outs
-    # Blocks behind column n are left out.
-    return *stored, sums.at[: n // EPILOGUE_COLUMNS, place_of_sums].get(mode="promise_in_bounds").sum(axis=0)
+    found = outs.stored
+    if place_of_sums is not None:  # Blocks behind column n are left out.
+        of_rows = outs.sums.at[: n // EPILOGUE_COLUMNS, place_of_sums].get(mode="promise_in_bounds")
+        found = *found, of_rows.sum(axis=0)
+    return found if arrival is None else (*found, outs.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +220,7 @@ class _RowsBody:
       program: the activation; None: there is none.
       clears: whether rows behind all groups are set to zero.
       steps: the k steps of each left operand. A tile goes through the left operands one after the other.
+      arrival: how the rows of the left operand arrive; None: they are there.
       refs: the kernel's references.
     """
 
@@ -185,7 +228,8 @@ class _RowsBody:
     program: epilogue.Program | None
     clears: bool
     steps: Sequence[int]
-    refs: Refs[_Rows, tuple[GmemRef, ...]]
+    arrival: Arrival | None
+    refs: Refs[_Rows, _Results]
 
     def tile_at(self, index: Index) -> Tile:
         return self.refs.inputs.table[index]
@@ -194,14 +238,19 @@ class _RowsBody:
         inputs = self.refs.inputs
         of_columns = inputs.vectors.column_scale, inputs.vectors.bias, inputs.vectors.row_scale
         has_epilogue = self.program is not None or any(x is not None for x in of_columns)
-        return Hooks(
+        hooks = Hooks(
             load_lhs=lambda tile, load: load(of_pairs(inputs.lefts, self.steps)),
             rhs_at=self._rhs_at,
-            out_at=lambda tile: self.refs.outputs[0],
+            out_at=lambda tile: self.refs.outputs.stored[0],
             epilogue_at=self._epilogue_at if has_epilogue else None,
             through=None if inputs.through is None else self._through(inputs.through),
             communicate=self._clear if self.clears else None,
         )
+        if self.arrival is None:
+            return hooks
+        rows = self.refs.outputs.rows
+        hooks = dataclasses.replace(hooks, load_lhs=lambda tile, load: load(rows), lhs_has_gaps=True)
+        return self.arrival.hook_in(hooks, inputs.lefts[0], rows, self.refs, self.kernel.config)
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide | ByKStep:
         of_group = [ref.at[tile.step] for ref in self.refs.inputs.rhs_list]
@@ -219,11 +268,11 @@ class _RowsBody:
     def _first_column(self, tile: Tile) -> Index:
         """Where the vectors of a tile's group begin in the vectors of a right operand."""
         tile_n = self.kernel.config.tile_n
-        return tile.step * (ceil_div(self.refs.outputs[0].shape[1], tile_n) * tile_n)
+        return tile.step * (ceil_div(self.refs.outputs.stored[0].shape[1], tile_n) * tile_n)
 
     def _through(self, through: EpilogueOperands) -> hooks.SeveralResults:
-        results = self.refs.outputs[: through.how.stored]
-        sums_gmem = self.refs.outputs[-1]
+        results = self.refs.outputs.stored
+        sums_gmem = self.refs.outputs.sums
 
         def sums_at(tile: Tile, rows: pl.Slice, columns: pl.Slice) -> GmemRef:
             first = through.first_of_sums[tile.step] + rows.start
@@ -238,7 +287,7 @@ class _RowsBody:
 
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
-        (out_gmem,) = self.refs.outputs
+        (out_gmem,) = self.refs.outputs.stored
         zeros_smem, loaded = self.refs.smem
         m, n = out_gmem.shape
         box_rows, box_columns = zeros_smem.shape

@@ -347,6 +347,37 @@ def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
     return jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=P("x"), check_vma=False), (given,)
 
 
+def expert_layer(case: Case, mesh: jax.sharding.Mesh) -> Program:
+    """The MLP of experts, alone and with its gradients. The shape is T, h, width, experts, k."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    import overlap
+    from overlap.collectives.rows.mlp import expert_mlp
+
+    pretend_processes(case)
+    tokens, features, width, experts, slots = case.shape
+
+    def layer(given: dict[str, jax.Array], ids: jax.Array) -> jax.Array:
+        routing = overlap.route(ids, experts, "x", gates=given["gates"])
+        weights = {name: given[name] for name in ("gate", "up", "down")}
+        return expert_mlp(given["tokens"], weights, routing, "x", activation=swiglu, implementation="fused")
+
+    def call(given: dict[str, jax.Array], ids: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda given: layer(given, ids), given)
+        return layer(given, ids), pull(out)[0]
+
+    def of(*shape: int, dtype: str = case.dtype) -> jax.ShapeDtypeStruct:
+        return struct(mesh, shape, dtype, P("x"))
+
+    everything = mesh.shape["x"] * tokens
+    given = {"tokens": of(everything, features), "gates": of(everything, slots, dtype="float32"),
+             "gate": of(experts, features, width), "up": of(experts, features, width),
+             "down": of(experts, width, features)}  # fmt: skip
+    mapped = jax.shard_map(call, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    return mapped, (given, of(everything, slots, dtype="int32"))
+
+
 def of_operation(op: str) -> str:
     """Returns the name of the function above for an operation of the library."""
     if op in ("matmul", "all_gather_lhs_matmul"):

@@ -219,6 +219,13 @@ for number, (kernel, target, features, processes) in enumerate((
     row(f"rows {kernel} of {features} on {target}, {processes}", case, slow=number > 2, full=False,
         name="overlap_products_of_rows" if kernel == "products" else f"overlap_{kernel}_rows", smem=(0, 112 << 10),
         **{"words" if processes > 1 else "not_words": ("@differ trap",)})  # fmt: skip
+# All kernels of a layer whose tokens arrive while they are multiplied.
+for number, (target, shape, processes) in enumerate((
+    ("h200", (8192, 2048, 768, 128, 8), 1), ("b200", (8192, 2048, 768, 128, 8), 1),
+    ("h200", (4096, 7168, 2048, 64, 6), 2), ("b200", (4096, 7168, 2048, 64, 6), 2),
+)):  # fmt: skip
+    case = Case("expert_layer", 4, shape, "bf16", target, processes=processes)
+    row(f"experts on {target}, {shape}", case, slow=number > 1, every=True, full=False, name="overlap_added_rows")
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
 row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))

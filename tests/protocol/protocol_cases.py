@@ -18,12 +18,14 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice.problem import Problem
 from overlap.collectives.rows import row_kernels
+from overlap.collectives.rows.arriving import Arriving
 from overlap.collectives.rows.chunks import RowsPlan
+from overlap.collectives.rows.routing import Routing
 from overlap.emulation import EmulationError, emulate
 from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target, emulating
 from overlap.primitives import PeerGroup
-from overlap.single_gpu.grouped_product import contraction
+from overlap.single_gpu.grouped_product import contraction, rows_through
 from tests.ops import test_linear_cross_entropy as loss
 from tests.ops.grouped_plans import plan_of
 from tests.oracle import make_mesh, on_mesh
@@ -35,6 +37,8 @@ JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_byte
 WEIGHTS = overlap.Config(tile_n=128, stages=2, chunk_bytes=1024)
 # With this configuration, a tile has two boxes, and each box has several chunks.
 SUMS = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
+# A token has two parts, and the ring of buffers wraps around within a unit.
+ARRIVING = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_buffers=3, chunk_bytes=320)
 # Names of `matmul_all_reduce` kernels for `of_sums`. SPREAD sums blocks of columns; "spread m" sums blocks of rows.
 SPREAD, ONE_SHOT = "spread n", "one shot"
 # The name for `of_sums` of a reduce-scatter whose partial sums travel from device to device.
@@ -348,6 +352,49 @@ def of_moved_rows(
     return Kernel(lambda: function(given, is_row), check)
 
 
+def of_arriving(devices: int, tokens: int, features: int, config: overlap.Config, *, slots: int = 4) -> Kernel:
+    """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
+
+    Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
+    Units have 4 rows and blocks 64. The first unit of device 0 has one token, with its first row at the unit's first,
+    and no device has a row of the second token. The last row of a tile is the first one of a block.
+    """
+    everything, chance, n, groups = devices * tokens, np.random.default_rng(7), 136, 3
+    owner = chance.integers(-1, devices, (everything, slots))
+    owner[:2] = [[0], [-1]]
+    counts = [int((owner == device).sum()) for device in range(devices)]
+    rows = max(counts)
+    positions = np.full((devices, everything, slots), rows, np.int32)
+    sizes = np.zeros((devices, groups), np.int32)
+    for device, count in enumerate(counts):
+        places = np.arange(count)
+        places[4:] = chance.permutation(places[4:])  # Those of token 0 come first.
+        positions[device][owner == device] = places
+        sizes[device] = 65, 0, count - 65
+    lhs, rhs = integers(1, everything, features), integers(2, devices * groups, features, n)
+    copies, exact = np.zeros((devices, rows + 1, features), np.float32), np.zeros((devices, rows, n), np.float32)
+    here = np.repeat(np.arange(everything)[:, None], slots, 1)
+    for device, (count, *_, last) in enumerate(zip(counts, sizes[:, 0], strict=True)):
+        copies[device][positions[device]] = _f32(lhs)[here]
+        exact[device, :last] = copies[device, :last] @ _f32(rhs[device * groups])
+        exact[device, last:count] = copies[device, last:count] @ _f32(rhs[device * groups + 2])
+    copies = copies[:, :rows] * (np.arange(rows)[:, None] < np.array(counts)[:, None, None])
+
+    def call(lhs: jax.Array, rhs: jax.Array, positions: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(BF16), current_target(), PeerGroup.of("x"))
+        nothing = jnp.zeros((), jnp.int32)
+        arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=64)
+        given = Operands(jax.ShapeDtypeStruct((rows, features), BF16), (rhs,), group_sizes=sizes)
+        product = plan_of(given, config, jnp.float32)
+        found = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival)
+        return tuple(jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), x, 0) for x in found)
+
+    function = on_mesh(make_mesh(x=devices), call, P("x"), P("x"))
+    given = lhs, rhs, positions.reshape(-1, slots), sizes.reshape(-1)
+    expected = exact.reshape(-1, n), copies.reshape(-1, features)
+    return Kernel(lambda: function(*given), _equals(expected, jnp.float32))
+
+
 def of_loss(config: overlap.Config, **sizes: Any) -> Kernel:
     """Returns the kernels of a loss without logits and of its gradients. `sizes`: those of `loss.Case`.
 
@@ -381,6 +428,7 @@ KERNELS: dict[str, Callable[[int], Kernel]] = {
     ONE_SHOT: lambda devices: of_sums(ONE_SHOT, devices=devices),
     "ring": lambda devices: of_rows(ONE, PULL, devices, "ring"),
     # Several chunks per CTA, rows of one part or of several, and rings of buffers that wrap around within a chunk.
+    "arriving": lambda devices: of_arriving(devices, 45, 320, ARRIVING),
     "rows copied": lambda devices: of_moved_rows("copied", devices, 9, 128, slots=3),
     "rows added": lambda devices: of_moved_rows("added", devices, 8, 4224, slots=6),
     "rows multiplied": lambda devices: of_moved_rows("multiplied", devices, 4, 2176, slots=8, dtype=np.float32),

@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
+from overlap.collectives.rows.arriving import Arriving
 from overlap.collectives.rows.experts import gathered_product, gathering, grouped_matmul_reduce_scatter
 from overlap.collectives.rows.routing import Routing
 from overlap.collectives.rows.rows import Movement, added, copied
@@ -49,6 +50,10 @@ from overlap.kernels.operations import GROUPED, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import EpilogueOperands
 
+# Tokens arrive while their rows are multiplied on so many devices at least, where each expert has so many rows of each
+# device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
+# 1.05 times with 4 rows (docs/experts.md).
+_LEAST_DEVICES, _LEAST_ROWS = 3, 32
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
 
@@ -96,7 +101,7 @@ def expert_mlp(
         return _by_operations(static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
     rule = functools.partial(_tangent, static)
-    return with_rule(functools.partial(_by_operations, static), rule, arrays, routing)
+    return with_rule(functools.partial(_result, static), rule, arrays, routing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +131,17 @@ class _Static:
             "implementation": self.implementation,
             "clears": (False, False),  # The rows of h that are not in use are read by nobody.
         }
+
+
+def _result(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
+    """The MLP where nobody asks for derivatives."""
+    with recorded() as found:
+        run = _Run.of(static, arrays, routing)
+    if run is None or not run.arrives:
+        return _by_operations(static, arrays, routing)
+    for choice in found:
+        record(choice)
+    return run.result(arrays, routing)
 
 
 def _by_operations(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
@@ -198,11 +214,13 @@ class _Run:
       static: the call.
       movement: how tokens and rows move.
       plan: of the first product.
+      arrives: whether tokens arrive while the first product runs; if not, they are copied to their rows before.
     """
 
     static: _Static
     movement: Movement
     plan: LaunchPlan
+    arrives: bool = False
 
     @staticmethod
     def of(static: _Static, arrays: _Arrays, routing: Routing) -> _Run | None:
@@ -222,23 +240,39 @@ class _Run:
         ((operation, checked, choice),) = chosen
         if choice.config is None:
             return None
-        record(choice)
         must_fuse = static.implementation == "fused"
         plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
         run = _Run(static, movement, plan)
-        return run if run._has_kernels(arrays, routing) else None
+        if not run._has_kernels(arrays, routing):
+            return None
+        arriving = dataclasses.replace(run, arrives=True)
+        if run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing):
+            record(dataclasses.replace(choice, plan="tokens arrive while their rows are multiplied"))
+            return arriving
+        record(choice)
+        return run
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
-        rows = checkpoint_name(copied(arrays["tokens"], routing, self.movement), "rows")
+        given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
+        values = functools.partial(_values_by_products, self.static)
         with jax.named_scope("gate_up"):
-            given = {name: x for name, x in arrays.items() if name in ("gate", "up", "gate.bias", "up.bias")}
-            values = functools.partial(_values_by_products, self.static)
-            gate, up, hidden = _differentiated(self._values, values, {"rows": rows, **given}, routing)
+            gate, up, hidden, rows = self._with_rows(self._values, values, arrays["tokens"], given, routing)
+        rows = checkpoint_name(rows, "rows")
         gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
-        hidden = checkpoint_name(hidden, "hidden")
+        return self._sums(hidden, arrays, routing), {"rows": rows, "gate": gate, "up": up}
+
+    def result(self, arrays: _Arrays, routing: Routing) -> jax.Array:
+        """Returns the result, where tokens arrive."""
+        with jax.named_scope("gate_up"):
+            run, operands = self._first(arrays, routing, None)
+            hidden, _ = run(operands, None, self._arrival(arrays, routing))
+        return self._sums(hidden, arrays, routing)
+
+    def _sums(self, hidden: jax.Array, arrays: _Arrays, routing: Routing) -> jax.Array:
+        """The second product, and the sums of each token's rows."""
         given = Arguments(
-            hidden,
+            checkpoint_name(hidden, "hidden"),
             arrays["down"],
             group_sizes=routing.group_sizes,
             bias=arrays.get("down.bias"),
@@ -247,9 +281,7 @@ class _Run:
         )
         with jax.named_scope("down"):
             of_rows = call.run(GROUPED, given)
-            routing = dataclasses.replace(routing, gates=arrays["gates"])
-            out = added(of_rows, None, routing, self.movement)
-        return out, {"rows": rows, "gate": gate, "up": up}
+            return added(of_rows, None, dataclasses.replace(routing, gates=arrays["gates"]), self.movement)
 
     def backward(
         self, names: tuple[str, ...], arrays: _Arrays, routing: Routing, saved: _Arrays, cotangent: jax.Array
@@ -259,16 +291,20 @@ class _Run:
         plan = self.plan
         sizes = routing.group_sizes
         positions = routing.positions
-        d_out = copied(cotangent.astype(plan.out_dtype), routing, self.movement)
-        weights = jnp.zeros(d_out.shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
-        given = {"d_out": d_out, "weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
+        weights = jnp.zeros(saved["rows"].shape[0], F32).at[positions].set(arrays["gates"].astype(F32), mode="drop")
+        given = {"weights": weights, "down": arrays["down"], "gate": saved["gate"], "up": saved["up"]}
         by_products = functools.partial(_cotangents_by_product, self.static)
-        d_gate, d_up, weighted, d_weights = _differentiated(self._cotangents, by_products, given, routing)
+        d_tokens = cotangent.astype(plan.out_dtype)
+        d_gate, d_up, weighted, d_weights, d_out = self._with_rows(
+            self._cotangents, by_products, d_tokens, given, routing
+        )
         why = "the kernels of the forward pass serve these rows"
         shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
         of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
-        for name, what in (("rows added to tokens", shapes), (GROUPED.function, of_product),
-                           ("tokens copied to rows", shapes)):  # fmt: skip
+        steps = [("rows added to tokens", shapes), (GROUPED.function, of_product)]
+        if not self.arrives:
+            steps.append(("tokens copied to rows", shapes))
+        for name, what in steps:
             record_backward(name, plan.target, why, what)
         found: dict[str, jax.Array] = {}
         rows = saved["rows"]
@@ -298,45 +334,97 @@ class _Run:
     def _has_kernels(self, arrays: _Arrays, routing: Routing) -> bool:
         """Whether there is a kernel for both products with several results."""
         (count,) = routing.tokens.shape
-        _, features, width = arrays["up"].shape
-        rows = jax.ShapeDtypeStruct((count, features), self.plan.out_dtype)
+        width = arrays["up"].shape[2]
         hidden = jax.ShapeDtypeStruct((count, width), self.plan.out_dtype)
         weights = jax.ShapeDtypeStruct((count,), F32)
-        cotangent = {"d_out": rows, "weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
+        cotangent = {"weights": weights, "down": arrays["down"], "gate": hidden, "up": hidden}
+        arrays = {name: x for name, x in arrays.items() if name != "tokens"}
         try:
-            kernels = self._first({**arrays, "rows": rows}, routing)[0], self._second(cotangent, routing)[0]
+            kernels = [self._first(arrays, routing, self._of_values)[0], self._second(cotangent, routing)[0]]
+            if self.arrives:
+                kernels.append(self._first(arrays, routing, None)[0])
         except NotElementwise:
             return False
         return None not in kernels
 
+    def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
+        """Whether there are so many devices and rows that it is measured to be faster if tokens arrive meanwhile."""
+        (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
+        devices = everything // max(tokens, 1)
+        experts = arrays["up"].shape[0] * devices
+        return devices >= _LEAST_DEVICES and tokens * slots >= _LEAST_ROWS * experts
+
+    def _with_rows(
+        self,
+        kernel: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+        reference: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
+        tokens: jax.Array,
+        given: _Arrays,
+        routing: Routing,
+    ) -> tuple[jax.Array, ...]:
+        """Runs a product of rows that are copies of `tokens`. Returns its results, and the rows.
+
+        `kernel` and `reference` take the rows, as "rows"; or, where tokens arrive, `kernel` takes them as "tokens", and
+        returns the rows, too.
+        """
+        if not self.arrives:
+            rows = copied(tokens, routing, self.movement)
+            return *_differentiated(kernel, reference, {"rows": rows, **given}, routing), rows
+
+        def after_copies(given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
+            rows = copied(given["tokens"], routing, self.movement)
+            return *reference({"rows": rows, **given}, routing), rows
+
+        return _differentiated(kernel, after_copies, {"tokens": tokens, **given}, routing)
+
     def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
-        """The first product by its kernel: from rows to gate, up and h."""
-        run, *operands = self._first(given, routing)
-        return run(*operands)
+        """The first product by its kernel: to gate, up and h."""
+        run, operands = self._first(given, routing, self._of_values)
+        return run(operands, self._of_values, self._arrival(given, routing))
 
     def _cotangents(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
         """The product d_out @ w_downᵀ by its kernel, which makes of d: d_gate, d_up, w · h, and the sums of d · h."""
-        run, *operands = self._second(given, routing)
-        return run(*operands)
+        run, operands, how = self._second(given, routing)
+        return run(operands, how, self._arrival(given, routing))
 
-    def _first(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
-        """The kernel, None if there is none, and what it takes."""
+    def _arrival(self, given: _Arrays, routing: Routing) -> Arriving | None:
+        if not self.arrives:
+            return None
+        tokens = given["tokens"]
+        return Arriving.of(self.movement.plan(tokens.shape[1], tokens.dtype, routing), routing)
+
+    @property
+    def _of_values(self) -> EpilogueOperands:
+        """The epilogue that stores gate, up and h."""
         assert self.static.proven is not None
-        biases = tuple(given[name] for name in ("gate.bias", "up.bias") if name in given)
-        biases = tuple(bias.astype(F32) for bias in biases) or None
-        operands = Operands(given["rows"], (given["gate"], given["up"]), biases=biases, group_sizes=routing.group_sizes)
-        how = EpilogueOperands(epilogue.ProgramResults(self.static.proven.with_values(self.plan.out_dtype), 3))
-        return self._kernel.through(operands, OperandLayouts(), self.plan, how), operands, how
+        return EpilogueOperands(epilogue.ProgramResults(self.static.proven.with_values(self.plan.out_dtype), 3))
+
+    def _first(self, given: _Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[Leaf, Operands]:
+        """The kernel of the first product, None if there is none, and what it multiplies. `how` None: it stores h."""
+        biases = tuple(given[name].astype(F32) for name in ("gate.bias", "up.bias") if name in given) or None
+        operands = Operands(self._left(given, routing, given["up"].shape[1]), (given["gate"], given["up"]),
+                            biases=biases, group_sizes=routing.group_sizes)  # fmt: skip
+        return self._kernel.through(operands, OperandLayouts(), self.plan, how, self._count(routing)), operands
 
     def _second(self, given: _Arrays, routing: Routing) -> tuple[Leaf, Operands, EpilogueOperands]:
         """As `_first`."""
         assert self.static.proven is not None
-        sizes = routing.group_sizes
-        operands = Operands(given["d_out"], (given["down"],), row_scale=given["weights"], group_sizes=sizes)
+        operands = Operands(self._left(given, routing, given["down"].shape[2]), (given["down"],),
+                            row_scale=given["weights"], group_sizes=routing.group_sizes)  # fmt: skip
         program = self.static.proven.of_cotangent()
         how = EpilogueOperands(epilogue.ProgramResults(program, 3, sums=True), (given["gate"], given["up"]))
         kernel = RowsOfGroups(Operation(GROUPED))
-        return kernel.through(operands, OperandLayouts(transpose_rhs=True), self.plan, how), operands, how
+        layouts = OperandLayouts(transpose_rhs=True)
+        return kernel.through(operands, layouts, self.plan, how, self._count(routing)), operands, how
+
+    def _left(self, given: _Arrays, routing: Routing, features: int) -> Leaf:
+        """The left operand of a product: rows, or the tokens that arrive; their type if there are none."""
+        rows = jax.ShapeDtypeStruct((routing.tokens.shape[0], features), self.plan.out_dtype)
+        return given.get("tokens" if self.arrives else "rows", rows)
+
+    def _count(self, routing: Routing) -> int | None:
+        """How many rows arrive; None: they are there."""
+        return routing.tokens.shape[0] if self.arrives else None
 
 
 def _differentiated(
@@ -378,7 +466,7 @@ def _cotangents_by_product(static: _Static, given: _Arrays, routing: Routing) ->
     """The same as `_Run._cotangents`, by operations with derivatives of any order."""
     groups = products.Groups(routing.group_sizes)
     more = {"transpose_rhs": True, "preferred_element_type": F32, "implementation": static.implementation}
-    d = call.run(GROUPED, Arguments(given["d_out"], given["down"], group_sizes=groups.sizes, **more))
+    d = call.run(GROUPED, Arguments(given["rows"], given["down"], group_sizes=groups.sizes, **more))
     gate, up = (groups.cleared(given[name]).astype(F32) for name in ("gate", "up"))
     weights = groups.cleared(given["weights"][:, None])
     (hidden,), pull = jax.vjp(lambda gate, up: static.bound(groups)([gate, up]), gate, up)

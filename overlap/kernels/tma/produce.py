@@ -62,7 +62,7 @@ def _operand_loads(loop: Loop, buffers: Buffers, tile: Tile) -> tuple[staging.Op
     rhs_box = buffers.rhs[0]
     lhs_start = tile.m * config.tile_m + tile.row_offset
     rhs_start = tile.n * (config.tile_n // buffers.sides)
-    lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs)
+    lhs = staging.OperandLoad(lhs_box, None, lhs_start, layouts.transpose_lhs, has_gaps=loop.hooks.lhs_has_gaps)
     rhs = staging.OperandLoad(rhs_box, None, rhs_start, not layouts.transpose_rhs)
     if not buffers.plan.pairs:
         return lhs, rhs

@@ -20,6 +20,7 @@ rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -337,6 +338,7 @@ class OperandLoad:
       across: whether the operand's rows, as stored in memory, run along m or n instead of along k.
       paired_by: the cluster axis of two CTAs that each load a part of their own, and this CTA's rank along that axis.
         The barrier of the first CTA counts the loads of both. None: each CTA's barrier counts its own loads.
+      has_gaps: as `Hooks.lhs_has_gaps`.
     """
 
     box_smem: SmemRef
@@ -344,6 +346,7 @@ class OperandLoad:
     start: Index
     across: bool
     paired_by: tuple[Axis, Index] | None = None
+    has_gaps: bool = False
 
 
 def load_k_step(operand_gmem: GmemRef | SideBySide, k_start: Index, load: OperandLoad) -> None:
@@ -378,7 +381,8 @@ def _load_box(
         sizes[along] *= 2
         sharing = {"collective_axes": (axis,), "leader_tracked": plgpu.CopyPartition.PARTITIONED(along)}
     box_slice = tuple(pl.ds(first, size) for first, size in zip(starts, sizes, strict=True))
-    plgpu.copy_gmem_to_smem(operand_gmem.at[box_slice], box_smem, barrier=load.barrier, **sharing)
+    with jax.named_scope("rows_apart") if load.has_gaps else contextlib.nullcontext():  # For the emulator.
+        plgpu.copy_gmem_to_smem(operand_gmem.at[box_slice], box_smem, barrier=load.barrier, **sharing)
 
 
 def operand_slice(mma_smem: SmemRef, which: Index, size: int, k_columns: bool) -> SmemRef:
