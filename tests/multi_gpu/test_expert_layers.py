@@ -48,7 +48,8 @@ def test_the_layer_on_every_mesh(devices: int, name: str, along: str, kind: Axis
         found = []
         for _ in range(2):
             (_, outs), (of_layer, of_x) = run(made, x, mask)
-            found.append([whole(a).astype(np.float32) for a in jax.tree.leaves((outs, nnx.to_pure_dict(of_layer), of_x))])
+            leaves = jax.tree.leaves((outs, nnx.to_pure_dict(of_layer), of_x))
+            found.append([whole(a).astype(np.float32) for a in leaves])
         return made, found
 
     # In float32 the router chooses as the reference does. The products of experts are in bfloat16 all the same.
