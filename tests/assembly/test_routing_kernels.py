@@ -124,10 +124,11 @@ def test_a_layer_gathers_ids_and_gates_alone(tmp_path: pathlib.Path) -> None:
     case = Case("tests.assembly.test_routing_kernels:expert_mlp", 4, (1024, 8, 64))
     names = {report.name for report in assemble_case(case, hlo=str(path))}
     # What was assembled before is not reported again.
-    assert names - {"overlap_landing_place"} <= {"overlap_copied_rows", "overlap_added_rows", "overlap_grouped_matmul"}
+    assert names - {"overlap_landing_place"} <= {"overlap_added_rows", "overlap_grouped_matmul"}
     text = path.read_text()
-    # Nine of them are tables of tiles and what the kernels start with; the router has most of the others.
-    assert launches(text)["fusion"] <= 43
+    # Nine of them are tables of tiles and what the kernels start with, and five say in which order tokens arrive; the
+    # router has most of the others.
+    assert launches(text)["fusion"] <= 48
     gathers = re.findall(r" = (.*?) all-gather(?:-start)?\(", text)
     assert len(gathers) == 1 and "f32[4096,8]" in gathers[0] and "s32[4096,8]" in gathers[0], gathers
 
