@@ -247,7 +247,7 @@ CASES: tuple[Case | Experts, ...] = (
     Case("sums for all by columns", _REDUCE, (8, 384, 64), _F16, config={}),
     Case("sums for all in one shot", _REDUCE, (8, 136, 72), config={"one_shot": True}),
     Experts("experts", tokens=40, hidden=128, width=72),
-    # So many that tokens arrive while their rows are multiplied, on 4 or 8 devices.
+    # So many that tokens arrive while their rows are multiplied, on 3 to 8 devices.
     Experts("layer of experts", tokens=256, hidden=128, width=64, as_layer=True),
 )  # fmt: skip
 

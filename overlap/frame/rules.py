@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from overlap.frame.operands import Leaf, Structure
 from overlap.primitives.types import Tree
@@ -25,10 +25,16 @@ _function_p = Primitive("overlap_function")
 _function_p.multiple_results = True
 
 
-def with_rule(function: Callable[..., Tree], rule: Rule, *operands: Tree) -> Tree:
-    """Returns `function(*operands)`, which jax differentiates by `rule`. Neither of the two captures arrays."""
+def with_rule(
+    function: Callable[..., Tree], rule: Rule, *operands: Tree, last: Callable[..., jax.Array] | None = None
+) -> Tree:
+    """Returns `function(*operands)`, which jax differentiates by `rule`. None of these functions captures arrays.
+
+    `last`: a function that computes the last result by itself. It runs where no other result is used, as in the
+    backward pass of a `jax.checkpoint` whose policy keeps the others.
+    """
     leaves, structure = jax.tree.flatten(operands)
-    ruled = _Ruled(function, rule, structure)
+    ruled = _Ruled(function, rule, structure, last)
     outs = _function_p.bind(*leaves, ruled=ruled)
     return jax.tree.unflatten(ruled.results, outs)
 
@@ -37,13 +43,21 @@ class _Ruled:
     """A function with its rule. The function is traced when it is needed: not where only the rule runs.
 
     Attributes:
+      last: as for `with_rule`.
       results: the structure of the results, once the function or the rule has run.
     """
 
-    def __init__(self, function: Callable[..., Tree], rule: Rule, operands: Structure) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Tree],
+        rule: Rule,
+        operands: Structure,
+        last: Callable[..., jax.Array] | None = None,
+    ) -> None:
         self.function = function
         self.rule = rule
         self.operands = operands
+        self.last = last
         self.results: Structure = None
         self.traced: dict[tuple[Leaf, ...], ClosedJaxpr] = {}
 
@@ -53,6 +67,15 @@ class _Ruled:
             self.traced[key], results = jax.make_jaxpr(self.of_leaves, return_shape=True)(*types)
             self.results = jax.tree.structure(results)
         return self.traced[key]
+
+    def alone(self, last: Callable[..., jax.Array]) -> _Ruled:
+        """The function that computes the last result alone."""
+
+        def rule(*given: Any) -> tuple[Tree, Tree]:
+            outs, tangents = self.rule(*given)
+            return outs[-1:], tangents[-1:]
+
+        return _Ruled(lambda *operands: (last(*operands),), rule, self.operands)
 
     def of_leaves(self, *leaves: jax.Array) -> Tree:
         return self.function(*jax.tree.unflatten(self.operands, leaves))
@@ -114,6 +137,16 @@ def _batched(
     return outs, [0] * len(outs)
 
 
+def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+    if not any(used):
+        return [False] * len(equation.invars), None
+    ruled: _Ruled = equation.params["ruled"]
+    if ruled.last is not None and not any(used[:-1]):
+        equation = equation.replace(outvars=equation.outvars[-1:], params={"ruled": ruled.alone(ruled.last)})
+    return [True] * len(equation.invars), equation
+
+
+partial_eval.dce_rules[_function_p] = _without_unused
 mlir.register_lowering(_function_p, mlir.lower_fun(_evaluate, multiple_results=True))
 ad.primitive_jvps[_function_p] = _jvp
 batching.primitive_batchers[_function_p] = _batched

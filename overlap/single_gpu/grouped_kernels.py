@@ -96,6 +96,7 @@ class GroupsKernel(Kernel):
         # A contraction of rows runs in the backward pass. What it contracts, its k, is called m by the caller.
         m_name, k_name = ("m", "k") if by_rows else ("k", "m")
         sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
+        # If rows arrive there are no zeros; the words that the communicator keeps beside its chunks take less.
         zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
         limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
 
@@ -137,7 +138,7 @@ class GroupsKernel(Kernel):
         def check_arriving(config: Config, target: Target) -> None:
             self.check_form(form, rhs_dtype, config, target, boxes, addend, arrives=True)
 
-        for config in _beside_chunks(chosen.config, space.candidates(problem, target)):
+        for config in _beside_chunks(chosen.config, lambda: space.candidates(problem, target)):
             if dispatch.checked(config, source, target, check_arriving).refusal is None:
                 return config
         return None
@@ -179,16 +180,37 @@ class GroupsKernel(Kernel):
         raise NotImplementedError
 
 
-def _beside_chunks(config: Config, others: Iterable[Config]) -> Iterator[Config]:
+def _beside_chunks(config: Config, others: Callable[[], Iterable[Config]]) -> Iterator[Config]:
     """Yields what is tried where rows arrive: this configuration, the same with a stage less, and others.
 
-    Not with a stage less if operands are swapped: such tiles then spill, by a register or two.
+    Not with fewer stages if operands are swapped: such tiles then spill, by a register or two.
     """
     yield config.replace(**_CHUNKS_OF_ARRIVALS)
     if not config.swap_operands and config.stages > 2:
         yield config.replace(stages=config.stages - 1, **_CHUNKS_OF_ARRIVALS)
-    for other in others:
-        yield other.replace(**_CHUNKS_OF_ARRIVALS)
+    for other in others():
+        if not (config.swap_operands and config.replace(stages=other.stages) == other):
+            yield other.replace(**_CHUNKS_OF_ARRIVALS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Through:
+    """The kernel of a product with several results, or of rows that arrive (`RowsOfGroups.through`)."""
+
+    plan: LaunchPlan
+
+    def __call__(
+        self, operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None
+    ) -> tuple[jax.Array, ...]:
+        form = self.plan.form
+        sizes = groups.clipped(operands.group_sizes, form.m)
+        operands = dataclasses.replace(operands, group_sizes=sizes)
+        if explaining.value is not None:  # Only types are wanted.
+            stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.how.stored)
+            sums = (jnp.zeros(form.m, F32),) if how is not None and how.how.sums else ()
+            rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
+            return stored + sums + rows
+        return _through(self.plan, *alike((operands, how, arrival)))
 
 
 class RowsOfGroups(GroupsKernel):
@@ -220,7 +242,7 @@ class RowsOfGroups(GroupsKernel):
         like: LaunchPlan,
         how: EpilogueOperands | None,
         arriving: int | None = None,
-    ) -> Callable[[Operands, EpilogueOperands | None, Arrival | None], tuple[jax.Array, ...]] | None:
+    ) -> Through | None:
         """Returns the kernel of a product with several results, of the dtype of `like`; None if there is none.
 
         The operands may be types. The kernel takes them, and the same epilogue; if `how` is None, the activation of
@@ -232,25 +254,14 @@ class RowsOfGroups(GroupsKernel):
                 operands, lhs=jax.ShapeDtypeStruct((arriving, operands.lhs.shape[1]), operands.lhs.dtype)
             )
         form = Form.of(operands, layouts, like.out_dtype)
-        if form.widths[0] % limits.EPILOGUE_COLUMNS:  # The sums would count columns that there are not.
+        if form.widths[0] % limits.EPILOGUE_COLUMNS:  # Sums would count columns that there are not.
             return None
         boxes, addend = (1, False) if how is None else (how.boxes, bool(how.addends))
         config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arriving is not None)
         if config is None:
             return None
         plan = LaunchPlan(self.operation, form, like.target, config, like.activation if how is None else None)
-
-        def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
-            sizes = groups.clipped(operands.group_sizes, form.m)
-            operands = dataclasses.replace(operands, group_sizes=sizes)
-            if explaining.value is not None:  # Only types are wanted.
-                stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.how.stored)
-                sums = (jnp.zeros(form.m, F32),) if how is not None and how.how.sums else ()
-                rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
-                return stored + sums + rows
-            return _through(plan, *alike((operands, how, arrival)))
-
-        return run
+        return Through(plan.without_function)
 
     def before_activation(self, plan: LaunchPlan) -> LaunchPlan:
         apart = self.apart
@@ -331,7 +342,7 @@ class Contraction(GroupsKernel):
 
 @functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
 def _through(
-    plan: LaunchPlan, operands: Operands, how: EpilogueOperands, arrival: Arrival | None
+    plan: LaunchPlan, operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None
 ) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap

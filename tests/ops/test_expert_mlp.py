@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives.rows.mlp import expert_mlp
 from overlap.emulation import emulate
+from tests.ops.test_grouped_matmul import equations_in
 from tests.oracle import make_mesh
 
 pytestmark = pytest.mark.one_jax
@@ -297,3 +299,60 @@ def test_extreme_routings_where_tokens_arrive(limits: dict[str, int]) -> None:
         for name, exact in expected.items():
             off = np.asarray(found[name].astype(jnp.float32), np.float64) - exact
             assert np.isfinite(off).all() and np.linalg.norm(off) <= 0.02 * np.linalg.norm(exact) + 1e-6, name
+
+
+@pytest.mark.parametrize(("devices", "with_bias"), [(4, True), pytest.param(4, False, marks=pytest.mark.slow)])
+def test_a_layer_without_derivatives_where_tokens_arrive(devices: int, with_bias: bool) -> None:
+    """Its first product has a kernel of its own, with one result beside the rows."""
+    given = with_tokens(drawn(devices, with_bias), devices, 96)
+
+    def run(implementation: str) -> Any:
+        of = functools.partial(layer_of, implementation=implementation)
+        return jax.jit(jax.shard_map(of, mesh=make_mesh(x=devices), in_specs=P("x"), out_specs=P("x")))
+
+    assert [x.plan for x in overlap.explain(run("fused"), given) if ARRIVE in x.plan] == [ARRIVE]
+    with emulate(cores=2, detect_races=False):
+        found = run("fused")(given)
+    exact = {"out": formulas(given)["out"]}
+    off, allowed = (distances({"out": x}, exact)["out"] for x in (found, run("xla")(given)))
+    assert off <= 2 * max(allowed, 2e-3), (off, allowed)
+
+
+def with_tokens(given: dict[str, Any], devices: int, tokens: int) -> dict[str, Any]:
+    """The operands, with so many tokens of each device."""
+    of_tokens = {name: given[name] for name in ("tokens", "gates", "ids", "d")}
+    return given | {name: jnp.resize(x, (devices * tokens, *x.shape[1:])) for name, x in of_tokens.items()}
+
+
+def layer_of(given: dict[str, jax.Array], implementation: str) -> jax.Array:
+    routing = overlap.route(given["ids"], EXPERTS, "x", gates=given["gates"])
+    weights = {name: x for name, x in given.items() if name not in ("tokens", "gates", "ids", "d")}
+    return expert_mlp(given["tokens"], weights, routing, "x", activation=gated, implementation=implementation)
+
+
+def test_a_checkpoint_that_keeps_gate_and_up_copies_tokens_alone() -> None:
+    """Not the product with them. A policy that keeps nothing runs the whole kernel again."""
+    devices = 4
+    given = with_tokens(drawn(devices, with_bias=False), devices, 64)
+    policies = jax.checkpoint_policies
+
+    def gradient(policy: Any) -> Any:
+        layer = jax.checkpoint(functools.partial(layer_of, implementation="fused"), policy=policy)
+
+        def of(given: dict[str, jax.Array]) -> jax.Array:
+            return jax.grad(lambda up: layer(given | {"up": up}).astype(jnp.float32).sum())(given["up"])
+
+        return jax.jit(jax.shard_map(of, mesh=make_mesh(x=devices), in_specs=P("x"), out_specs=P("x")))
+
+    def results(policy: Any) -> list[int]:
+        """How many results each function has that has a rule of its own."""
+        found = equations_in(jax.make_jaxpr(gradient(policy))(given).jaxpr)
+        return sorted(len(x.outvars) for x in found if x.primitive.name == "overlap_function")
+
+    every, kept = policies.everything_saveable, policies.save_only_these_names("routing", "before_activation")
+    # The first product has four results, rows the last of them.
+    assert results(every) == [1, 1, 4, 5]
+    assert results(kept) == [1, 1, 1, 4, 5]
+    assert results(policies.nothing_saveable) == [1, 1, 4, 4, 5]
+    with emulate(cores=2, detect_races=False):
+        np.testing.assert_array_equal(*(np.asarray(gradient(policy)(given)) for policy in (every, kept)))

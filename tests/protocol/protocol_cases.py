@@ -22,6 +22,7 @@ from overlap.collectives.rows.arriving import Arriving
 from overlap.collectives.rows.chunks import RowsPlan
 from overlap.collectives.rows.routing import Routing
 from overlap.emulation import EmulationError, emulate
+from overlap.frame.activation import traced
 from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target, emulating
 from overlap.primitives import PeerGroup
@@ -352,11 +353,21 @@ def of_moved_rows(
     return Kernel(lambda: function(given, is_row), check)
 
 
-def of_arriving(devices: int, tokens: int, features: int, config: overlap.Config, *, slots: int = 4) -> Kernel:
+def of_arriving(
+    devices: int,
+    tokens: int,
+    features: int,
+    config: overlap.Config,
+    *,
+    slots: int = 4,
+    dtype: Any = BF16,
+    activation: Any = None,
+    block: int = 64,
+) -> Kernel:
     """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
 
     Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
-    Units have 4 rows and blocks 64. The first unit of device 0 has one token, with its first row at the unit's first,
+    Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the unit's first,
     and no device has a row of the second token. The last row of a tile is the first one of a block.
     """
     everything, chance, n, groups = devices * tokens, np.random.default_rng(7), 136, 3
@@ -371,21 +382,25 @@ def of_arriving(devices: int, tokens: int, features: int, config: overlap.Config
         places[4:] = chance.permutation(places[4:])  # Those of token 0 come first.
         positions[device][owner == device] = places
         sizes[device] = 65, 0, count - 65
-    lhs, rhs = integers(1, everything, features), integers(2, devices * groups, features, n)
+    lhs = integers(1, everything, features, dtype=dtype)
+    rhs = integers(2, devices * groups, features, n, dtype=dtype)
     copies, exact = np.zeros((devices, rows + 1, features), np.float32), np.zeros((devices, rows, n), np.float32)
     here = np.repeat(np.arange(everything)[:, None], slots, 1)
     for device, (count, *_, last) in enumerate(zip(counts, sizes[:, 0], strict=True)):
         copies[device][positions[device]] = _f32(lhs)[here]
         exact[device, :last] = copies[device, :last] @ _f32(rhs[device * groups])
         exact[device, last:count] = copies[device, last:count] @ _f32(rhs[device * groups + 2])
+    exact = np.maximum(exact, 0) if activation else exact
     copies = copies[:, :rows] * (np.arange(rows)[:, None] < np.array(counts)[:, None, None])
 
     def call(lhs: jax.Array, rhs: jax.Array, positions: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(BF16), current_target(), PeerGroup.of("x"))
+        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), current_target(), PeerGroup.of("x"))
         nothing = jnp.zeros((), jnp.int32)
-        arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=64)
-        given = Operands(jax.ShapeDtypeStruct((rows, features), BF16), (rhs,), group_sizes=sizes)
+        arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=block)
+        given = Operands(jax.ShapeDtypeStruct((rows, features), dtype), (rhs,), group_sizes=sizes)
         product = plan_of(given, config, jnp.float32)
+        if activation is not None:
+            product = dataclasses.replace(product, activation=traced(activation)[0])
         found = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival)
         return tuple(jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), x, 0) for x in found)
 

@@ -26,10 +26,15 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.collectives.rows import row_kernels
+from overlap.collectives.rows.arriving import Arriving
 from overlap.collectives.rows.chunks import RowsPlan
+from overlap.collectives.rows.routing import Routing
 from overlap.emulation import EmulationError, Launch, emulate, run_sequence
+from overlap.frame.operands import Operands
 from overlap.kernels.target import current_target
 from overlap.primitives import PeerGroup
+from overlap.single_gpu.grouped_product import rows_through
+from tests.ops.grouped_plans import plan_of
 
 Axes = str | tuple[str, ...]
 
@@ -130,6 +135,8 @@ class Call:
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, [b, b], self.axes, return_gathered=True, **fused)
             case "rows copied" | "rows added":
                 return self._move_rows
+            case "arriving":
+                return self._multiply_arriving
             case "passenger":
                 gather = functools.partial(overlap.all_gather_lhs_matmul, axis_name=self.axes, implementation="fused")
                 # The gradient is a sum of two products, beside which the left operand travels.
@@ -138,12 +145,23 @@ class Call:
                 transport = "ring" if self.kind == "ring" else "pull"
                 return lambda a, b: overlap.all_gather_lhs_matmul(a, b, self.axes, transport=transport, **fused)
 
-    def _move_rows(self, a: jax.Array, _: jax.Array) -> jax.Array:
-        """Gives each device every D-th token of all devices."""
+    def _rows(self, dtype: Any) -> tuple[jax.Array, RowsPlan]:
+        """The positions of rows, and their sizes: each device has every D-th token of all devices."""
         group, (tokens, _, features) = PeerGroup.of(self.axes), self.shape
         token = jnp.arange(group.size * tokens)
-        given = {"positions": jnp.where(token % group.size == group.me(), token // group.size, tokens)[:, None]}
-        plan = RowsPlan(tokens, 1, tokens, features, a.dtype, current_target(), group)
+        positions = jnp.where(token % group.size == group.me(), token // group.size, tokens)[:, None]
+        return positions, RowsPlan(tokens, 1, tokens, features, dtype, current_target(), group)
+
+    def _multiply_arriving(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+        positions, plan = self._rows(a.dtype)
+        sizes, nothing = jnp.array([plan.rows], jnp.int32), jnp.zeros((), jnp.int32)
+        arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=64)
+        given = Operands(jax.ShapeDtypeStruct((plan.rows, plan.features), a.dtype), (b[None],), group_sizes=sizes)
+        return rows_through(dataclasses.replace(given, lhs=a), plan_of(given, TILES, a.dtype), None, arrival)
+
+    def _move_rows(self, a: jax.Array, _: jax.Array) -> jax.Array:
+        positions, plan = self._rows(a.dtype)
+        given = {"positions": positions}
         if self.kind == "rows copied":
             return row_kernels.copied({"tokens": a, **given}, plan)["rows"]
         return row_kernels.added({"rows": a, **given}, plan)["sums"]

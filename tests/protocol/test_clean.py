@@ -25,6 +25,7 @@ from tests.protocol import protocol_cases
 from tests.protocol.defects import source, steps
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME, kind
 from tests.protocol.protocol_cases import (
+    ARRIVING,
     FEW,
     JOINED,
     ONE,
@@ -37,6 +38,7 @@ from tests.protocol.protocol_cases import (
     Form,
     Kernel,
     clean,
+    of_arriving,
     of_moved_rows,
     of_rows,
     of_sums,
@@ -82,6 +84,14 @@ MORE = {
         lambda: on_blackwell(of_weights("n", WEIGHTS.replace(tile_m=128, tile_n=64))), 2),
     "blackwell, gather by ring": (
         lambda: on_blackwell(of_rows(Form(136, (64,), 136), PULL.replace(tile_m=128), 3, "ring")), 2),
+    # Positions of 6 slots are padded. The waits of an epilogue are those of its rows.
+    "arriving, swapped": (
+        lambda: of_arriving(3, 45, 320, ARRIVING.replace(tile_m=56, swap_operands=True, schedule="pingpong"),
+                            slots=6, dtype=np.float16), 2),
+    "arriving, a buffer": (lambda: of_arriving(2, 45, 320, ARRIVING.replace(chunk_buffers=2, chunk_bytes=640)), 2),
+    "blackwell, arriving": (
+        lambda: on_blackwell(of_arriving(3, 45, 320, ARRIVING.replace(tile_m=128, tile_n=64), block=128,
+                                         activation=jax.nn.relu)), 2),
     "blackwell, several": (lambda: on_blackwell(of_rows(Form(136, (64, 136), 136, scales=("rows", "columns"),
                                                              container=list), PULL.replace(tile_m=128))), 2),
 }  # fmt: skip
@@ -158,6 +168,7 @@ LATE = {
     "copies late": (steps.copy_late, ("pull", "rhs n", "rhs k", "scatter m", "joined", "passenger")),
     "raises late, rows": (steps.raise_late, ("rows added", "rows copied", "rows multiplied")),
     "copies rows late": (steps.copy_late, ("rows copied", "rows multiplied")),
+    "copies late, arriving": (steps.copy_late, ("arriving",)),
     "sends strips late": (steps.send_strips_late, (SPREAD,)),
     "sends parts late": (steps.send_parts_late, (ONE_SHOT,)),
 }

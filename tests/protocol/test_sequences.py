@@ -54,6 +54,7 @@ PAIRS = {
     "rows, then sums": (Call(THREE, "x", "rows added", ROWS), Call(THREE, "x", "scatter by ring", SMALL)),
     "rows along other axes": (Call(SQUARE, "y", "rows added", ROWS), Call(SQUARE, "x", "rows added", ROWS)),
     "rows, there and back": (Call(THREE, "x", "rows copied", ROWS), Call(THREE, "x", "rows added", ROWS)),
+    "rows arrive, then sums": (Call(THREE, "x", "arriving", (96, 64, 64)), Call(THREE, "x", "rows added", ROWS)),
     "sums": (Call(THREE, "x", "scatter by ring", SMALL), Call(THREE, "x", "scatter m", SMALL)),
     "gather, then sums": (Call(THREE, "x", "ring", (136, 64, 64)), Call(THREE, "x", "one shot", (72, 40, 72))),
 }

@@ -49,12 +49,14 @@ from overlap.primitives import (
     atomics,
     draw,
     fence_async_proxy,
+    marks,
     semaphore_wait,
     tma_load,
     wait_stores_landed,
     wait_stores_read,
 )
 from overlap.primitives.integers import ceil_div, largest_divisor, quotient, remainder
+from overlap.primitives.marks import Work
 from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
@@ -184,6 +186,7 @@ class _Transfers:
         handshake = Handshake(flags, self.plan.group, of_cta, name, most)
         number = handshake.begin()
         handshake.await_peers()
+        marks.now(Work.COPY)
         number, count = self._bring(smem, number, handshake, units)
         # Whoever draws the first number behind the units stands for all those behind them.
         is_first = number == handshake.looks + units

@@ -52,7 +52,7 @@ from overlap.single_gpu.grouped_product import EpilogueOperands
 
 # Tokens arrive while their rows are multiplied on so many devices at least, where each expert has so many rows of each
 # device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
-# 1.05 times with 4 rows (docs/experts.md).
+# on 4 × H200 with 4 rows 1.05 times. 3 devices and more than 4 have not been measured (docs/experts.md).
 _LEAST_DEVICES, _LEAST_ROWS = 3, 32
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
@@ -247,7 +247,9 @@ class _Run:
             return None
         arriving = dataclasses.replace(run, arrives=True)
         if run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing):
-            record(dataclasses.replace(choice, plan="tokens arrive while their rows are multiplied"))
+            kernel, _ = arriving._first(arrays, routing, None)
+            plan = "tokens arrive while their rows are multiplied"
+            record(dataclasses.replace(choice, config=kernel.plan.config, plan=plan))
             return arriving
         record(choice)
         return run
@@ -348,7 +350,7 @@ class _Run:
         return None not in kernels
 
     def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
-        """Whether there are so many devices and rows that it is measured to be faster if tokens arrive meanwhile."""
+        """Whether there are so many devices and rows that it should be faster if tokens arrive meanwhile."""
         (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
         devices = everything // max(tokens, 1)
         experts = arrays["up"].shape[0] * devices
@@ -375,7 +377,10 @@ class _Run:
             rows = copied(given["tokens"], routing, self.movement)
             return *reference({"rows": rows, **given}, routing), rows
 
-        return _differentiated(kernel, after_copies, {"tokens": tokens, **given}, routing)
+        def rows_alone(given: _Arrays, routing: Routing) -> jax.Array:
+            return copied(given["tokens"], routing, self.movement)
+
+        return _differentiated(kernel, after_copies, {"tokens": tokens, **given}, routing, rows_alone)
 
     def _values(self, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
         """The first product by its kernel: to gate, up and h."""
@@ -432,8 +437,9 @@ def _differentiated(
     reference: Callable[[_Arrays, Routing], tuple[jax.Array, ...]],
     given: _Arrays,
     routing: Routing,
+    last: Callable[[_Arrays, Routing], jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel, which jax differentiates as `reference`."""
+    """Runs a kernel, which jax differentiates as `reference`. `last`: as for `with_rule`."""
 
     def rule(primals: tuple[_Arrays, Routing], tangents: tuple[_Arrays, Routing]) -> tuple[Leaf, Leaf]:
         given, routing = primals
@@ -445,7 +451,7 @@ def _differentiated(
         with recorded():
             return jax.jvp(of_moved, ({name: given[name] for name in moved},), (moved,))
 
-    return with_rule(kernel, rule, given, routing)
+    return with_rule(kernel, rule, given, routing, last=last)
 
 
 def _values_by_products(static: _Static, given: _Arrays, routing: Routing) -> tuple[jax.Array, ...]:
