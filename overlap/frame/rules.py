@@ -137,7 +137,8 @@ def _batched(
     return outs, [0] * len(outs)
 
 
-def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
+def _without_unused(used: list[bool], *given: Any) -> tuple[list[bool], Any]:
+    equation = given[-1]  # From jax 0.12 on, which of its operands are live comes before.
     if not any(used):
         return [False] * len(equation.invars), None
     ruled: _Ruled = equation.params["ruled"]

@@ -367,8 +367,8 @@ def of_arriving(
     """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
 
     Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
-    Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the unit's first,
-    and no device has a row of the second token. The last row of a tile is the first one of a block.
+    Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the
+    unit's first, and no device has a row of the second token. The last row of a tile is the first one of a block.
     """
     everything, chance, n, groups = devices * tokens, np.random.default_rng(7), 136, 3
     owner = chance.integers(-1, devices, (everything, slots))
@@ -382,6 +382,7 @@ def of_arriving(
         places[4:] = chance.permutation(places[4:])  # Those of token 0 come first.
         positions[device][owner == device] = places
         sizes[device] = 65, 0, count - 65
+    out_dtype = dtype if config.swap_operands else jnp.float32
     lhs = integers(1, everything, features, dtype=dtype)
     rhs = integers(2, devices * groups, features, n, dtype=dtype)
     copies, exact = np.zeros((devices, rows + 1, features), np.float32), np.zeros((devices, rows, n), np.float32)
@@ -398,7 +399,7 @@ def of_arriving(
         nothing = jnp.zeros((), jnp.int32)
         arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=block)
         given = Operands(jax.ShapeDtypeStruct((rows, features), dtype), (rhs,), group_sizes=sizes)
-        product = plan_of(given, config, jnp.float32)
+        product = plan_of(given, config, out_dtype)
         if activation is not None:
             product = dataclasses.replace(product, activation=traced(activation)[0])
         found = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival)
@@ -407,7 +408,7 @@ def of_arriving(
     function = on_mesh(make_mesh(x=devices), call, P("x"), P("x"))
     given = lhs, rhs, positions.reshape(-1, slots), sizes.reshape(-1)
     expected = exact.reshape(-1, n), copies.reshape(-1, features)
-    return Kernel(lambda: function(*given), _equals(expected, jnp.float32))
+    return Kernel(lambda: function(*given), _equals(expected, out_dtype))
 
 
 def of_loss(config: overlap.Config, **sizes: Any) -> Kernel:
