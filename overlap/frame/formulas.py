@@ -94,5 +94,6 @@ FORMULAS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "erfc": _erfc,
     "expm1": _expm1,
     "log1p": _log1p,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),  # Of the derivative of tanh.
     "sign": lambda x: jnp.where(x > 0, 1, jnp.where(x < 0, -1, x)),
 }

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives.rows.mlp import expert_mlp
 from overlap.emulation import emulate
+from overlap.frame.activation import traced
 from tests.ops.test_grouped_matmul import equations_in
 from tests.oracle import make_mesh
 
@@ -131,6 +132,7 @@ def test_the_kernels_run() -> None:
         ("all_gather_lhs_grouped_matmul", "40 rows of 128 bfloat16"),
         ("grouped_matmul", "4 groups, 40x192+192x128 bfloat16"),
         ("grouped_matmul", "4 groups, 40x128x192 bfloat16"),
+        ("grouped_matmul_reduce_scatter", "40 rows of 128 bfloat16"),
     ]
 
 
@@ -262,16 +264,34 @@ def test_where_jax_looks_for_nan_both_operations_run() -> None:
 ARRIVE = "tokens arrive while their rows are multiplied"
 
 
-@pytest.mark.parametrize(("devices", "tokens", "arrive"), [(4, 64, True), (4, 63, False), (2, 64, False)])
-def test_where_tokens_arrive_while_their_rows_are_multiplied(devices: int, tokens: int, arrive: bool) -> None:
-    """On 3 devices or more, with 32 rows of each expert and device. No kernel copies tokens then."""
+WHY_NOT = {
+    (4, 64): "", (4, 63): "an expert has 31.5 rows of each device, fewer than 32",
+    (2, 64): "2 devices share the experts, fewer than 3",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("devices", "tokens"), WHY_NOT)
+def test_where_tokens_arrive_while_their_rows_are_multiplied(devices: int, tokens: int) -> None:
+    """On 3 devices or more, with 32 rows of each expert and device. No kernel copies tokens then. `explain` says so."""
+    why_not = WHY_NOT[devices, tokens]
     of = jax.ShapeDtypeStruct
     given = {name: of(x.shape, x.dtype) for name, x in drawn(devices, with_bias=False).items()}
     for name in ("tokens", "gates", "ids", "d"):
         given[name] = of((devices * tokens, *given[name].shape[1:]), given[name].dtype)
+    plan = f"tokens are copied before, since {why_not}" if why_not else ARRIVE
     explained = overlap.explain(program(devices, "fused"), given)
-    assert [x.plan for x in explained if ARRIVE in x.plan] == [ARRIVE] * arrive
-    assert ("tokens copied to rows" in [x.op for x in explained]) != arrive
+    assert [x.plan for x in explained if x.plan not in ("", "backward pass")] == [plan]
+    assert ("tokens copied to rows" in [x.op for x in explained]) == bool(why_not)
+    # In the backward pass, of the rows that are added and of the product through the activation.
+    assert [ARRIVE in x.why for x in explained if x.plan == "backward pass"].count(True) == (0 if why_not else 2)
+
+    def alone(given: dict[str, Any]) -> jax.Array:
+        return layer_of(given, "fused")
+
+    mapped = jax.shard_map(alone, mesh=make_mesh(x=devices), in_specs=P("x"), out_specs=P("x"))
+    explained = overlap.explain(mapped, given)
+    assert [x.plan for x in explained if x.plan] == [plan]
+    assert [x.op for x in explained][-1] == "grouped_matmul_reduce_scatter"
 
 
 def routings(devices: int, tokens: int) -> dict[str, np.ndarray]:
@@ -356,3 +376,24 @@ def test_a_checkpoint_that_keeps_gate_and_up_copies_tokens_alone() -> None:
     assert results(policies.nothing_saveable) == [1, 1, 4, 4, 5]
     with emulate(cores=2, detect_races=False):
         np.testing.assert_array_equal(*(np.asarray(gradient(policy)(given)) for policy in (every, kept)))
+
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu, "gelu by tanh": jax.nn.gelu, "gelu by erf": functools.partial(jax.nn.gelu, approximate=False),
+    "mish": jax.nn.mish, "relu squared": lambda x: jax.nn.relu(x) ** 2,
+    "quick gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_whose_derivatives_kernels_have(name: str) -> None:
+    """Without them tokens would not arrive, and both operations would run. Against jax's derivative, in float32."""
+    function = lambda gate, up: ACTIVATIONS[name](gate) * up  # noqa: E731
+    made, captured = traced(function, arrays=2)
+    assert not captured
+    d, gate, up, weight = np.random.default_rng().standard_normal((4, 64, 128)).astype(np.float32)
+    d_gate, d_up, weighted, product = made.of_cotangent().all_results([d, gate, up, weight])
+    h, pull = jax.vjp(function, gate, up)
+    expected = *pull(weight * d), weight * h, d * h
+    for found, right in zip((d_gate, d_up, weighted, product), expected, strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=2e-6)

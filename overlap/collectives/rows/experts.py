@@ -205,7 +205,7 @@ def grouped_matmul_reduce_scatter(
     def run(arrays: tuple[jax.Array, Leaf, Leaf, Leaf]) -> jax.Array:
         lhs, factors, rhs, bias = arrays
         rows = call.run(GROUPED, dataclasses.replace(given, lhs=lhs, rhs=rhs, bias=bias, clears=(False, True)))
-        return added(rows, factors, routing, _movement(op, rows, routing, axis_name, implementation, why_not))
+        return added(rows, factors, routing, movement_of(op, rows, routing, axis_name, implementation, why_not))
 
     return in_device_memory(run, (products, factors, given.rhs, bias))
 
@@ -223,7 +223,7 @@ def gathering(given: Arguments, routing: Routing, axis_name: AxisName | None) ->
             f"`lhs` must have at least 16 bits, got {tokens.dtype}: cast it; overlap.grouped_matmul takes 8 bits"
         )
     axis_name = _require_tokens("lhs", tokens, routing, op, axis_name)
-    return given, tokens, _movement(op, tokens, routing, axis_name, given.implementation, why_not)
+    return given, tokens, movement_of(op, tokens, routing, axis_name, given.implementation, why_not)
 
 
 def _checked(spec: OperationSpec, routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
@@ -260,7 +260,7 @@ def _why_not_fused(op: str, routing: Routing, given: Arguments, **more: Leaf) ->
     return arguments.why_not_fused(named)
 
 
-def _movement(
+def movement_of(
     op: str, moved: jax.Array, routing: Routing, axis_name: AxisName | None, implementation: Implementation | None,
     why_not: str,
 ) -> Movement:  # fmt: skip

@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives.rows.arriving import Arriving
-from overlap.collectives.rows.experts import gathered_product, gathering, grouped_matmul_reduce_scatter
+from overlap.collectives.rows.experts import gathered_product, gathering, grouped_matmul_reduce_scatter, movement_of
 from overlap.collectives.rows.routing import Routing
 from overlap.collectives.rows.rows import Movement, added, copied
 from overlap.frame import call, products
@@ -46,7 +46,7 @@ from overlap.frame.signatures import AnyArray, Arguments, AxisName, Leaf
 from overlap.kernels import epilogue
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.launch import checks_numbers
-from overlap.kernels.operations import GROUPED, OperandLayouts
+from overlap.kernels.operations import GROUPED, SCATTER_TOKENS, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import EpilogueOperands
 
@@ -54,6 +54,10 @@ from overlap.single_gpu.grouped_product import EpilogueOperands
 # device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
 # on 4 × H200 with 4 rows 1.05 times. 3 devices and more than 4 have not been measured (docs/experts.md).
 _LEAST_DEVICES, _LEAST_ROWS = 3, 32
+# What `explain` says of the first product.
+_ARRIVE = "tokens arrive while their rows are multiplied"
+_COPIED_BEFORE = "tokens are copied before, since {}"
+_NO_KERNEL = "no kernel has several results for these operands"
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type _Arrays = Mapping[str, Leaf]
 
@@ -98,7 +102,7 @@ def expert_mlp(
     except NotElementwise:
         return _by_operations(static, arrays, routing)
     if captured:  # They may be differentiated, which takes a sum over all rows.
-        return _by_operations(static, arrays, routing)
+        return _copying_before("the activation captures scalars", static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
     rule = functools.partial(_tangent, static)
     return with_rule(functools.partial(_result, static), rule, arrays, routing)
@@ -137,11 +141,23 @@ def _result(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
     """The MLP where nobody asks for derivatives."""
     with recorded() as found:
         run = _Run.of(static, arrays, routing)
-    if run is None or not run.arrives:
-        return _by_operations(static, arrays, routing)
+    if run is None or run.why_not:
+        return _copying_before(_NO_KERNEL if run is None else run.why_not, static, arrays, routing)
     for choice in found:
         record(choice)
     return run.result(arrays, routing)
+
+
+def _copying_before(why: str, static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
+    """As `_by_operations`; of the first product `explain` says why tokens do not arrive meanwhile."""
+    with recorded() as found:
+        out = _by_operations(static, arrays, routing)
+    for choice in found:
+        if why and choice.op == GROUPED.function and choice.config is not None:
+            choice = dataclasses.replace(choice, plan=_COPIED_BEFORE.format(why))
+            why = ""
+        record(choice)
+    return out
 
 
 def _by_operations(static: _Static, arrays: _Arrays, routing: Routing) -> jax.Array:
@@ -173,7 +189,7 @@ def _tangent(
     if run is None:
 
         def of_moved(moved: _Arrays) -> jax.Array:
-            return _by_operations(static, {**arrays, **moved}, routing)
+            return _copying_before(_NO_KERNEL, static, {**arrays, **moved}, routing)
 
         return jax.jvp(of_moved, ({name: arrays[name] for name in moved},), (moved,))
     for choice in found:
@@ -214,13 +230,13 @@ class _Run:
       static: the call.
       movement: how tokens and rows move.
       plan: of the first product.
-      arrives: whether tokens arrive while the first product runs; if not, they are copied to their rows before.
+      why_not: why tokens are copied to their rows before the first product; empty if they arrive while it runs.
     """
 
     static: _Static
     movement: Movement
     plan: LaunchPlan
-    arrives: bool = False
+    why_not: str
 
     @staticmethod
     def of(static: _Static, arrays: _Arrays, routing: Routing) -> _Run | None:
@@ -242,17 +258,21 @@ class _Run:
             return None
         must_fuse = static.implementation == "fused"
         plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
-        run = _Run(static, movement, plan)
-        if not run._has_kernels(arrays, routing):
+        run = _Run(static, movement, plan, _why_not_arriving(arrays, routing))
+        if run.arrives and not run._has_kernels(arrays, routing):
+            run = dataclasses.replace(run, why_not="no kernel has room for these rows and for those that arrive")
+        if not run.arrives and not run._has_kernels(arrays, routing):
             return None
-        arriving = dataclasses.replace(run, arrives=True)
-        if run._may_arrive(arrays, routing) and arriving._has_kernels(arrays, routing):
-            kernel, _ = arriving._first(arrays, routing, None)
-            plan = "tokens arrive while their rows are multiplied"
-            record(dataclasses.replace(choice, config=kernel.plan.config, plan=plan))
-            return arriving
-        record(choice)
+        if run.arrives:
+            kernel, _ = run._first(arrays, routing, None)
+            record(dataclasses.replace(choice, config=kernel.plan.config, plan=_ARRIVE))
+        else:
+            record(dataclasses.replace(choice, plan=_COPIED_BEFORE.format(run.why_not)))
         return run
+
+    @property
+    def arrives(self) -> bool:
+        return not self.why_not
 
     def forward(self, arrays: _Arrays, routing: Routing) -> tuple[jax.Array, _Arrays]:
         """Returns the result, and what the backward pass needs."""
@@ -283,7 +303,10 @@ class _Run:
         )
         with jax.named_scope("down"):
             of_rows = call.run(GROUPED, given)
-            return added(of_rows, None, dataclasses.replace(routing, gates=arrays["gates"]), self.movement)
+            sums = movement_of(
+                SCATTER_TOKENS.name, of_rows, routing, self.static.axis_name, self.static.implementation, ""
+            )
+            return added(of_rows, None, dataclasses.replace(routing, gates=arrays["gates"]), sums)
 
     def backward(
         self, names: tuple[str, ...], arrays: _Arrays, routing: Routing, saved: _Arrays, cotangent: jax.Array
@@ -300,7 +323,7 @@ class _Run:
         d_gate, d_up, weighted, d_weights, d_out = self._with_rows(
             self._cotangents, by_products, d_tokens, given, routing
         )
-        why = "the kernels of the forward pass serve these rows"
+        why = "the kernels of the forward pass serve these rows" + (f"; {_ARRIVE}" if self.arrives else "")
         shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
         of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
         steps = [("rows added to tokens", shapes), (GROUPED.function, of_product)]
@@ -348,13 +371,6 @@ class _Run:
         except NotElementwise:
             return False
         return None not in kernels
-
-    def _may_arrive(self, arrays: _Arrays, routing: Routing) -> bool:
-        """Whether there are so many devices and rows that it should be faster if tokens arrive meanwhile."""
-        (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
-        devices = everything // max(tokens, 1)
-        experts = arrays["up"].shape[0] * devices
-        return devices >= _LEAST_DEVICES and tokens * slots >= _LEAST_ROWS * experts
 
     def _with_rows(
         self,
@@ -430,6 +446,16 @@ class _Run:
     def _count(self, routing: Routing) -> int | None:
         """How many rows arrive; None: they are there."""
         return routing.tokens.shape[0] if self.arrives else None
+
+
+def _why_not_arriving(arrays: _Arrays, routing: Routing) -> str:
+    """Says why it would not be faster if tokens arrived while their rows are multiplied; empty if it should be."""
+    (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
+    devices = everything // max(tokens, 1)
+    if devices < _LEAST_DEVICES:
+        return f"{devices} devices share the experts, fewer than {_LEAST_DEVICES}"
+    rows = tokens * slots / (arrays["up"].shape[0] * devices)
+    return f"an expert has {rows:.4g} rows of each device, fewer than {_LEAST_ROWS}" if rows < _LEAST_ROWS else ""
 
 
 def _differentiated(
