@@ -303,7 +303,9 @@ def routings(devices: int, tokens: int) -> dict[str, np.ndarray]:
     return {name: x.astype(np.int32) for name, x in ids.items()}
 
 
-@pytest.mark.parametrize("limits", [{}, {"rows": 70}, pytest.param({"capacity": 50}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"rows": 70}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"capacity": 50}))], ids=str
+)
 def test_extreme_routings_where_tokens_arrive(limits: dict[str, int]) -> None:
     """As by XLA, for which a test above has formulas. Some devices have no row at all."""
     devices, tokens = 4, 64
