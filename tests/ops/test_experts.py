@@ -97,6 +97,9 @@ def test_no_sum_depends_on_an_order_that_may_change(name: str) -> None:
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda r: on_two(lambda ids: gather(X[:2], W[:2], overlap.route(ids, 4, "x"), "y"), IDS),
      "`axis_name` must be that of `routing`, got 'y', and `route` got 'x': pass the same"),
+    # The axis comes before the sizes, which it explains: without one, all experts are one device's.
+    (lambda r: on_two(lambda ids: gather(X[:2], W[:2], overlap.route(ids, 4, None), "x"), IDS),
+     "`axis_name` must be that of `routing`, got 'x', and `route` got None"),
     (lambda r: gather(X, W, r, "z"), "`all_gather_lhs_grouped_matmul` must be called inside"),
     (lambda r: gather(X[:3], W, r, None), r"`lhs` .* a row for each of this device's 4 tokens.*devices: 1.*\(3, 6\)"),
     (lambda r: gather(X, W[:2], r, None), r"`rhs` must have a matrix for each of the 3 groups, got 2 .*\(2, 6, 5\)"),

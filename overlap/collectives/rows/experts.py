@@ -178,7 +178,7 @@ def grouped_matmul_reduce_scatter(
         config=config,
         implementation=implementation,
     )
-    given, products = _checked(SCATTER_TOKENS, routing, given)
+    given, products = _checked(SCATTER_TOKENS, routing, given, axis_name)
     arguments.require_values(gates=gates)
     factors = None if gates is None else arguments.array("gates", gates)
     why_not = _why_not_fused(op, routing, given, gates=factors)
@@ -216,7 +216,7 @@ def gathering(given: Arguments, routing: Routing, axis_name: AxisName | None) ->
     Returns the arguments of its product, but for the rows; the tokens that it copies to rows; and how they move.
     """
     op = GATHER_TOKENS.name
-    given, tokens = _checked(GATHER_TOKENS, routing, given)
+    given, tokens = _checked(GATHER_TOKENS, routing, given, axis_name)
     why_not = _why_not_fused(op, routing, given)
     if tokens.dtype in FLOAT8:
         raise ValueError(
@@ -226,14 +226,18 @@ def gathering(given: Arguments, routing: Routing, axis_name: AxisName | None) ->
     return given, tokens, movement_of(op, tokens, routing, axis_name, given.implementation, why_not)
 
 
-def _checked(spec: OperationSpec, routing: Given, given: Arguments) -> tuple[Arguments, jax.Array]:
+def _checked(
+    spec: OperationSpec, routing: Given, given: Arguments, axis_name: AxisName | None
+) -> tuple[Arguments, jax.Array]:
     """Checks what both operations have. Returns the arguments of their grouped product, and its left operand.
 
     Raises:
-      ValueError: `routing` is none, the weights are not those of its experts, or the operands do not fit each other.
+      ValueError: `routing` is none, or of another axis, the weights are not those of its experts, or the operands do
+        not fit each other.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"`routing` must be what `overlap.route` returns, got {shown(routing)}: pass that")
+    _require_axis(routing, spec.name, axis_name)  # Before sizes, which another axis explains.
     given = dataclasses.replace(given, group_sizes=routing.group_sizes)
     arguments.require_values(**given.arrays)
     call.check_choice(given)
