@@ -138,6 +138,7 @@ def _batched(
 
 
 def _without_unused(used: list[bool], *given: Any) -> tuple[list[bool], Any]:
+    """What jax needs of a call whose results are not all used: which operands, and the call in its place."""
     equation = given[-1]  # From jax 0.12 on, which of its operands are live comes before.
     if not any(used):
         return [False] * len(equation.invars), None

@@ -256,7 +256,8 @@ class RowsOfGroups(GroupsKernel):
         form = Form.of(operands, layouts, like.out_dtype)
         if form.widths[0] % limits.EPILOGUE_COLUMNS:  # Sums would count columns that there are not.
             return None
-        boxes, addend = (1, False) if how is None else (how.boxes, bool(how.addends))
+        boxes = 1 if how is None else how.boxes
+        addend = how is not None and bool(how.addends)
         config = self._config(form, operands.rhs_list[0].dtype, like, boxes, addend, arriving is not None)
         if config is None:
             return None

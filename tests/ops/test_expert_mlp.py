@@ -308,7 +308,8 @@ def routings(devices: int, tokens: int) -> dict[str, np.ndarray]:
 )
 def test_extreme_routings_where_tokens_arrive(limits: dict[str, int]) -> None:
     """As by XLA, for which a test above has formulas. Some devices have no row at all."""
-    devices, tokens = 4, 64
+    devices = 4
+    tokens = 64
     given = drawn(devices, with_bias=False)
     for name in ("tokens", "gates", "d"):
         given[name] = jnp.resize(given[name], (devices * tokens, *given[name].shape[1:]))
@@ -371,7 +372,8 @@ def test_a_checkpoint_that_keeps_gate_and_up_copies_tokens_alone() -> None:
         found = equations_in(jax.make_jaxpr(gradient(policy))(given).jaxpr)
         return sorted(len(x.outvars) for x in found if x.primitive.name == "overlap_function")
 
-    every, kept = policies.everything_saveable, policies.save_only_these_names("routing", "before_activation")
+    every = policies.everything_saveable
+    kept = policies.save_only_these_names("routing", "before_activation")
     # The first product has four results, rows the last of them.
     assert results(every) == [1, 1, 4, 5]
     assert results(kept) == [1, 1, 1, 4, 5]

@@ -370,7 +370,10 @@ def of_arriving(
     Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the
     unit's first, and no device has a row of the second token. The last row of a tile is the first one of a block.
     """
-    everything, chance, n, groups = devices * tokens, np.random.default_rng(7), 136, 3
+    everything = devices * tokens
+    chance = np.random.default_rng(7)
+    n = 136
+    groups = 3
     owner = chance.integers(-1, devices, (everything, slots))
     owner[:2] = [[0], [-1]]
     counts = [int((owner == device).sum()) for device in range(devices)]
@@ -385,7 +388,8 @@ def of_arriving(
     out_dtype = dtype if config.swap_operands else jnp.float32
     lhs = integers(1, everything, features, dtype=dtype)
     rhs = integers(2, devices * groups, features, n, dtype=dtype)
-    copies, exact = np.zeros((devices, rows + 1, features), np.float32), np.zeros((devices, rows, n), np.float32)
+    copies = np.zeros((devices, rows + 1, features), np.float32)
+    exact = np.zeros((devices, rows, n), np.float32)
     here = np.repeat(np.arange(everything)[:, None], slots, 1)
     for device, (count, *_, last) in enumerate(zip(counts, sizes[:, 0], strict=True)):
         copies[device][positions[device]] = _f32(lhs)[here]

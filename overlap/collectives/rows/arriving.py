@@ -61,9 +61,11 @@ from overlap.primitives.shared_words import load_word
 from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, Tree
 
 # Rows of a unit and of a block. Others were not faster (8 to 32, 256).
-_UNIT, _BLOCK = 16, 512
-# What the copy engine moves at least: so many bytes, and so many words.
-_LEAST_BYTES, _LEAST_WORDS = 16, 4
+_UNIT = 16
+_BLOCK = 512
+# What the copy engine moves at least.
+_LEAST_BYTES = 16
+_LEAST_WORDS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -207,7 +209,9 @@ class _Transfers:
         Returns:
           The first number that this warp has drawn behind the units, and how many units it has brought.
         """
-        begin, end, counter = handshake.looks, handshake.items, handshake.counter
+        begin = handshake.looks
+        end = handshake.items
+        counter = handshake.counter
         tokens_smem, positions_smem, firsts_smem, loaded, known = smem
         buffers = tokens_smem.shape[0]
 
