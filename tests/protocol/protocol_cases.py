@@ -17,95 +17,24 @@ from jax.sharding import PartitionSpec as P
 
 import overlap
 from overlap.choice.problem import Problem
-from overlap.collectives.rows import row_kernels
-from overlap.collectives.rows.arriving import Arriving
-from overlap.collectives.rows.chunks import RowsPlan
-from overlap.collectives.rows.routing import Routing
-from overlap.emulation import EmulationError, emulate
-from overlap.frame.activation import traced
 from overlap.frame.operands import Operands
-from overlap.kernels.target import current_target, emulating
-from overlap.primitives import PeerGroup
-from overlap.single_gpu.grouped_product import contraction, rows_through
+from overlap.single_gpu.grouped_product import contraction
 from tests.ops import test_linear_cross_entropy as loss
 from tests.ops.grouped_plans import plan_of
 from tests.oracle import make_mesh, on_mesh
+from tests.protocol.exact import BF16, Kernel, equals, in_f32, integers
+from tests.protocol.expert_cases import ARRIVING, of_arriving, of_moved_rows
 
-BF16 = jnp.bfloat16
 # With these chunks, each CTA copies several chunks of each peer's shard.
 PULL = overlap.Config(tile_n=64, stages=2, chunk_bytes=4096)
 JOINED = overlap.Config(tile_m=64, tile_n=128, stages=2, joined=True, chunk_bytes=1024)
 WEIGHTS = overlap.Config(tile_n=128, stages=2, chunk_bytes=1024)
 # With this configuration, a tile has two boxes, and each box has several chunks.
 SUMS = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_bytes=1024)
-# A token has two parts, and the ring of buffers wraps around within a unit.
-ARRIVING = overlap.Config(tile_m=64, tile_n=128, stages=2, chunk_buffers=3, chunk_bytes=320)
 # Names of `matmul_all_reduce` kernels for `of_sums`. SPREAD sums blocks of columns; "spread m" sums blocks of rows.
 SPREAD, ONE_SHOT = "spread n", "one shot"
 # The name for `of_sums` of a reduce-scatter whose partial sums travel from device to device.
 SUMS_BY_RING = "ring m"
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A kernel that is traced only once: when `call` first runs. Defects that are active then stay in the kernel.
-
-    Attributes:
-      call: runs the kernel on its own operands.
-      check: raises AssertionError if the result is not exact.
-    """
-
-    call: Callable[[], Any]
-    check: Callable[[Any], None]
-
-    def run(self, **settings: Any) -> Any:
-        """Emulates one run and checks that the result is exact. `settings`: keywords of `emulate`."""
-        with emulate(**settings) as run:
-            result = self.call()
-            run.check()
-        self.check(result)
-        return run
-
-    def report(self, seeds: int = 18, step_limit: int = 500_000, **settings: Any) -> EmulationError | None:
-        """Runs the kernel with several seeds (and values of `completion`, if not given). Returns the first error."""
-        for seed in range(seeds):
-            # A thread can fall behind the copies only if these are fast ("eager").
-            varied = {"completion": ("eager", "late", "random")[seed % 3]} | settings
-            try:
-                with emulate(seed=seed, step_limit=step_limit, **varied):
-                    jax.block_until_ready(self.call())
-            except EmulationError as report:
-                return report
-        return None
-
-
-def integers(seed: int, *shape: int, dtype: Any = BF16, most: int = 3) -> np.ndarray:
-    """Draws small integers. Their products are exact in f32, in any order of summation."""
-    return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(dtype)
-
-
-def _f32(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float32)
-
-
-def _equals(expected: Any, dtype: Any) -> Callable[[Any], None]:
-    """Returns a check that compares every bit with arrays that are rounded to `dtype`."""
-
-    def check(results: Any) -> None:
-        for result, exact in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_array_equal(_f32(result), _f32(exact.astype(dtype)))
-
-    return check
-
-
-def on_blackwell(kernel: Kernel) -> Kernel:
-    """Returns the same kernel, traced for a Blackwell GPU."""
-
-    def call() -> Any:
-        with emulating("blackwell"):
-            return kernel.call()
-
-    return dataclasses.replace(kernel, call=call)
 
 
 def of_product(
@@ -124,13 +53,13 @@ def of_product(
         "lhs_scale": np.resize(np.float32([0.5, 1.0, 2.0]), (m, 1)), "rhs_scale": np.resize(np.float32([0.5, 2.0]), n),
     }  # fmt: skip
     given = {name: given[name] for name in extras}
-    exact = _f32(lhs) @ _f32(rhs) * given.get("lhs_scale", 1) * given.get("rhs_scale", 1)
-    exact = exact + _f32(given.get("bias", 0)) + _f32(given.get("addend", 0))
+    exact = in_f32(lhs) @ in_f32(rhs) * given.get("lhs_scale", 1) * given.get("rhs_scale", 1)
+    exact = exact + in_f32(given.get("bias", 0)) + in_f32(given.get("addend", 0))
     exact = np.maximum(exact, 0) if "activation" in given else exact
     given |= {"transpose_rhs": transpose_rhs, "preferred_element_type": out, "config": config}
     function = jax.jit(lambda a, b: overlap.matmul(a, b, implementation="fused", **given))
     operands = lhs, rhs.T if transpose_rhs else rhs
-    return Kernel(lambda: function(*operands), _equals(exact, out))
+    return Kernel(lambda: function(*operands), equals(exact, out))
 
 
 def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool = False) -> Kernel:
@@ -146,11 +75,11 @@ def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool
     lhs[ends[-1] :] = np.nan  # Rows of no group.
     if contracts:
         rhs[ends[-1] :] = np.nan
-        exact = np.stack([_f32(lhs[of]).T @ _f32(rhs[of]) for of in rows])
+        exact = np.stack([in_f32(lhs[of]).T @ in_f32(rhs[of]) for of in rows])
     else:
         exact = np.zeros((m, n), np.float32)
         for group, of in enumerate(rows):
-            exact[of] = _f32(lhs[of]) @ _f32(rhs[group]) + _f32(bias[group])
+            exact[of] = in_f32(lhs[of]) @ in_f32(rhs[group]) + in_f32(bias[group])
 
     @jax.jit
     def call(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -160,7 +89,7 @@ def of_groups(sizes: tuple[int, ...], config: overlap.Config, *, contracts: bool
         how: dict[str, Any] = {"preferred_element_type": jnp.float32, "config": config, "implementation": "fused"}
         return overlap.grouped_matmul(lhs, rhs, sizes, bias=bias, **how)
 
-    return Kernel(lambda: call(lhs, rhs, np.int32(sizes)), _equals(exact, jnp.float32))
+    return Kernel(lambda: call(lhs, rhs, np.int32(sizes)), equals(exact, jnp.float32))
 
 
 def change_texts(patch: pytest.MonkeyPatch, found: str, replacement: str) -> list[int]:
@@ -210,14 +139,14 @@ def of_rows(form: Any, config: overlap.Config, devices: int = 3, transport: str 
         outs, gathered = result if form.gathered else (result, None)
         return outs, [] if gathered is None else gathered[None]
 
-    exact = [_f32(lhs) @ _f32(side) * (rows if "rows" in form.scales else 1) for side in sides]
+    exact = [in_f32(lhs) @ in_f32(side) * (rows if "rows" in form.scales else 1) for side in sides]
     exact = [out * scale if "columns" in form.scales else out for out, scale in zip(exact, columns, strict=True)]
     lead = (None,) * len(form.batch)
     of_rows, of_result = P(*lead, "x", None), one([P(*lead, None, "x")] * len(sides))
     in_specs = of_rows, [P(None, "x")] * len(sides), of_rows, [P("x")] * len(sides)
     function = on_mesh(make_mesh(x=devices), body, in_specs, (of_result, P("x") if form.gathered else []))
     expected = one(exact), [np.stack([lhs] * devices)] if form.gathered else []
-    return Kernel(lambda: function(lhs, sides, rows, columns), _equals(expected, dtype))
+    return Kernel(lambda: function(lhs, sides, rows, columns), equals(expected, dtype))
 
 
 def of_weights(
@@ -230,7 +159,7 @@ def of_weights(
     body = lambda a, b: overlap.all_gather_rhs_matmul(a, b, "x", **keywords)  # noqa: E731
     rows, weights = P("x", None), P("x", None) if along == "k" else P(None, "x")
     function = on_mesh(make_mesh(x=devices), body, (rows, weights), rows)
-    return Kernel(lambda: function(lhs, rhs), _equals(_f32(lhs) @ _f32(rhs), BF16))
+    return Kernel(lambda: function(lhs, rhs), equals(in_f32(lhs) @ in_f32(rhs), BF16))
 
 
 def of_sums(
@@ -279,10 +208,10 @@ def of_sums(
     of_lhs = (axis, None) if transpose_lhs else (None, axis)
     function = on_mesh(mesh, summed, (P(*lead, *of_lhs), P(axis, None)), out_specs)
     # k is small, so parts are exact in bfloat16.
-    exact = _f32(lhs) @ _f32(rhs) * (scales if row_scale else 1) + _f32(added)
+    exact = in_f32(lhs) @ in_f32(rhs) * (scales if row_scale else 1) + in_f32(added)
     expected = np.stack([exact] * devices) if everywhere else exact
     operands = lhs.swapaxes(-1, -2) if transpose_lhs else lhs, rhs
-    return Kernel(lambda: function(*operands), _equals(expected, dtype))
+    return Kernel(lambda: function(*operands), equals(expected, dtype))
 
 
 def of_gradient(m: int, k: int, widths: tuple[int, ...], batch: int, devices: int = 3) -> Kernel:
@@ -298,121 +227,9 @@ def of_gradient(m: int, k: int, widths: tuple[int, ...], batch: int, devices: in
 
     specs = P(None, "x", None), P(None, "x"), P(None, None, "x")
     function = on_mesh(make_mesh(x=devices), gradient, specs, specs[:2])
-    of_x = sum(_f32(d) @ _f32(w).T for d, w in zip(cotangents, weights, strict=True))
-    of_weights = [np.einsum("bmk,bmn->kn", _f32(x), _f32(d)) for d in cotangents]
-    return Kernel(lambda: function(x, weights, cotangents), _equals((of_x, of_weights), dtype))
-
-
-def of_moved_rows(
-    name: str, devices: int, tokens: int, features: int, *, slots: int = 2, dtype: Any = BF16, gated: bool = True
-) -> Kernel:
-    """Returns a kernel that moves rows of experts: "copied", "added" or "multiplied". `tokens` are those of a device.
-
-    Each route has a row on one device at most, and no device has a row of the first token. Nobody may read the rows
-    that no route has, and nobody writes them.
-    """
-    everything, chance = devices * tokens, np.random.default_rng(7)
-    owner = chance.integers(-1, devices, (everything, slots))
-    owner[0] = -1
-    counts = [(owner == device).sum() for device in range(devices)]
-    rows = max(counts) + 1
-    positions = np.full((devices, everything, slots), rows, np.int32)
-    for device, count in enumerate(counts):
-        positions[device][owner == device] = chance.permutation(rows)[:count]
-    given = {"tokens": integers(1, everything, features, dtype=dtype), "positions": positions.reshape(-1, slots)}
-    given |= {"rows": integers(2, devices * rows, features, dtype=dtype, most=2)}
-    gates = integers(3, everything, slots, dtype=np.float32, most=2)
-    is_row = np.zeros((devices, rows + 1), bool)
-    np.put_along_axis(is_row, positions.reshape(devices, -1), True, 1)
-    given["rows"][~is_row[:, :rows].ravel()] = np.nan
-    factors = gates if gated else np.ones_like(gates)
-    of_token, exact = (_f32(given[x]).reshape(devices, -1, features) for x in ("tokens", "rows"))
-    of_token, copies = of_token.reshape(everything, features), np.zeros((devices, rows + 1, features), np.float32)
-    here, slot = np.meshgrid(np.arange(everything), np.arange(slots), indexing="ij")
-    for device, at in enumerate(positions):
-        copies[device][at] = of_token[here] * factors[here, slot][..., None]
-    filled = np.pad(np.nan_to_num(exact), ((0, 0), (0, 1), (0, 0)))
-    of_slots = np.stack([filled[device][at] for device, at in enumerate(positions)])
-    kernel, unused, expected = {
-        "copied": (row_kernels.copied, "rows", np.where(is_row[..., None], copies, 0)[:, :rows]),
-        "added": (row_kernels.added, "tokens", (of_slots * factors[..., None]).sum((0, 2))),
-        "multiplied": (row_kernels.products, "gates", (of_slots * of_token[:, None]).sum(-1)),
-    }[name]
-    given = {x: value for x, value in given.items() if x != unused}
-    given |= {"gates": gates} if gated and unused != "gates" else {}
-
-    def call(given: dict[str, jax.Array], is_row: jax.Array) -> jax.Array:
-        group = PeerGroup.of("x") if devices > 1 else None
-        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), current_target(), group)
-        found = kernel(given, plan)[{"copied": "rows", "added": "sums"}.get(name, "products")]
-        return jnp.where(is_row[0, :-1, None], found, 0) if name == "copied" else found
-
-    specs = {x: P() if x == "gates" else P("x") for x in given}
-    function = on_mesh(make_mesh(x=devices), call, (specs, P("x")), P("x"))
-    check = _equals(expected.reshape(-1, expected.shape[-1]), jnp.float32 if name == "multiplied" else dtype)
-    return Kernel(lambda: function(given, is_row), check)
-
-
-def of_arriving(
-    devices: int,
-    tokens: int,
-    features: int,
-    config: overlap.Config,
-    *,
-    slots: int = 4,
-    dtype: Any = BF16,
-    activation: Any = None,
-    block: int = 64,
-) -> Kernel:
-    """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
-
-    Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
-    Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the
-    unit's first, and no device has a row of the second token. The last row of a tile is the first one of a block.
-    """
-    everything = devices * tokens
-    chance = np.random.default_rng(7)
-    n = 136
-    groups = 3
-    owner = chance.integers(-1, devices, (everything, slots))
-    owner[:2] = [[0], [-1]]
-    counts = [int((owner == device).sum()) for device in range(devices)]
-    rows = max(counts)
-    positions = np.full((devices, everything, slots), rows, np.int32)
-    sizes = np.zeros((devices, groups), np.int32)
-    for device, count in enumerate(counts):
-        places = np.arange(count)
-        places[4:] = chance.permutation(places[4:])  # Those of token 0 come first.
-        positions[device][owner == device] = places
-        sizes[device] = 65, 0, count - 65
-    out_dtype = dtype if config.swap_operands else jnp.float32
-    lhs = integers(1, everything, features, dtype=dtype)
-    rhs = integers(2, devices * groups, features, n, dtype=dtype)
-    copies = np.zeros((devices, rows + 1, features), np.float32)
-    exact = np.zeros((devices, rows, n), np.float32)
-    here = np.repeat(np.arange(everything)[:, None], slots, 1)
-    for device, (count, *_, last) in enumerate(zip(counts, sizes[:, 0], strict=True)):
-        copies[device][positions[device]] = _f32(lhs)[here]
-        exact[device, :last] = copies[device, :last] @ _f32(rhs[device * groups])
-        exact[device, last:count] = copies[device, last:count] @ _f32(rhs[device * groups + 2])
-    exact = np.maximum(exact, 0) if activation else exact
-    copies = copies[:, :rows] * (np.arange(rows)[:, None] < np.array(counts)[:, None, None])
-
-    def call(lhs: jax.Array, rhs: jax.Array, positions: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        plan = RowsPlan(tokens, slots, rows, features, jnp.dtype(dtype), current_target(), PeerGroup.of("x"))
-        nothing = jnp.zeros((), jnp.int32)
-        arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=block)
-        given = Operands(jax.ShapeDtypeStruct((rows, features), dtype), (rhs,), group_sizes=sizes)
-        product = plan_of(given, config, out_dtype)
-        if activation is not None:
-            product = dataclasses.replace(product, activation=traced(activation)[0])
-        found = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival)
-        return tuple(jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), x, 0) for x in found)
-
-    function = on_mesh(make_mesh(x=devices), call, P("x"), P("x"))
-    given = lhs, rhs, positions.reshape(-1, slots), sizes.reshape(-1)
-    expected = exact.reshape(-1, n), copies.reshape(-1, features)
-    return Kernel(lambda: function(*given), _equals(expected, out_dtype))
+    of_x = sum(in_f32(d) @ in_f32(w).T for d, w in zip(cotangents, weights, strict=True))
+    of_weights = [np.einsum("bmk,bmn->kn", in_f32(x), in_f32(d)) for d in cotangents]
+    return Kernel(lambda: function(x, weights, cotangents), equals((of_x, of_weights), dtype))
 
 
 def of_loss(config: overlap.Config, **sizes: Any) -> Kernel:

@@ -24,8 +24,9 @@ from tests.oracle import make_mesh
 from tests.protocol import protocol_cases
 from tests.protocol.defects import source, steps
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME, kind
+from tests.protocol.exact import Kernel, on_blackwell
+from tests.protocol.expert_cases import ARRIVING, of_arriving, of_moved_rows
 from tests.protocol.protocol_cases import (
-    ARRIVING,
     FEW,
     JOINED,
     ONE,
@@ -36,15 +37,11 @@ from tests.protocol.protocol_cases import (
     SUMS_BY_RING,
     WEIGHTS,
     Form,
-    Kernel,
     clean,
-    of_arriving,
-    of_moved_rows,
     of_rows,
     of_sums,
     of_weights,
-    on_blackwell,
-)  # fmt: skip
+)
 
 TALL = PULL.replace(tile_m=128, tile_n=128, stages=3)
 MORE = {

@@ -9,25 +9,23 @@ import jax.numpy as jnp
 
 import overlap
 from tests.protocol import protocol_cases
+from tests.protocol.exact import BF16, Kernel, on_blackwell
+from tests.protocol.expert_cases import of_moved_rows
 from tests.protocol.protocol_cases import (
-    BF16,
     ONE,
     ONE_SHOT,
     PULL,
     SUMS,
     SUMS_BY_RING,
     Form,
-    Kernel,
     of_gradient,
     of_groups,
     of_loss,
-    of_moved_rows,
     of_product,
     of_rows,
     of_sums,
     of_weights,
-    on_blackwell,
-)  # fmt: skip
+)
 
 _TILE = overlap.Config(tile_m=64, tile_n=128, stages=2)
 _ROWS, _ALL = (200, 264, 328), ("bias", "activation", "addend", "lhs_scale", "rhs_scale")

@@ -14,7 +14,7 @@ from overlap.emulation import EmulationError, emulate
 from tests.protocol.defects import source
 from tests.protocol.defects.kernels import KERNELS, ONE_AT_A_TIME
 from tests.protocol.defects.source import Defect
-from tests.protocol.protocol_cases import Kernel
+from tests.protocol.exact import Kernel
 
 Outcome = Literal["reported", "wrong numbers", "refused", "unnoticed"]
 # How a kernel is run until its defect shows: the first schedules find most.

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import overlap
 from tests.protocol.defects.kernels import KERNELS
+from tests.protocol.exact import BF16, Kernel, on_blackwell
 from tests.protocol.protocol_cases import (
-    BF16,
     JOINED,
     ONE_SHOT,
     PULL,
@@ -22,13 +22,11 @@ from tests.protocol.protocol_cases import (
     SUMS,
     SUMS_BY_RING,
     Form,
-    Kernel,
     of_product,
     of_rows,
     of_sums,
     of_weights,
-    on_blackwell,
-)  # fmt: skip
+)
 
 # The function below `overlap`, the text in it, and the new text.
 type Change = tuple[str, str, str]
