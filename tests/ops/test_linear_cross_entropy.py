@@ -339,6 +339,28 @@ def test_refusals(given: Any, words: dict[str, Any], error: type[Exception], mes
         overlap.linear_cross_entropy(*given, **words)
 
 
+@pytest.mark.parametrize(("spec", "axis", "message"), [
+    (P(), "x", "`w` must be each device's own part of the vocabulary, got one .* on all 2 devices along 'x': shard it"),
+    (P(None, "x"), ("x", "y"), "on all 2 devices along 'y'"),
+    (P(), ("x", "y"), r"on all 4 devices along 'x', 'y': .*pcast\(w, \('x', 'y',\), to=\"varying\"\)"),
+])  # fmt: skip
+def test_a_whole_vocabulary_in_place_of_a_part(spec: P, axis: Any, message: str) -> None:
+    """It would be counted once for each device. Its type says so, and a part that is meant can say so, too."""
+    x, w, labels = (jnp.asarray(value) for value in OK)
+    mesh = make_mesh(x=2, y=2)
+
+    def run(as_part: Any, **given: Any) -> Any:
+        call = lambda x, w, labels: overlap.linear_cross_entropy(x, as_part(w), labels, axis, gather=False)  # noqa: E731
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=(P(), spec, P()), out_specs=P(), **given)
+        return jax.eval_shape(mapped, x, w, labels)
+
+    with pytest.raises(ValueError, match=message):
+        run(lambda w: w)
+    run(lambda w: w, check_vma=False)  # Types say nothing.
+    missing = tuple(name for name in axis if name not in jax.tree.leaves(tuple(spec)))
+    run(lambda w: jax.lax.pcast(w, missing, to="varying"))
+
+
 def test_explain_and_the_choice() -> None:
     """XLA while its logits take little memory; kernels where they would take more than a GiB, and for a `chunk`."""
     kind = "NVIDIA H100 80GB HBM3"

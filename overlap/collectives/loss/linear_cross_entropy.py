@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal, TypedDict, Unpack, overload
 
@@ -26,6 +27,7 @@ from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import Config
 from overlap.kernels.operations import LINEAR_CROSS_ENTROPY
 from overlap.kernels.target import Target
+from overlap.kernels.varying import axes_of
 from overlap.primitives import PeerGroup
 from overlap.single_gpu import logits_product
 from overlap.single_gpu.logits_product import Product, Vocabulary
@@ -137,7 +139,8 @@ def linear_cross_entropy(
       that is not in the vocabulary, and not ignored, makes the loss NaN and all gradients of it. Deterministic.
 
     Raises:
-      ValueError: ranks, dtypes, sizes or numbers are wrong; a label is not in the vocabulary, and is not traced.
+      ValueError: ranks, dtypes, sizes or numbers are wrong; a label is not in the vocabulary, and is not traced; the
+        type of `w` says that it is the same on several devices, and so no part of the vocabulary.
       NotImplementedError: `implementation="fused"` and the kernels cannot serve this call; the message says why.
 
     It has derivatives of any order. The backward pass runs by the kernels if the forward pass does. Forward mode, and
@@ -160,6 +163,8 @@ def linear_cross_entropy(
     config = arguments.config(config)
     returns_lse = arguments.flag("return_lse", return_lse)
     given = _operands(x, w, labels, bias, weights, transposed)
+    if group is not None:
+        _require_parts(given["w"], group)
     columns = given["w"].shape[0 if transposed else 1]
     total = columns * (1 if group is None else group.size)
     size = _vocabulary_size(vocabulary_size, total)
@@ -330,6 +335,21 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, tr
                 "it"
             )
     return found
+
+
+def _require_parts(w: jax.Array, group: PeerGroup) -> None:
+    """Raises ValueError if the type of `w` says that it is the same on several devices, whose columns it would be."""
+    axes = (group.axis_name,) if isinstance(group.axis_name, str) else tuple(group.axis_name)
+    # Without `check_vma`, types say nothing: not even that the index of a device differs.
+    same = [axis for axis in axes if axis in axes_of(lax.axis_index(axis)) and axis not in axes_of(w)]
+    devices = math.prod(lax.axis_size(axis) for axis in same)
+    if devices > 1:
+        names = ", ".join(map(repr, same))
+        raise ValueError(
+            f"`w` must be each device's own part of the vocabulary, got one that its type says is the same on all "
+            f"{devices} devices along {names}: shard it (in_specs), or, if equal parts are meant, pass "
+            f'jax.lax.pcast(w, ({names},), to="varying")'
+        )
 
 
 def _is_whole(value: Given) -> bool:
