@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from overlap.frame.signatures import AnyMesh, Leaf
-from overlap.kernels.varying import axes_of
+from overlap.kernels.varying import types_tell
 from overlap.primitives.types import Tree
 
 Axes = tuple[str, ...]
@@ -70,9 +70,8 @@ def enter(
       axes: the axes to enter; by default `enterable_axes(mesh)`.
     """
     outer = getattr(mesh, "manual_axes", ())
-    # A nested `shard_map` must have the `check_vma` of the enclosing one. With `check_vma=True`, the type of a device's
-    # index says that it varies.
-    checks = not outer or bool(axes_of(lax.axis_index(outer[0])))
+    # A nested `shard_map` must have the `check_vma` of the enclosing one.
+    checks = not outer or types_tell(outer[0])
     rest = set(enterable_axes(mesh) if axes is None else axes)
     every = set(mesh.axis_names) - set(outer)
 

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from overlap.frame.operands import Operands, summed_as
 from overlap.frame.signatures import Leaf
 from overlap.kernels.operations import Dimension, OperandLayouts
-from overlap.kernels.varying import axes_of, part_of, same_along, varying
+from overlap.kernels.varying import axes_of, part_of, same_along, types_tell, varying
 from overlap.primitives import PeerGroup
 
 _ONCE = MappingProxyType({"m": 1, "n": 1, "k": 1})
@@ -256,7 +256,7 @@ class Sum(Move):
         # As in jax's own transpose of `psum`. With check_vma=True, types say where values vary: the cotangent of the
         # sum is the same on all devices, and is the cotangent of each part. With check_vma=False, each device has a
         # share of the cotangent, and the shares must be summed.
-        if axes_of(lax.axis_index(self.group.names[0])):
+        if types_tell(self.group.names[0]):
             return varying(cotangent, self.group.names)
         return lax.psum(cotangent, self.group.axis_name)
 

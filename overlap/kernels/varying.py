@@ -25,6 +25,14 @@ def axes_of(*values: Tree) -> frozenset[Axis]:
     return frozenset().union(*(own.varying for own in types if own is not None))
 
 
+def types_tell(axis: Axis) -> bool:
+    """Returns whether types name the axes along which values vary, as with `check_vma=True`; `axis`: a manual one.
+
+    If they do, the type of a device's index along `axis` names that axis.
+    """
+    return axis in axes_of(lax.axis_index(axis))
+
+
 def varying(value: Tree, axes: Iterable[Axis]) -> Tree:
     """Returns the value, typed as varying along `axes` as well. Its gradient is then summed along these axes."""
     missing = tuple(axis for axis in axes if axis not in axes_of(value))

@@ -206,8 +206,8 @@ class Through:
         sizes = groups.clipped(operands.group_sizes, form.m)
         operands = dataclasses.replace(operands, group_sizes=sizes)
         if explaining.value is not None:  # Only types are wanted.
-            stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.how.stored)
-            sums = (jnp.zeros(form.m, F32),) if how is not None and how.how.sums else ()
+            stored = (jnp.zeros((form.m, form.widths[0]), form.out_dtype),) * (1 if how is None else how.results.stored)
+            sums = (jnp.zeros(form.m, F32),) if how is not None and how.results.sums else ()
             rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
             return stored + sums + rows
         return _through(self.plan, *alike((operands, how, arrival)))

@@ -85,19 +85,19 @@ class EpilogueOperands:
     """An epilogue with several results, and what it reads.
 
     Attributes:
-      how: the function, and which of its results are stored or summed.
+      results: the function, and which of its results are stored or summed.
       addends: [m, n] each, of the results' dtype.
       first_of_sums: in a kernel that sums, where the sums of each group begin, relative to the group's rows.
     """
 
-    how: epilogue.ProgramResults = dataclasses.field(metadata={"static": True})
+    results: epilogue.ProgramResults = dataclasses.field(metadata={"static": True})
     addends: tuple[GmemRef, ...] = ()
     first_of_sums: GmemRef = None
 
     @property
     def boxes(self) -> int:
         """As in `OperandTypes`."""
-        return max(self.how.stored, len(self.addends))
+        return max(self.results.stored, len(self.addends))
 
 
 def _vectors(operands: Operands, plan: LaunchPlan) -> epilogue.Vectors:
@@ -182,7 +182,7 @@ def _launched(
         peers_read = (0,)  # The left operand, the first one of all inputs.
     kernel = ProductKernel(NAME, plan.target, config, types, most, flags, smem, peers_read)
     place_of_sums = None
-    if through is not None and through.how.sums:
+    if through is not None and through.results.sums:
         first_of_sums, place_of_sums = groups.tile_rows(sizes, m, config.tile_m)
         through = dataclasses.replace(through, first_of_sums=first_of_sums)
     table = dataclasses.replace(table, ends=table.ends if clears else None)
@@ -190,7 +190,7 @@ def _launched(
     arrays = None if arrival is None else arrival.arrays
     inputs = _Rows(lefts, rhs_list, table, of_zeros, _vectors(operands, plan), through, arrays)
     out_type: GmemRef = jax.ShapeDtypeStruct((m, n), out_dtype)
-    out_types = _Results((out_type,) * (1 if through is None else through.how.stored))
+    out_types = _Results((out_type,) * (1 if through is None else through.results.stored))
     if place_of_sums is not None:
         padded = groups.most_tile_rows(m, sizes.shape[0], config.tile_m) * config.tile_m
         sums: GmemRef = jax.ShapeDtypeStruct((columns * config.tile_n // EPILOGUE_COLUMNS, padded), F32)
@@ -279,9 +279,11 @@ class _RowsBody:
             return sums_gmem.at[quotient(columns.start, EPILOGUE_COLUMNS), pl.ds(first, rows.size)]
 
         def epilogue_at(tile: Tile) -> hooks.ResultsEpilogue:
-            at = functools.partial(sums_at, tile) if through.how.sums else None
+            at = functools.partial(sums_at, tile) if through.results.sums else None
             vectors = self.refs.inputs.vectors
-            return through.how.epilogue(self.kernel.mainloop, results[0].dtype, vectors, self._first_column(tile), at)
+            return through.results.epilogue(
+                self.kernel.mainloop, results[0].dtype, vectors, self._first_column(tile), at
+            )
 
         return hooks.SeveralResults(through.addends, results, epilogue_at)
 

@@ -36,7 +36,8 @@ def of_moved_rows(
     Each route has a row on one device at most, and no device has a row of the first token. Nobody may read the rows
     that no route has, and nobody writes them.
     """
-    everything, chance = devices * tokens, np.random.default_rng(7)
+    everything = devices * tokens
+    chance = np.random.default_rng(7)
     owner = chance.integers(-1, devices, (everything, slots))
     owner[0] = -1
     counts = [(owner == device).sum() for device in range(devices)]
@@ -51,8 +52,9 @@ def of_moved_rows(
     np.put_along_axis(is_row, positions.reshape(devices, -1), True, 1)
     given["rows"][~is_row[:, :rows].ravel()] = np.nan
     factors = gates if gated else np.ones_like(gates)
-    of_token, exact = (in_f32(given[x]).reshape(devices, -1, features) for x in ("tokens", "rows"))
-    of_token, copies = of_token.reshape(everything, features), np.zeros((devices, rows + 1, features), np.float32)
+    of_token = in_f32(given["tokens"])
+    exact = in_f32(given["rows"]).reshape(devices, rows, features)
+    copies = np.zeros((devices, rows + 1, features), np.float32)
     here, slot = np.meshgrid(np.arange(everything), np.arange(slots), indexing="ij")
     for device, at in enumerate(positions):
         copies[device][at] = of_token[here] * factors[here, slot][..., None]

@@ -1,4 +1,4 @@
-"""Small instances of the library's kernels with exact results, and repeated runs of them."""
+"""Small instances of the library's kernels with exact results; `expert_cases.py` has those of experts."""
 
 from __future__ import annotations
 

@@ -154,7 +154,8 @@ class Call:
 
     def _multiply_arriving(self, a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
         positions, plan = self._rows(a.dtype)
-        sizes, nothing = jnp.array([plan.rows], jnp.int32), jnp.zeros((), jnp.int32)
+        sizes = jnp.array([plan.rows], jnp.int32)
+        nothing = jnp.zeros((), jnp.int32)
         arrival = Arriving.of(plan, Routing(nothing, nothing, positions, sizes, nothing), unit=4, block=64)
         given = Operands(jax.ShapeDtypeStruct((plan.rows, plan.features), a.dtype), (b[None],), group_sizes=sizes)
         return rows_through(dataclasses.replace(given, lhs=a), plan_of(given, TILES, a.dtype), None, arrival)

@@ -27,7 +27,7 @@ from overlap.frame.signatures import AnyArray, AxisName, Given, Leaf
 from overlap.kernels.config import Config
 from overlap.kernels.operations import LINEAR_CROSS_ENTROPY
 from overlap.kernels.target import Target
-from overlap.kernels.varying import axes_of
+from overlap.kernels.varying import axes_of, types_tell
 from overlap.primitives import PeerGroup
 from overlap.single_gpu import logits_product
 from overlap.single_gpu.logits_product import Product, Vocabulary
@@ -339,11 +339,9 @@ def _operands(x: Given, w: Given, labels: Given, bias: Given, weights: Given, tr
 
 def _require_parts(w: jax.Array, group: PeerGroup) -> None:
     """Raises ValueError if the type of `w` says that it is the same on several devices, whose columns it would be."""
-    axes = (group.axis_name,) if isinstance(group.axis_name, str) else tuple(group.axis_name)
-    # Without `check_vma`, types say nothing: not even that the index of a device differs.
-    same = [axis for axis in axes if axis in axes_of(lax.axis_index(axis)) and axis not in axes_of(w)]
-    devices = math.prod(lax.axis_size(axis) for axis in same)
-    if devices > 1:
+    same = {axis: size for axis, size in group.axes if axis not in axes_of(w)}
+    devices = math.prod(same.values())
+    if devices > 1 and types_tell(group.names[0]):
         names = ", ".join(map(repr, same))
         raise ValueError(
             f"`w` must be each device's own part of the vocabulary, got one that its type says is the same on all "

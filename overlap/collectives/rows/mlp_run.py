@@ -305,7 +305,8 @@ class MlpRun:
 
 def _why_not_arriving(arrays: Arrays, routing: Routing) -> str:
     """Says why it would not be faster if tokens arrived while their rows are multiplied; empty if it should be."""
-    (everything, slots), tokens = routing.positions.shape, arrays["tokens"].shape[0]
+    everything, slots = routing.positions.shape
+    tokens = arrays["tokens"].shape[0]
     devices = everything // max(tokens, 1)
     if devices < _LEAST_DEVICES:
         return f"{devices} devices share the experts, fewer than {_LEAST_DEVICES}"
