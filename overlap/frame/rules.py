@@ -83,7 +83,8 @@ class _Ruled:
     def rule_of_leaves(self, leaves: Sequence[jax.Array], tangents: Sequence[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
         outs, of_outs = self.rule(*(jax.tree.unflatten(self.operands, values) for values in (leaves, tangents)))
         self.results = jax.tree.structure(outs)
-        return jax.tree.leaves(outs), jax.tree.leaves(of_outs)
+        # To jax a symbolic zero is a tree without leaves.
+        return jax.tree.leaves(outs), jax.tree.leaves(of_outs, is_leaf=lambda x: isinstance(x, ad.Zero))
 
 
 @functools.partial(jax.jit, static_argnames="traced")

@@ -96,9 +96,9 @@ class GroupsKernel(Kernel):
         # A contraction of rows runs in the backward pass. What it contracts, its k, is called m by the caller.
         m_name, k_name = ("m", "k") if by_rows else ("k", "m")
         sizes = {"m": (m_name, form.m), "n": ("n", form.widths[0]), "k": (k_name, form.k)}
-        # If rows arrive there are no zeros; the words that the communicator keeps beside its chunks take less.
-        zeros_bytes = limits.ZEROS_BYTES if by_rows else 0
-        limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=zeros_bytes)
+        # Zeros for rows that are cleared. The words that a communicator keeps beside its chunks take less than these.
+        beside = by_rows + (arrives and self.operation.clears[0])
+        limits.check(mainloop_of(target), types, sizes, config, target, beside_bytes=beside * limits.ZEROS_BYTES)
 
     def plan(self, operands: Operands, layouts: OperandLayouts, dtype: DTypeLike, like: LaunchPlan) -> LaunchPlan:
         """Returns the plan of a product in the derivative of the product whose plan is `like`.
@@ -210,7 +210,8 @@ class Through:
             sums = (jnp.zeros(form.m, F32),) if how is not None and how.results.sums else ()
             rows = () if arrival is None else (jnp.zeros((form.m, form.k), form.dtype),)
             return stored + sums + rows
-        return _through(self.plan, *alike((operands, how, arrival)))
+        clears = how is None and self.plan.operation.clears[0]
+        return _through(self.plan, clears, *alike((operands, how, arrival)))
 
 
 class RowsOfGroups(GroupsKernel):
@@ -254,7 +255,7 @@ class RowsOfGroups(GroupsKernel):
                 operands, lhs=jax.ShapeDtypeStruct((arriving, operands.lhs.shape[1]), operands.lhs.dtype)
             )
         form = Form.of(operands, layouts, like.out_dtype)
-        if form.widths[0] % limits.EPILOGUE_COLUMNS:  # Sums would count columns that there are not.
+        if how is not None and form.widths[0] % limits.EPILOGUE_COLUMNS:  # Sums would count columns there are not.
             return None
         boxes = 1 if how is None else how.boxes
         addend = how is not None and bool(how.addends)
@@ -341,14 +342,14 @@ class Contraction(GroupsKernel):
         return RowsOfGroups(Operation(GROUPED)).backward(of_rhs, OperandLayouts(), dtype, plan)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # Equal kernels are traced once, and lowered once per program.
+@functools.partial(jax.jit, static_argnums=(0, 1))  # Equal kernels are traced once, and lowered once per program.
 def _through(
-    plan: LaunchPlan, operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None
+    plan: LaunchPlan, clears: bool, operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None
 ) -> tuple[jax.Array, ...]:
     # A kernel has no batch: under `jax.vmap` it runs for one element after the other.
     @sequential_vmap
     def run(operands: Operands, how: EpilogueOperands | None, arrival: Arrival | None) -> tuple[jax.Array, ...]:
-        return grouped_product.rows_through(operands, plan, how, arrival)
+        return grouped_product.rows_through(operands, plan, how, arrival, clears=clears)
 
     return run(operands, how, arrival)
 

@@ -6,14 +6,14 @@
 
 The rows of a group follow each other, and may begin and end anywhere. Their number is data: the kernels read tables
 that XLA computes from the sizes (`kernels/groups.py`). Rows that belong to no group lie behind all groups. In the first
-product the communicator warps, which have nothing else to do, set these rows of the result to zero.
+product the communicator warps set these rows of the result to zero; where rows arrive, after they have brought them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -137,7 +137,12 @@ def rows(operands: Operands, plan: LaunchPlan, *, clears: bool) -> jax.Array:
 
 @in_32_bits
 def rows_through(
-    operands: Operands, plan: LaunchPlan, through: EpilogueOperands | None, arrival: Arrival | None = None
+    operands: Operands,
+    plan: LaunchPlan,
+    through: EpilogueOperands | None,
+    arrival: Arrival | None = None,
+    *,
+    clears: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Multiplies the rows of each group by the group's matrix, with an epilogue of several results or arriving rows.
 
@@ -146,12 +151,13 @@ def rows_through(
       plan: the static data. Its activation is applied if there is no `through`.
       through: the epilogue; None: that of `rows`.
       arrival: how the rows of the left operand arrive; None: they are there.
+      clears: as for `rows`, of the one result that there is without `through`.
 
     Returns:
       The results that it stores, [m, n] each; the sums, f32 [m], if there are any; and the rows, [m, k], if they
-      arrive. Rows behind all groups are undefined.
+      arrive. Rows behind all groups are undefined, but for those that are cleared.
     """
-    return _launched(operands, plan, False, through, arrival)
+    return _launched(operands, plan, clears, through, arrival)
 
 
 def _launched(
@@ -173,13 +179,15 @@ def _launched(
     most = StreamK.on(plan.target, config, table.first.shape[0], sum(steps))
     zeros = ZERO_ROWS, atom(out_dtype)
     # Swizzled, but not tiled: Mosaic GPU would refuse columns that are no multiple of a tile.
-    smem = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
+    of_clear = plgpu.SMEM(zeros, out_dtype, transforms=swizzled(out_dtype)[1:]), plgpu.Barrier(num_arrivals=1)
+    of_arrival: tuple[ScratchType, ...] = ()
     flags: tuple[tuple[int, ...], ...] = ()
     peers_read: tuple[int, ...] = ()
     if arrival is not None:
-        smem = arrival.smem_types(config)
+        of_arrival = arrival.smem_types(config)
         flags = arrival.flag_shapes()
         peers_read = (0,)  # The left operand, the first one of all inputs.
+    smem = of_arrival, of_clear if clears else ()
     kernel = ProductKernel(NAME, plan.target, config, types, most, flags, smem, peers_read)
     place_of_sums = None
     if through is not None and through.results.sums:
@@ -250,7 +258,10 @@ class _RowsBody:
             return hooks
         rows = self.refs.outputs.rows
         hooks = dataclasses.replace(hooks, load_lhs=lambda tile, load: load(rows), lhs_has_gaps=True)
-        return self.arrival.hook_in(hooks, inputs.lefts[0], rows, self.refs, self.kernel.config)
+        of_arrival, _ = self.refs.smem
+        refs = dataclasses.replace(self.refs, smem=of_arrival)
+        hooks = self.arrival.hook_in(hooks, inputs.lefts[0], rows, refs, self.kernel.config)
+        return dataclasses.replace(hooks, communicate=functools.partial(self._after, hooks.communicate))
 
     def _rhs_at(self, tile: Tile) -> GmemRef | SideBySide | ByKStep:
         of_group = [ref.at[tile.step] for ref in self.refs.inputs.rhs_list]
@@ -287,10 +298,17 @@ class _RowsBody:
 
         return hooks.SeveralResults(through.addends, results, epilogue_at)
 
+    def _after(self, communicate: Callable[[], None] | None) -> None:
+        """Runs the work of a communicator warp, then clears."""
+        assert communicate is not None
+        communicate()
+        if self.clears:
+            self._clear()
+
     def _clear(self) -> None:
         """Sets the rows behind all groups to zero: each CTA some boxes of them."""
         (out_gmem,) = self.refs.outputs.stored
-        zeros_smem, loaded = self.refs.smem
+        _, (zeros_smem, loaded) = self.refs.smem
         m, n = out_gmem.shape
         box_rows, box_columns = zeros_smem.shape
         first = groups.last_of(self.refs.inputs.table.ends)

@@ -348,7 +348,7 @@ def expert_rows(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
 
 def expert_layer(case: Case, mesh: jax.sharding.Mesh) -> Program:
-    """The MLP of experts, alone and with its gradients. The shape is T, h, width, experts, k."""
+    """The MLP of experts, with and without its gradients; its first operation. The shape is T, h, width, experts, k."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -363,9 +363,16 @@ def expert_layer(case: Case, mesh: jax.sharding.Mesh) -> Program:
         weights = {name: given[name] for name in ("gate", "up", "down")}
         return expert_mlp(given["tokens"], weights, routing, "x", activation=swiglu, implementation="fused")
 
+    def clearing(given: dict[str, jax.Array], ids: jax.Array) -> Any:
+        """The first operation by itself: rows that are not in use are zero."""
+        product = functools.partial(overlap.all_gather_lhs_grouped_matmul, implementation="fused")
+        routing = overlap.route(ids, experts, "x")
+        gated = product(given["tokens"], [given["gate"], given["up"]], routing, "x", activation=swiglu)
+        return gated, product(given["tokens"], given["gate"], routing, "x")
+
     def call(given: dict[str, jax.Array], ids: jax.Array) -> Any:
         out, pull = jax.vjp(lambda given: layer(given, ids), given)
-        return layer(given, ids), pull(out)[0]
+        return layer(given, ids), pull(out)[0], clearing(given, ids)
 
     def of(*shape: int, dtype: str = case.dtype) -> jax.ShapeDtypeStruct:
         return struct(mesh, shape, dtype, P("x"))

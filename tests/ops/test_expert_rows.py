@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.choice import dispatch
 from overlap.collectives.rows import chunks as chunks_of_rows
-from overlap.collectives.rows import experts, row_kernels, rows
+from overlap.collectives.rows import copies_product, row_kernels, rows
 from overlap.collectives.rows.routing import Routing
 from tests.oracle import make_mesh
 
@@ -128,7 +128,7 @@ def test_only_a_caller_who_asks_for_the_kernels_must_get_them(monkeypatch: pytes
     found: list[tuple[bool, bool]] = []
     monkeypatch.setattr(dispatch, "is_collecting", lambda: True)  # As if this were a measured GPU.
     monkeypatch.setattr(
-        experts,
+        copies_product,
         "copied",
         lambda x, r, how: found.append((how.target is not None, how.must_fuse)) or rows.copied(x, r, how),
     )

@@ -90,8 +90,11 @@ def of_arriving(
     dtype: Any = BF16,
     activation: Any = None,
     block: int = 64,
+    clears: bool = True,
 ) -> Kernel:
     """Returns the kernel of a product of rows that arrive meanwhile. `tokens` are those of a device.
+
+    Rows of the result that are not in use are zero if it `clears` them.
 
     Each route has a row on one device at most, and the rows in use are in any order. One device uses all of its rows.
     Units have 4 rows and blocks 64, or `block`. The first unit of device 0 has one token, with its first row at the
@@ -133,8 +136,9 @@ def of_arriving(
         product = plan_of(given, config, out_dtype)
         if activation is not None:
             product = dataclasses.replace(product, activation=traced(activation)[0])
-        found = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival)
-        return tuple(jnp.where(jnp.arange(rows)[:, None] < sizes.sum(), x, 0) for x in found)
+        out, copies = rows_through(dataclasses.replace(given, lhs=lhs), product, None, arrival, clears=clears)
+        is_used = jnp.arange(rows)[:, None] < sizes.sum()
+        return out if clears else jnp.where(is_used, out, 0), jnp.where(is_used, copies, 0)
 
     function = on_mesh(make_mesh(x=devices), call, P("x"), P("x"))
     given = lhs, rhs, positions.reshape(-1, slots), sizes.reshape(-1)

@@ -85,7 +85,8 @@ MORE = {
     "arriving, swapped": (
         lambda: of_arriving(3, 45, 320, ARRIVING.replace(tile_m=56, swap_operands=True, schedule="pingpong"),
                             slots=6, dtype=jnp.float16), 2),
-    "arriving, a buffer": (lambda: of_arriving(2, 45, 320, ARRIVING.replace(chunk_buffers=2, chunk_bytes=640)), 2),
+    "arriving, a buffer": (
+        lambda: of_arriving(2, 45, 320, ARRIVING.replace(chunk_buffers=2, chunk_bytes=640), clears=False), 2),
     "blackwell, arriving": (
         lambda: on_blackwell(of_arriving(3, 45, 320, ARRIVING.replace(tile_m=128, tile_n=64), block=128,
                                          activation=jax.nn.relu)), 2),

@@ -63,9 +63,31 @@ from overlap.primitives.types import GmemRef, Index, ScratchType, SemaphoreRef, 
 # Rows of a unit and of a block. Others were not faster (8 to 32, 256).
 _UNIT = 16
 _BLOCK = 512
+# Tokens arrive while their rows are multiplied on so many devices at least, where each expert has so many rows of each
+# device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
+# on 4 × H200 with 4 rows 1.05 times. 3 devices and more than 4 have not been measured (docs/experts.md).
+_LEAST_DEVICES = 3
+_LEAST_ROWS = 32
+# What `explain` says of the product.
+ARRIVE = "tokens arrive while their rows are multiplied"
+COPIED_BEFORE = "tokens are copied before, since {}"
+NO_ROOM = "no kernel has room for these rows and for those that arrive"
 # What the copy engine moves at least.
 _LEAST_BYTES = 16
 _LEAST_WORDS = 4
+
+
+def why_not_faster(tokens: int, experts: int, routing: Routing) -> str:
+    """Says why it would not be faster if tokens arrived while their rows are multiplied; empty if it should be.
+
+    `tokens` and `experts` are how many this device has.
+    """
+    everything, slots = routing.positions.shape
+    devices = everything // max(tokens, 1)
+    if devices < _LEAST_DEVICES:
+        return f"{devices} devices share the experts, fewer than {_LEAST_DEVICES}"
+    rows = tokens * slots / (experts * devices)
+    return f"an expert has {rows:.4g} rows of each device, fewer than {_LEAST_ROWS}" if rows < _LEAST_ROWS else ""
 
 
 @jax.tree_util.register_dataclass

@@ -23,8 +23,9 @@ from overlap import emulation
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
 from overlap.collectives.rows.chunks import RowsPlan
+from overlap.collectives.rows.copies_product import product_of_copies
 from overlap.collectives.rows.routing import Routing, axis_of
-from overlap.collectives.rows.rows import Movement, added, copied
+from overlap.collectives.rows.rows import Movement, added
 from overlap.frame import arguments, call, mesh_axes
 from overlap.frame.arguments import shown
 from overlap.frame.by_xla import in_device_memory
@@ -111,8 +112,7 @@ def gathered_product(given: Arguments, routing: Routing, axis_name: AxisName | N
 
     def run(arrays: tuple[jax.Array, Leaf, Leaf]) -> jax.Array:
         tokens, rhs, bias = arrays
-        rows = copied(tokens, routing, movement)
-        return call.run(GROUPED, dataclasses.replace(given, lhs=rows, rhs=rhs, bias=bias))
+        return product_of_copies(tokens, dataclasses.replace(given, rhs=rhs, bias=bias), routing, movement)
 
     return in_device_memory(run, (tokens, given.rhs, given.bias))
 

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice.dispatch import Implementation
 from overlap.collectives.rows.experts import gathered_product, grouped_matmul_reduce_scatter
-from overlap.collectives.rows.mlp_run import COPIED_BEFORE, NO_KERNEL, Arrays, MlpCall, MlpRun
+from overlap.collectives.rows.mlp_run import Arrays, MlpCall, MlpRun
 from overlap.collectives.rows.routing import Routing
 from overlap.frame.activation import traced
 from overlap.frame.elementwise import NotElementwise
@@ -38,7 +38,6 @@ from overlap.frame.rules import with_rule
 from overlap.frame.signatures import AnyArray, Arguments, AxisName, Leaf
 from overlap.kernels.config import FLOAT16
 from overlap.kernels.launch import checks_numbers
-from overlap.kernels.operations import GROUPED
 
 
 def expert_mlp(
@@ -81,33 +80,10 @@ def expert_mlp(
     except NotElementwise:
         return _by_operations(static, arrays, routing)
     if captured:  # They may be differentiated, which takes a sum over all rows.
-        return _copying_before("the activation captures scalars", static, arrays, routing)
+        return _by_operations(static, arrays, routing)
     static = dataclasses.replace(static, proven=proven)
     rule = functools.partial(_tangent, static)
-    return with_rule(functools.partial(_result, static), rule, arrays, routing)
-
-
-def _result(static: MlpCall, arrays: Arrays, routing: Routing) -> jax.Array:
-    """The MLP where nobody asks for derivatives."""
-    with recorded() as found:
-        run = MlpRun.of(static, arrays, routing)
-    if run is None or run.why_not:
-        return _copying_before(NO_KERNEL if run is None else run.why_not, static, arrays, routing)
-    for choice in found:
-        record(choice)
-    return run.result(arrays, routing)
-
-
-def _copying_before(why: str, static: MlpCall, arrays: Arrays, routing: Routing) -> jax.Array:
-    """As `_by_operations`; of the first product `explain` says why tokens do not arrive meanwhile."""
-    with recorded() as found:
-        out = _by_operations(static, arrays, routing)
-    for choice in found:
-        if why and choice.op == GROUPED.function and choice.config is not None:
-            choice = dataclasses.replace(choice, plan=COPIED_BEFORE.format(why))
-            why = ""
-        record(choice)
-    return out
+    return with_rule(functools.partial(_by_operations, static), rule, arrays, routing)
 
 
 def _by_operations(static: MlpCall, arrays: Arrays, routing: Routing) -> jax.Array:
@@ -139,7 +115,7 @@ def _tangent(
     if run is None:
 
         def of_moved(moved: Arrays) -> jax.Array:
-            return _copying_before(NO_KERNEL, static, {**arrays, **moved}, routing)
+            return _by_operations(static, {**arrays, **moved}, routing)
 
         return jax.jvp(of_moved, ({name: arrays[name] for name in moved},), (moved,))
     for choice in found:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from overlap.choice import dispatch
 from overlap.choice.dispatch import Implementation
-from overlap.collectives.rows.arriving import Arriving
+from overlap.collectives.rows.arriving import ARRIVE, COPIED_BEFORE, NO_ROOM, Arriving, why_not_faster
 from overlap.collectives.rows.experts import gathering, movement_of
 from overlap.collectives.rows.routing import Routing
 from overlap.collectives.rows.rows import Movement, added, copied
@@ -37,15 +37,6 @@ from overlap.kernels.operations import GROUPED, SCATTER_TOKENS, OperandLayouts
 from overlap.single_gpu.grouped_kernels import RowsOfGroups
 from overlap.single_gpu.grouped_product import EpilogueOperands
 
-# Tokens arrive while their rows are multiplied on so many devices at least, where each expert has so many rows of each
-# device, on average. Else it takes as long or longer than to copy the tokens before: on 2 × H200 up to 1.03 times, and
-# on 4 × H200 with 4 rows 1.05 times. 3 devices and more than 4 have not been measured (docs/experts.md).
-_LEAST_DEVICES = 3
-_LEAST_ROWS = 32
-# What `explain` says of the first product.
-_ARRIVE = "tokens arrive while their rows are multiplied"
-COPIED_BEFORE = "tokens are copied before, since {}"
-NO_KERNEL = "no kernel has several results for these operands"
 # The arrays of a call, by name: "tokens", "gates", and weights and biases by the names of `expert_mlp`.
 type Arrays = Mapping[str, Leaf]
 
@@ -115,14 +106,15 @@ class MlpRun:
             return None
         must_fuse = static.implementation == "fused"
         plan = LaunchPlan(operation, checked.form, choice.target, choice.config, static.proven, must_fuse)
-        run = MlpRun(static, movement, plan, _why_not_arriving(arrays, routing))
+        why_not = why_not_faster(tokens.shape[0], arrays["up"].shape[0], routing)
+        run = MlpRun(static, movement, plan, why_not)
         if run.arrives and not run._has_kernels(arrays, routing):
-            run = dataclasses.replace(run, why_not="no kernel has room for these rows and for those that arrive")
+            run = dataclasses.replace(run, why_not=NO_ROOM)
         if not run.arrives and not run._has_kernels(arrays, routing):
             return None
         if run.arrives:
-            kernel, _ = run._first(arrays, routing, None)
-            record(dataclasses.replace(choice, config=kernel.plan.config, plan=_ARRIVE))
+            kernel, _ = run._first(arrays, routing, run._of_values)
+            record(dataclasses.replace(choice, config=kernel.plan.config, plan=ARRIVE))
         else:
             record(dataclasses.replace(choice, plan=COPIED_BEFORE.format(run.why_not)))
         return run
@@ -140,13 +132,6 @@ class MlpRun:
         rows = checkpoint_name(rows, "rows")
         gate, up = (checkpoint_name(z, BEFORE_ACTIVATION) for z in (gate, up))
         return self._sums(hidden, arrays, routing), {"rows": rows, "gate": gate, "up": up}
-
-    def result(self, arrays: Arrays, routing: Routing) -> jax.Array:
-        """Returns the result, where tokens arrive."""
-        with jax.named_scope("gate_up"):
-            run, operands = self._first(arrays, routing, None)
-            hidden, _ = run(operands, None, self._arrival(arrays, routing))
-        return self._sums(hidden, arrays, routing)
 
     def _sums(self, hidden: jax.Array, arrays: Arrays, routing: Routing) -> jax.Array:
         """The second product, and the sums of each token's rows."""
@@ -178,7 +163,7 @@ class MlpRun:
         d_gate, d_up, weighted, d_weights, d_out = self._with_rows(
             self._cotangents, by_products, d_tokens, given, routing
         )
-        why = "the kernels of the forward pass serve these rows" + (f"; {_ARRIVE}" if self.arrives else "")
+        why = "the kernels of the forward pass serve these rows" + (f"; {ARRIVE}" if self.arrives else "")
         shapes = f"{d_out.shape[0]} rows of {d_out.shape[1]} {d_out.dtype}"
         of_product = f"to {d_gate.shape[0]}x{d_gate.shape[1]} through the activation {d_out.dtype}"
         steps = [("rows added to tokens", shapes), (GROUPED.function, of_product)]
@@ -221,8 +206,6 @@ class MlpRun:
         arrays = {name: x for name, x in arrays.items() if name != "tokens"}
         try:
             kernels = [self._first(arrays, routing, self._of_values)[0], self._second(cotangent, routing)[0]]
-            if self.arrives:
-                kernels.append(self._first(arrays, routing, None)[0])
         except NotElementwise:
             return False
         return None not in kernels
@@ -275,8 +258,8 @@ class MlpRun:
         assert self.static.proven is not None
         return EpilogueOperands(epilogue.ProgramResults(self.static.proven.with_values(self.plan.out_dtype), 3))
 
-    def _first(self, given: Arrays, routing: Routing, how: EpilogueOperands | None) -> tuple[Leaf, Operands]:
-        """The kernel of the first product, None if there is none, and what it multiplies. `how` None: it stores h."""
+    def _first(self, given: Arrays, routing: Routing, how: EpilogueOperands) -> tuple[Leaf, Operands]:
+        """The kernel of the first product, None if there is none, and what it multiplies."""
         biases = tuple(given[name].astype(F32) for name in ("gate.bias", "up.bias") if name in given) or None
         operands = Operands(self._left(given, routing, given["up"].shape[1]), (given["gate"], given["up"]),
                             biases=biases, group_sizes=routing.group_sizes)  # fmt: skip
@@ -289,7 +272,7 @@ class MlpRun:
                             row_scale=given["weights"], group_sizes=routing.group_sizes)  # fmt: skip
         program = self.static.proven.of_cotangent()
         how = EpilogueOperands(epilogue.ProgramResults(program, 3, sums=True), (given["gate"], given["up"]))
-        kernel = RowsOfGroups(Operation(GROUPED))
+        kernel = RowsOfGroups(Operation(GROUPED, clears=(False, False)))
         layouts = OperandLayouts(transpose_rhs=True)
         return kernel.through(operands, layouts, self.plan, how, self._count(routing)), operands, how
 
@@ -301,17 +284,6 @@ class MlpRun:
     def _count(self, routing: Routing) -> int | None:
         """How many rows arrive; None: they are there."""
         return routing.tokens.shape[0] if self.arrives else None
-
-
-def _why_not_arriving(arrays: Arrays, routing: Routing) -> str:
-    """Says why it would not be faster if tokens arrived while their rows are multiplied; empty if it should be."""
-    everything, slots = routing.positions.shape
-    tokens = arrays["tokens"].shape[0]
-    devices = everything // max(tokens, 1)
-    if devices < _LEAST_DEVICES:
-        return f"{devices} devices share the experts, fewer than {_LEAST_DEVICES}"
-    rows = tokens * slots / (arrays["up"].shape[0] * devices)
-    return f"an expert has {rows:.4g} rows of each device, fewer than {_LEAST_ROWS}" if rows < _LEAST_ROWS else ""
 
 
 def _differentiated(
