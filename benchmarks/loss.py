@@ -6,6 +6,7 @@
 x is [T, H], sharded by rows, and w [H, V], by columns; both bf16. The methods:
 
     fused    `overlap.linear_cross_entropy` by its kernels
+    again    the same with a `chunk`: the backward pass computes the logits again
     chunks   the same by XLA, by chunks of the vocabulary
     xla      plain JAX: logits in bf16, the log-softmax in f32, its own derivative
     rows     the same for eight parts of the rows, one after the other: `jax.lax.map` of `jax.checkpoint`
@@ -38,7 +39,7 @@ from overlap.cli import ending
 from overlap.tuning.operations import AXIS
 from overlap.tuning.programs import mesh_of
 
-METHODS = ("fused", "chunks", "xla", "rows", "tokamax", "roof")
+METHODS = ("fused", "again", "chunks", "xla", "rows", "tokamax", "roof")
 _PARTS = 8
 
 
@@ -90,10 +91,11 @@ def _by_tokamax(x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def losses(chunk: int) -> dict[str, Loss]:
-    """The loss of each method; `chunk`: the columns of a chunk by XLA."""
+    """The loss of each method; `chunk`: the columns of a chunk."""
     ours = functools.partial(overlap.linear_cross_entropy, axis_name=AXIS)
     return {
         "fused": functools.partial(ours, implementation="fused"),
+        "again": functools.partial(ours, implementation="fused", chunk=chunk),
         "chunks": functools.partial(ours, implementation="xla", chunk=chunk),
         "xla": _whole,
         "rows": _by_rows,

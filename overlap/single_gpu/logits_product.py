@@ -2,7 +2,8 @@
 
     z = cap(lhs @ rhs + bias), one row for each token, one column for each entry of the vocabulary
 
-    statistics   log Σ exp z for each row and block of columns, and z at the row's label: two f32 tables [blocks, rows]
+    statistics   log Σ exp z for each row and block of columns, and z at the row's label: two f32 tables [blocks, rows];
+                 if asked for, the share exp z has of its block's sum, in 16 bits
     cotangent    dz = (p · exp(z − lse) + q · [the column is the label]) · cap′: of a chunk of the columns, 16 bits
     summed       total + dz @ rhsᵀ of a chunk of the columns, in f32
 
@@ -167,16 +168,23 @@ class Product:
     target: Target
 
     @in_32_bits
-    def statistics(self, given: Logits) -> tuple[jax.Array, jax.Array]:
-        """Returns log Σ exp z, and z at the label or zero for a label that is no column: f32 [m] each."""
+    def statistics(self, given: Logits, keeps: bool = False) -> tuple[jax.Array, ...]:
+        """Returns log Σ exp z, and z at the label or zero for a label that is no column: f32 [m] each.
+
+        If it `keeps` them, it also returns shares of blocks, [m, columns as of `in_whole_rows`], of the dtype of x, and
+        log Σ exp z of each block, f32 [blocks, m].
+        """
         config = self.config
         m = given.x.shape[0]
         n = self.vocabulary.size(given.w)
         tiles = ceil_div(m, config.tile_m), ceil_div(n, config.tile_n)
         shape = tiles[1] * config.tile_n // EPILOGUE_COLUMNS, tiles[0] * config.tile_m
         table: GmemRef = jax.ShapeDtypeStruct(shape, F32)
-        lse, at_label = self._launched(given, n, (table, table))
-        return jax.nn.logsumexp(lse[:, :m], axis=0), at_label[:, :m].sum(axis=0)
+        shares: GmemRef = jax.ShapeDtypeStruct((m, in_whole_rows(n, given.x.dtype)), given.x.dtype)
+        lse, at_label, *kept = self._launched(given, n, (table, table, shares) if keeps else (table, table))
+        of_blocks = lse[:, :m]
+        found = jax.nn.logsumexp(of_blocks, axis=0), at_label[:, :m].sum(axis=0)
+        return (*found, *kept, of_blocks) if keeps else found
 
     @in_32_bits
     def cotangent(self, given: Logits, columns: int) -> jax.Array:
@@ -241,8 +249,12 @@ class _Body:
             out_at=lambda tile: self.refs.outputs[0],
             addend_at=None if inputs.total is None else lambda tile: inputs.total,
             epilogue_at=None if of_rows.lse is None else lambda tile: self._cotangent,
-            through=hooks.SeveralResults((), (), lambda tile: self._statistics) if len(self.refs.outputs) > 1 else None,
+            through=self._through if len(self.refs.outputs) > 1 else None,
         )
+
+    @property
+    def _through(self) -> hooks.SeveralResults:
+        return hooks.SeveralResults((), self.refs.outputs[2:], lambda tile: self._statistics)
 
     def _chunk(self, rhs_gmem: GmemRef) -> GmemRef | ByKStep:
         """The chunk of the right operand. A load beyond it reads what follows, and zeros behind the last column."""
@@ -280,27 +292,39 @@ class _Body:
         columns: pl.Slice,
         addends: Callable[[], Sequence[jax.Array]],
     ) -> Iterator[dict[int, jax.Array]]:
-        """The epilogue of the first product (`hooks.SeveralResults`), which has no results but the tables."""
-        parts = [
+        """The epilogue of the first product (`hooks.SeveralResults`): the tables, and perhaps shares."""
+        found = [
             self._of_part(values(first, WIDTH)[0], rows, pl.ds(columns.start + first, WIDTH))
             for first in range(0, EPILOGUE_COLUMNS, WIDTH)
         ]
-        largest, total, at_label = functools.reduce(_merged, parts)
+        largest, total, at_label = functools.reduce(_merged, [part for part, _ in found])
         lse = largest + jnp.log(total)
         place = quotient(columns.start, EPILOGUE_COLUMNS), rows
-        for table_gmem, entries in zip(self.refs.outputs, (lse, at_label), strict=True):
+        tables = self.refs.outputs[:2]
+        for table_gmem, entries in zip(tables, (lse, at_label), strict=True):
             epilogue.store_in_registers_order(entries, table_gmem.at[place])
-        yield {}
+        if not self.refs.outputs[2:]:
+            yield {}
+            return
+        # With biases of −∞, a block may have no sum.
+        factor = jnp.where(total > 0, 1 / total, 0.0)
+        shares = []
+        for (of_part, _, _), exponentials in found:
+            scale = factor * jnp.exp2((of_part - largest) * _LOG2_E)
+            shares.append(exponentials * lax.broadcast_in_dim(scale, exponentials.shape, (0,)))
+        whole = shares[0] if len(shares) == 1 else lax.concatenate(shares, 1)
+        yield {0: whole.astype(self.refs.outputs[2].dtype)}
 
-    def _of_part(self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns for each row the largest z of some columns, Σ exp(z − largest), and z at the label."""
+    def _of_part(self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice) -> tuple[_Part, jax.Array]:
+        """Returns the `_Part` of some columns, and their exp(z − largest)."""
         z, numbers, _ = self._logits(sums, columns)
         labels = self.kernel.mainloop.broadcast_vector(self.refs.inputs.rows.labels, rows, z.shape, 0)
         at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
         # With biases of −∞, all logits of a part may be −∞.
         largest = jnp.maximum(z.max(axis=1), FAR)
         from_largest = z - lax.broadcast_in_dim(largest, z.shape, (0,))
-        return largest, jnp.exp2(from_largest * _LOG2_E).sum(axis=1), at_label
+        exponentials = jnp.exp2(from_largest * _LOG2_E)
+        return (largest, exponentials.sum(axis=1), at_label), exponentials
 
     def _cotangent(self, values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         """The epilogue of the second product (`Hooks.epilogue_at`)."""

@@ -36,6 +36,8 @@ NAME = LINEAR_CROSS_ENTROPY.function
 # A chunk has as many columns as this many bytes of dz allow, in whole tiles.
 _CHUNK_BYTES = 256 << 20
 _UNIT = 256
+# The most bytes that are kept for the backward pass, unless `chunk` is given.
+_MOST_KEPT_BYTES = 4 << 30
 # The most bytes of logits that XLA is left to store whole.
 _MOST_LOGITS_BYTES = 1 << 30
 _INT32 = jnp.iinfo(jnp.int32)
@@ -249,6 +251,8 @@ def _chosen(
     why = f"`{why}` is given" if config or chunk else f"the logits would take {logits_bytes:,} bytes"
     choice = dispatch.decide_unmodeled(NAME, implementation, target, cannot, why_not, why)
     fused = choice.implementation == "fused"
+    kept_bytes = tokens * columns * x.dtype.itemsize
+    keeps = chunk is None and vocabulary.soft_cap is None and kept_bytes <= _MOST_KEPT_BYTES
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
     record(dataclasses.replace(choice, config=found[0] if fused and found else None, source=source, shapes=shapes))
@@ -256,7 +260,7 @@ def _chosen(
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
     products = tuple(Product(vocabulary, one, target) for one in found) if fused and found else None
-    return Static(vocabulary, 0 if stores else size, products, implementation == "fused")
+    return Static(vocabulary, 0 if stores else size, products, implementation == "fused", fused and keeps)
 
 
 def _configs(

@@ -12,6 +12,10 @@ dz, the cotangent of x @ w, in the dtype of x:
 So it takes memory for one dz, [T, chunk], and for dx in f32. Kernels compute the statistics, dz and dx, and XLA dw. The
 same by XLA, with logits of one chunk in f32, is the reference for other derivatives, and is what runs where no kernel
 does.
+
+Or, for more memory, the forward pass keeps which share exp z has of the sum of its block of 64 columns, in the dtype of
+x. With the sums of the blocks the backward pass has exp(z − lse) without another product. A share is rounded, which is
+as good as a rounded dz but where the label's share is near 1: there z is known, `at_label`.
 """
 
 from __future__ import annotations
@@ -33,11 +37,14 @@ from overlap.frame.operands import accumulator
 from overlap.frame.rules import with_rule
 from overlap.frame.signatures import Leaf
 from overlap.kernels import launch
+from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.varying import alike, axes_of, varying
+from overlap.primitives.integers import ceil_div
 from overlap.single_gpu.logits_product import FAR, NAME, Logits, Product, Rows, Vocabulary, in_whole_rows
 
 # The arrays of a call: "x", [T, H]; "w", [H, n] or [n, H]; "labels", int32 [T]; "place", int32 [2]: 0, and how many
-# columns belong to the vocabulary; perhaps "bias", [n]. In the backward pass also "lse", "of_sum" and "of_label".
+# columns belong to the vocabulary; perhaps "bias", [n]. In the backward pass also "lse", "of_sum" and "of_label", and
+# "at_label", "shares" and "of_blocks" if they were kept.
 type Given = Mapping[str, Leaf]
 
 
@@ -50,12 +57,14 @@ class Static:
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
       products: the kernels for `Product.statistics`, `cotangent` and `summed`; None: XLA runs.
       must_fuse: whether the caller asked for the kernels. XLA may then not run in their place.
+      keeps: whether shares are kept for the backward pass. There is no soft cap then.
     """
 
     vocabulary: Vocabulary
     chunk: int
     products: tuple[Product, ...] | None
     must_fuse: bool = False
+    keeps: bool = False
 
 
 def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -81,33 +90,30 @@ def _forward(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
     if static.products is None:
         return _by_xla(static, given)
     logits = Logits(given["x"], given["w"], given["place"], Rows(given["labels"]), given.get("bias"))
-    return static.products[0].statistics(logits)
+    lse, at_label = static.products[0].statistics(logits)
+    return lse, at_label
 
 
-def _tangent(static: Static, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
-    (given,) = primals
-    outs = statistics(static, given)
-    tangent = tangents_of(
-        outs,
-        primals,
-        tangents,
-        by_xla=lambda operands: _by_xla(static, *operands),
-        backward=functools.partial(_cotangents, static),
-        saved=outs,
-    )
-    return outs, tangent
+def _keeping(static: Static, given: Given) -> tuple[jax.Array, ...]:
+    """The statistics, shares and sums of blocks."""
+    if static.products is not None:
+        logits = Logits(given["x"], given["w"], given["place"], Rows(given["labels"]), given.get("bias"))
+        return static.products[0].statistics(logits, keeps=True)
+    given = alike(given)
+    z, numbers, _ = _logits(static, given, 0, static.vocabulary.size(given["w"]))
+    at_label = jnp.where(numbers == given["labels"][:, None], z, 0).sum(axis=1)
+    tokens, columns = z.shape
+    blocks = jnp.pad(z, ((0, 0), (0, -columns % EPILOGUE_COLUMNS)), constant_values=-jnp.inf)
+    blocks = blocks.reshape(tokens, -1, EPILOGUE_COLUMNS)
+    of_blocks = jax.nn.logsumexp(blocks, axis=2)
+    shares = jax.nn.softmax(blocks, axis=2, where=blocks > -jnp.inf).reshape(tokens, -1)
+    shares = shares[:, : in_whole_rows(columns, given["x"].dtype)].astype(given["x"].dtype)
+    return jax.nn.logsumexp(of_blocks, axis=1), at_label, shares, of_blocks.T
 
 
-def _cotangents(
-    static: Static, operands: tuple[Given], saved: Sequence[jax.Array], cotangents: Sequence[Leaf], wanted: tuple[Given]
-) -> tuple[dict[str, Leaf]]:
-    """The backward pass, as `tangents_of` calls it."""
-    (given,) = operands
-    of_sum, of_label = map(ad.instantiate_zeros, cotangents)
-    names = tuple(name for name, dtype in wanted[0].items() if dtype is not None)
-    more = {**given, "lse": saved[0], "of_sum": of_sum, "of_label": of_label}
-    backward = functools.partial(_backward, names)
-    by_xla = functools.partial(backward, dataclasses.replace(static, products=None))
+def _differentiated_by_xla[T](function: Callable[[Static, Given], T], static: Static, given: Given) -> T:
+    """Returns `function(static, given)`; derivatives are those of what XLA runs in its place."""
+    by_xla = functools.partial(function, dataclasses.replace(static, products=None))
 
     def rule(primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
         (given,) = primals
@@ -115,7 +121,38 @@ def _cotangents(
         with recorded():
             return jax.jvp(lambda moved: by_xla({**given, **moved}), ({k: given[k] for k in moved},), (moved,))
 
-    found = with_rule(functools.partial(_run, backward, static), rule, more)
+    return with_rule(functools.partial(_run, function, static), rule, given)
+
+
+def _tangent(static: Static, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Leaf, Leaf]:
+    (given,) = primals
+    if static.keeps:
+        *outs, shares, of_blocks = _differentiated_by_xla(_keeping, static, given)
+        outs = tuple(outs)
+        saved = {"lse": outs[0], "at_label": outs[1], "shares": shares, "of_blocks": of_blocks}
+    else:
+        outs = statistics(static, given)
+        saved = {"lse": outs[0]}
+    tangent = tangents_of(
+        outs,
+        primals,
+        tangents,
+        by_xla=lambda operands: _by_xla(static, *operands),
+        backward=functools.partial(_cotangents, static),
+        saved=saved,
+    )
+    return outs, tangent
+
+
+def _cotangents(
+    static: Static, operands: tuple[Given], saved: Given, cotangents: Sequence[Leaf], wanted: tuple[Given]
+) -> tuple[dict[str, Leaf]]:
+    """The backward pass, as `tangents_of` calls it."""
+    (given,) = operands
+    of_sum, of_label = map(ad.instantiate_zeros, cotangents)
+    names = tuple(name for name, dtype in wanted[0].items() if dtype is not None)
+    more = {**given, **saved, "of_sum": of_sum, "of_label": of_label}
+    found = _differentiated_by_xla(functools.partial(_backward, names), static, more)
     return ({name: found.get(name) for name in given},)
 
 
@@ -184,6 +221,8 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     """The cotangent of x @ w of the columns `first` to `first + size`, [T, size], in the dtype of x."""
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
+    if static.keeps:
+        return _dz_of_shares(given, rows, first, size)
     if static.products is not None:
         logits = Logits(x, given["w"], _place(given, first), rows, given.get("bias"))
         return static.products[1].cotangent(logits, size)
@@ -191,6 +230,21 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     of_label = jnp.where(numbers == rows.labels[:, None], rows.of_label[:, None], 0)
     dz = jnp.exp(z - rows.lse[:, None]) * rows.of_sum[:, None] + of_label
     return (dz if slope is None else dz * slope).astype(x.dtype)
+
+
+def _dz_of_shares(given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
+    """`_dz` of what the forward pass has kept."""
+    shares = lax.dynamic_slice_in_dim(given["shares"], first, size, 1)
+    count = ceil_div(size, EPILOGUE_COLUMNS)
+    of_blocks = lax.dynamic_slice_in_dim(given["of_blocks"], first // EPILOGUE_COLUMNS, count, 0)
+    factors = jnp.exp(of_blocks.T - rows.lse[:, None])
+    factors = lax.broadcast_in_dim(factors, (*factors.shape, EPILOGUE_COLUMNS), (0, 1))
+    p = shares * factors.reshape(shares.shape[0], -1)[:, :size]
+    numbers = lax.broadcasted_iota(jnp.int32, p.shape, 1) + first
+    is_label = numbers == rows.labels[:, None]
+    p = jnp.where(is_label, jnp.exp(given["at_label"] - rows.lse)[:, None], p)
+    dz = p * rows.of_sum[:, None] + jnp.where(is_label, rows.of_label[:, None], 0)
+    return dz.astype(shares.dtype)
 
 
 def _by_xla(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
