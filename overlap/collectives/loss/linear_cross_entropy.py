@@ -260,7 +260,8 @@ def _chosen(
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
     products = tuple(Product(vocabulary, one, target) for one in found) if fused and found else None
-    return Static(vocabulary, 0 if stores else size, products, implementation == "fused", fused and keeps)
+    size = 0 if stores else columns if fused and keeps else size
+    return Static(vocabulary, size, products, implementation == "fused", fused and keeps)
 
 
 def _configs(
