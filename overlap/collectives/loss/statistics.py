@@ -39,9 +39,11 @@ from overlap.frame.signatures import Leaf
 from overlap.kernels import launch
 from overlap.kernels.limits import EPILOGUE_COLUMNS
 from overlap.kernels.varying import alike, axes_of, varying
-from overlap.primitives.integers import ceil_div
+from overlap.primitives.integers import ceil_div, largest_divisor
 from overlap.single_gpu.logits_product import FAR, NAME, Logits, Product, Rows, Vocabulary, in_whole_rows
 
+# Into so many parts at most the rows of dz are cut where it takes the place of shares.
+_PARTS = 8
 # The arrays of a call: "x", [T, H]; "w", [H, n] or [n, H]; "labels", int32 [T]; "place", int32 [2]: 0, and how many
 # columns belong to the vocabulary; perhaps "bias", [n]. In the backward pass also "lse", "of_sum" and "of_label", and
 # "at_label", "shares" and "of_blocks" if they were kept.
@@ -233,18 +235,32 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
 
 
 def _dz_of_shares(given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
-    """`_dz` of what the forward pass has kept."""
+    """`_dz` of what the forward pass has kept.
+
+    It goes part by part of the rows, so that XLA writes dz to where the shares are.
+    """
     shares = lax.dynamic_slice_in_dim(given["shares"], first, size, 1)
     count = ceil_div(size, EPILOGUE_COLUMNS)
-    of_blocks = lax.dynamic_slice_in_dim(given["of_blocks"], first // EPILOGUE_COLUMNS, count, 0)
-    factors = jnp.exp(of_blocks.T - rows.lse[:, None])
-    factors = lax.broadcast_in_dim(factors, (*factors.shape, EPILOGUE_COLUMNS), (0, 1))
-    p = shares * factors.reshape(shares.shape[0], -1)[:, :size]
-    numbers = lax.broadcasted_iota(jnp.int32, p.shape, 1) + first
-    is_label = numbers == rows.labels[:, None]
-    p = jnp.where(is_label, jnp.exp(given["at_label"] - rows.lse)[:, None], p)
-    dz = p * rows.of_sum[:, None] + jnp.where(is_label, rows.of_label[:, None], 0)
-    return dz.astype(shares.dtype)
+    of_blocks = lax.dynamic_slice_in_dim(given["of_blocks"], first // EPILOGUE_COLUMNS, count, 0).T
+    tokens = shares.shape[0]
+    of_part = tokens // largest_divisor(tokens, _PARTS)
+
+    def write(part: jax.Array, into: jax.Array) -> jax.Array:
+        def own[T](value: T) -> T:
+            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, part * of_part, of_part, 0), value)
+
+        label, lse, of_sum, of_label, at_label = (
+            x[:, None] for x in own((rows.labels, rows.lse, rows.of_sum, rows.of_label, given["at_label"]))
+        )
+        factors = jnp.exp(own(of_blocks) - lse)
+        factors = lax.broadcast_in_dim(factors, (*factors.shape, EPILOGUE_COLUMNS), (0, 1))
+        p = own(into) * factors.reshape(of_part, -1)[:, :size]
+        is_label = lax.broadcasted_iota(jnp.int32, p.shape, 1) + first == label
+        p = jnp.where(is_label, jnp.exp(at_label - lse), p)
+        dz = p * of_sum + jnp.where(is_label, of_label, 0)
+        return lax.dynamic_update_slice_in_dim(into, dz.astype(into.dtype), part * of_part, 0)
+
+    return lax.fori_loop(0, tokens // of_part, write, shares)
 
 
 def _by_xla(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
