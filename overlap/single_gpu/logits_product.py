@@ -49,6 +49,8 @@ type _Part = tuple[jax.Array, jax.Array, jax.Array]
 _LOG2_E = 1.4426950408889634
 # So many columns an epilogue computes at a time. With jax 0.12 a kernel has fewer registers (docs/DESIGN.md).
 WIDTH = 64 if jax.__version_info__ < (0, 12) else 32
+# Whether there are registers to compute shares as well.
+HAS_SHARES = WIDTH == EPILOGUE_COLUMNS
 # The configurations that are tried for each kernel, the fastest on an H100 first.
 _WIDE = Config(tile_m=128, tile_n=256, stages=4)
 _NARROW = Config(tile_m=128, tile_n=128, stages=5)
@@ -293,38 +295,37 @@ class _Body:
         addends: Callable[[], Sequence[jax.Array]],
     ) -> Iterator[dict[int, jax.Array]]:
         """The epilogue of the first product (`hooks.SeveralResults`): the tables, and perhaps shares."""
-        found = [
-            self._of_part(values(first, WIDTH)[0], rows, pl.ds(columns.start + first, WIDTH))
+        parts = [
+            (values(first, WIDTH)[0], pl.ds(columns.start + first, WIDTH))
             for first in range(0, EPILOGUE_COLUMNS, WIDTH)
         ]
-        largest, total, at_label = functools.reduce(_merged, [part for part, _ in found])
+        largest, total, at_label = functools.reduce(_merged, [self._of_part(sums, rows, at) for sums, at in parts])
         lse = largest + jnp.log(total)
         place = quotient(columns.start, EPILOGUE_COLUMNS), rows
-        tables = self.refs.outputs[:2]
-        for table_gmem, entries in zip(tables, (lse, at_label), strict=True):
+        of_block, of_label, *kept = self.refs.outputs
+        for table_gmem, entries in ((of_block, lse), (of_label, at_label)):
             epilogue.store_in_registers_order(entries, table_gmem.at[place])
-        if not self.refs.outputs[2:]:
+        if not kept:
             yield {}
             return
-        # With biases of −∞, a block may have no sum.
-        factor = jnp.where(total > 0, 1 / total, 0.0)
+        # With biases of −∞, all logits of a block may be −∞. To compute z again takes no registers.
+        below = jnp.maximum(lse, FAR)
         shares = []
-        for (of_part, _, _), exponentials in found:
-            scale = factor * jnp.exp2((of_part - largest) * _LOG2_E)
-            shares.append(exponentials * lax.broadcast_in_dim(scale, exponentials.shape, (0,)))
-        whole = shares[0] if len(shares) == 1 else lax.concatenate(shares, 1)
-        yield {0: whole.astype(self.refs.outputs[2].dtype)}
+        for sums, at in parts:
+            z, *_ = self._logits(sums, at)
+            share = jnp.exp2((z - lax.broadcast_in_dim(below, z.shape, (0,))) * _LOG2_E)
+            shares.append(share.astype(kept[0].dtype))
+        yield {0: shares[0] if len(shares) == 1 else lax.concatenate(shares, 1)}
 
-    def _of_part(self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice) -> tuple[_Part, jax.Array]:
-        """Returns the `_Part` of some columns, and their exp(z − largest)."""
+    def _of_part(self, sums: jax.Array, rows: pl.Slice, columns: pl.Slice) -> _Part:
+        """Returns for each row the largest z of some columns, Σ exp(z − largest), and z at the label."""
         z, numbers, _ = self._logits(sums, columns)
         labels = self.kernel.mainloop.broadcast_vector(self.refs.inputs.rows.labels, rows, z.shape, 0)
         at_label = jnp.where(numbers == labels, z, 0.0).sum(axis=1)
         # With biases of −∞, all logits of a part may be −∞.
         largest = jnp.maximum(z.max(axis=1), FAR)
         from_largest = z - lax.broadcast_in_dim(largest, z.shape, (0,))
-        exponentials = jnp.exp2(from_largest * _LOG2_E)
-        return (largest, exponentials.sum(axis=1), at_label), exponentials
+        return largest, jnp.exp2(from_largest * _LOG2_E).sum(axis=1), at_label
 
     def _cotangent(self, values: Values, rows: pl.Slice, columns: pl.Slice, addend: jax.Array | None) -> jax.Array:
         """The epilogue of the second product (`Hooks.epilogue_at`)."""

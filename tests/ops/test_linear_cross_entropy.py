@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap import Config
 from overlap.collectives.loss import linear_cross_entropy as implementation
+from overlap.collectives.loss import statistics
 from overlap.emulation import emulate
 from overlap.kernels.target import emulating
 from overlap.single_gpu import logits_product
@@ -41,7 +42,8 @@ class Case:
     with_bias: bool = False
     weighted: bool = False
     ignores: bool = False
-    chunk: int | None = 128
+    chunk: int | None = 128  # None: something is kept for the backward pass.
+    size: float = 0.3  # Of the elements of w.
     gpu: Any = "hopper"
     check_vma: bool = True
 
@@ -58,7 +60,7 @@ def drawn(case: Case, seed: int | None = None) -> dict[str, Any]:
     chance = np.random.default_rng(seed)  # By default fresh in each run.
     shape = (case.columns, case.features) if case.transpose_w else (case.features, case.columns)
     x = chance.standard_normal((case.tokens, case.features))
-    given = {"x": jnp.asarray(x, case.dtype), "w": jnp.asarray(0.3 * chance.standard_normal(shape), case.dtype)}
+    given = {"x": jnp.asarray(x, case.dtype), "w": jnp.asarray(case.size * chance.standard_normal(shape), case.dtype)}
     labels = chance.integers(0, case.vocabulary or case.columns, case.tokens).astype(np.int32)
     labels[[0, -1]] = 0, (case.vocabulary or case.columns) - 1
     if case.ignores:
@@ -157,8 +159,13 @@ CASES = [
     Case(transpose_w=True, vocabulary=327, gpu="blackwell", **EVERYTHING),
     Case(devices=2, columns=336, vocabulary=321, **EVERYTHING),
     Case(devices=2, gather=False, transpose_w=True, dtype=jnp.float16, columns=336),
-]
+    Case(chunk=None, gpu="blackwell"), Case(devices=2, columns=336, vocabulary=321, chunk=None, **EVERYTHING),
+    Case(tokens=71, columns=301, transpose_w=True, chunk=None, size=1.0, ignores=True, with_bias=True),
+]  # fmt: skip
 MORE = [
+    Case(devices=2, gather=False, transpose_w=True, dtype=jnp.float16, columns=336, chunk=None),
+    Case(devices=4, columns=352, vocabulary=250, chunk=None, check_vma=False, **EVERYTHING),
+    Case(tokens=300, columns=712, chunk=None, gpu="blackwell", **EVERYTHING),
     Case(devices=4, columns=352, vocabulary=250, chunk=64, check_vma=False, **EVERYTHING),  # One has no column.
     Case(devices=2, columns=336, check_vma=False, weighted=True),
     Case(tokens=1, features=8, columns=8, chunk=None), Case(tokens=300, columns=712, chunk=256),
@@ -207,7 +214,9 @@ def operands(**words: Any) -> tuple[Any, Any, Any]:
     return given["x"], given["w"], given["labels"]
 
 
-@pytest.mark.parametrize("words", [{}, {"implementation": "xla"}, {"implementation": "xla", "chunk": None}], ids=str)
+@pytest.mark.parametrize("words", [
+    {}, {"chunk": None}, {"implementation": "xla"}, {"implementation": "xla", "chunk": None},
+], ids=str)  # fmt: skip
 def test_labels_of_no_column(words: dict[str, Any]) -> None:
     """Known ones are refused; others make the loss of their token NaN, its gradient, and that of all of w."""
     x, w, labels = operands()
@@ -242,13 +251,15 @@ def test_all_tokens_ignored_and_labels_of_every_type() -> None:
             assert np.isnan(jax.jit(loss)(x, w, far)[3])
 
 
-def test_lse_and_biases_of_minus_infinity() -> None:
+@pytest.mark.parametrize("chunk", [128, None])
+def test_lse_and_biases_of_minus_infinity(chunk: int | None) -> None:
     x, w, labels = operands()
     bias = jnp.zeros(328).at[64:200].set(-jnp.inf)  # Whole blocks of columns.
     labels = labels % 64
 
     def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return overlap.linear_cross_entropy(x, w, labels, bias=bias, return_lse=True, chunk=128, implementation="fused")
+        how: Any = {"bias": bias, "return_lse": True, "chunk": chunk, "implementation": "fused"}
+        return overlap.linear_cross_entropy(x, w, labels, **how)
 
     with emulate(cores=2):
         found, lse = jax.jit(both)(x)
@@ -262,9 +273,11 @@ def test_lse_and_biases_of_minus_infinity() -> None:
     assert np.linalg.norm(np.asarray(dx, np.float64) - p @ wide.T) <= 1e-2 * np.linalg.norm(p @ wide.T)
 
 
-def test_transforms() -> None:
+@pytest.mark.parametrize("chunk", [128, None])
+def test_transforms(chunk: int | None) -> None:
     """Under `checkpoint` and a `scan` over microbatches, `vmap`, forward mode; and derivatives of the gradient."""
     x, w, labels = operands(columns=136)
+    of_tokens = functools.partial(loss, chunk=chunk)
 
     def step(f: Any, x: jax.Array, w: jax.Array) -> jax.Array:
         batches = x.reshape(2, 36, -1), labels.reshape(2, 36)
@@ -272,19 +285,21 @@ def test_transforms() -> None:
 
     with emulate(cores=2, detect_races=False):
         for name in ("fused", "xla"):
-            one = functools.partial(loss, implementation=name)
+            one = functools.partial(of_tokens, implementation=name)
             (dx, dw) = jax.jit(jax.grad(lambda x, w, one=one: one(x, w, labels).sum(), (0, 1)))(x, w)
             kept = jax.checkpoint(one)
             again = jax.jit(jax.grad(functools.partial(step, kept), (0, 1)))(x, w)
             for a, b in zip((dx, dw), again, strict=True):
                 a, b = (np.asarray(value, np.float64) for value in (a, b))
                 assert np.isfinite(b).all() and np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
-        mapped = jax.jit(jax.vmap(lambda x, y: loss(x, w, y)))(x.reshape(2, 36, -1), labels.reshape(2, 36))
-        np.testing.assert_allclose(mapped.reshape(-1), loss(x, w, labels), rtol=1e-5)
-        of_all = jax.vmap(jax.grad(lambda x, y: loss(x, w, y).sum()))
+        mapped = jax.jit(jax.vmap(lambda x, y: of_tokens(x, w, y)))(x.reshape(2, 36, -1), labels.reshape(2, 36))
+        np.testing.assert_allclose(mapped.reshape(-1), of_tokens(x, w, labels), rtol=1e-5)
+        of_all = jax.vmap(jax.grad(lambda x, y: of_tokens(x, w, y).sum()))
         found = jax.jit(of_all)(x.reshape(2, 36, -1), labels.reshape(2, 36))
-        np.testing.assert_array_equal(found.reshape(x.shape), jax.jit(jax.grad(lambda x: loss(x, w, labels).sum()))(x))
-        of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
+        np.testing.assert_array_equal(
+            found.reshape(x.shape), jax.jit(jax.grad(lambda x: of_tokens(x, w, labels).sum()))(x)
+        )
+        of = lambda x, **words: of_tokens(x, w, labels, **words).sum()  # noqa: E731
         direction = jnp.ones_like(x)
         _, along = jax.jit(lambda x: jax.jvp(of, (x,), (direction,)))(x)
         np.testing.assert_allclose(along, np.asarray(dx, np.float64).sum(), rtol=0.05, atol=1.0)
@@ -379,6 +394,10 @@ def test_explain_and_the_choice() -> None:
     assert (large.op, large.implementation) == ("linear_cross_entropy", "fused")
     assert large.shapes == "8192x65536x512 bfloat16" and "2,147,483,648 bytes" in large.reason
     assert large.config == logits_product.OF_STATISTICS[0]
+    # On each of 2 devices, in 16 bits.
+    assert large.plan == "keeps 1,073,741,824 bytes for the backward pass"
+    again = "the backward pass computes logits again"
+    assert chosen(4096, 65536, chunk=4096).plan == chosen(32768, 65536).plan == again
     assert chosen(4096, 65536, jnp.float32).implementation == "xla"
     assert chosen(512, 4096).implementation == "xla" and chosen(512, 4096, chunk=512).implementation == "fused"
     assert chosen(512, 4096, implementation="xla").reason == "asked for"
@@ -389,16 +408,26 @@ def as_numbered_from_zero(body: Any, values: Any, columns: Any, of: Any = logits
     return z, numbers - body._first, slope
 
 
-@pytest.mark.parametrize("defect", ["base", "padding", "first", "labels"])
-def test_a_defect_is_seen(monkeypatch: Any, defect: str) -> None:
+def with_another_z(soft_cap: Any, given: Any, *more: Any, of: Any = statistics._dz_of_shares) -> Any:
+    return of(soft_cap, {**given, "at_label": given["at_label"] - 0.05}, *more)
+
+
+@pytest.mark.parametrize(("defect", "chunk"), [
+    ("base", 128), ("padding", 128), ("first", 128), ("labels", 128), ("base", None), ("padding", None), ("z", None),
+])  # fmt: skip
+def test_a_defect_is_seen(monkeypatch: Any, defect: str, chunk: int | None) -> None:
     """A negative control: with a defect in the kernels, the comparison of `test_results_and_gradients` fails."""
+    kernels, backward = "overlap.single_gpu.logits_product", "overlap.collectives.loss.statistics"
     name, wrong = {
-        "base": ("_LOG2_E", 1.4), "padding": ("FAR", 10.0),
-        "first": ("_Body._first", 0), "labels": ("_Body._logits", as_numbered_from_zero),
+        "base": (f"{kernels}._LOG2_E", 1.3), "padding": (f"{kernels}.FAR", 10.0),
+        "first": (f"{kernels}._Body._first", 0), "labels": (f"{kernels}._Body._logits", as_numbered_from_zero),
+        "z": (f"{backward}._dz_of_shares", with_another_z),
     }[defect]  # fmt: skip
-    monkeypatch.setattr(f"overlap.single_gpu.logits_product.{name}", wrong)
-    case = Case(vocabulary=300)
+    monkeypatch.setattr(name, wrong)
+    case = Case(vocabulary=300, chunk=chunk, size=0.6 if defect == "z" else 0.3)
     given = drawn(case)
+    if defect == "z":  # It matters where a label is almost certain.
+        given["labels"] = (given["x"] @ given["w"])[:, :300].argmax(axis=1).astype(jnp.int32)
     expected = formulas(case, given)
     jax.clear_caches()  # Neither is a trace of another test taken for this one, nor this one for others.
     with emulate(cores=2):

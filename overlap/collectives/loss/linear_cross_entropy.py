@@ -107,9 +107,10 @@ def linear_cross_entropy(
         z = cap(x @ w + bias),   cap(z) = soft_cap · tanh(z / soft_cap),   lse = log Σ exp z
         loss = weight · (lse − z[label] + z_loss · lse²)
 
-    The backward pass computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk
-    at a time. Against storing all logits it takes 4/3 of the operations and, by the kernels in 16 bits, about
-    `T · (2 · chunk + 4 · H + V / D / 8)` bytes.
+    For the backward pass the kernels keep what logits take in 16 bits, 2 · T · V / D bytes, if that is 4 GiB or less (not
+    with jax 0.12); the cotangents of the logits take its place. Else, and with a `chunk`, the backward pass computes
+    the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk at a time. Against storing
+    all logits that takes 4/3 of the operations and about `T · (2 · chunk + 4 · H + V / D / 8)` bytes.
 
     With an axis, call it inside `jax.shard_map`; D is the number of the axis' devices. Each has columns of `w`.
 
@@ -130,11 +131,11 @@ def linear_cross_entropy(
       vocabulary_size: V, if that is less than the columns of all devices together: the last columns count as nothing,
         and their gradient is zero. So a vocabulary that D does not divide can be padded.
       return_lse: whether `lse` is a result as well.
-      chunk: the columns of `w` for which the backward pass stores cotangents at a time, a multiple of 64; by default
-        as many as take 256 MiB.
+      chunk: keep nothing for the backward pass, and store cotangents of so many columns of `w` at a time, a multiple of
+        64. None: keep as said above; where nothing is kept, as many as take 256 MiB.
       config: tile sizes of the kernels that compute logits; see `overlap.matmul`.
       implementation: "fused" (the kernels; emulated on a CPU), "xla", or None to choose. XLA stores the logits whole in
-        float32 unless they take more than 1 GiB or `chunk` is given; then it goes by chunks, too.
+        float32 unless they take more than 1 GiB or `chunk` is given; then it goes by chunks, and keeps nothing.
 
     Returns:
       The loss of each token of `x`, float32 (float64 for float64 operands): [T / D] or [T]; or that and `lse`. A label
@@ -252,10 +253,12 @@ def _chosen(
     choice = dispatch.decide_unmodeled(NAME, implementation, target, cannot, why_not, why)
     fused = choice.implementation == "fused"
     kept_bytes = tokens * columns * x.dtype.itemsize
-    keeps = chunk is None and vocabulary.soft_cap is None and kept_bytes <= _MOST_KEPT_BYTES
+    keeps = chunk is None and kept_bytes <= _MOST_KEPT_BYTES and logits_product.HAS_SHARES
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
-    record(dataclasses.replace(choice, config=found[0] if fused and found else None, source=source, shapes=shapes))
+    plan = f"keeps {kept_bytes:,} bytes for the backward pass" if keeps else "the backward pass computes logits again"
+    config = found[0] if fused and found else None
+    record(dataclasses.replace(choice, config=config, source=source, shapes=shapes, plan=plan if fused else ""))
     if fused and target.platform == "cpu":
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES

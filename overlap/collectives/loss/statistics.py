@@ -59,7 +59,7 @@ class Static:
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
       products: the kernels for `Product.statistics`, `cotangent` and `summed`; None: XLA runs.
       must_fuse: whether the caller asked for the kernels. XLA may then not run in their place.
-      keeps: whether shares are kept for the backward pass. There is no soft cap then.
+      keeps: whether shares are kept for the backward pass.
     """
 
     vocabulary: Vocabulary
@@ -67,6 +67,11 @@ class Static:
     products: tuple[Product, ...] | None
     must_fuse: bool = False
     keeps: bool = False
+
+    @property
+    def of_sum(self) -> Product | None:
+        """The kernel that adds to dx; None: XLA does, whose own product of all columns at once is as fast or faster."""
+        return None if self.products is None or self.keeps else self.products[2]
 
 
 def statistics(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
@@ -176,7 +181,7 @@ def _backward(names: tuple[str, ...], static: Static, given: Given) -> dict[str,
     sums = {name: varying(value, axes_of(x)) for name, value in sums.items()}
 
     def add(first: Leaf, size: int, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        padded = size if static.products is None else in_whole_rows(size, x.dtype)
+        padded = size if static.of_sum is None else in_whole_rows(size, x.dtype)
         dz = _dz(static, given, first, padded)
         found = dict(sums)
         if "x" in names:
@@ -212,11 +217,11 @@ def _place(given: Given, first: Leaf) -> jax.Array:
 def _added(static: Static, given: Given, total: jax.Array, dz: jax.Array, first: Leaf) -> jax.Array:
     """Returns total + dz @ wᵀ, of the columns of w from `first` on."""
     w = given["w"]
-    if static.products is None:
+    if static.of_sum is None:
         along = 0 if static.vocabulary.transposed else 1
         chunk = lax.dynamic_slice_in_dim(w, first, dz.shape[1], along)
         return total + _dot(dz, chunk, 1, along, total.dtype)
-    return static.products[2].summed(total, dz, w, _place(given, first))
+    return static.of_sum.summed(total, dz, w, _place(given, first))
 
 
 def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
@@ -224,7 +229,7 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
     if static.keeps:
-        return _dz_of_shares(given, rows, first, size)
+        return _dz_of_shares(static.vocabulary.soft_cap, given, rows, first, size)
     if static.products is not None:
         logits = Logits(x, given["w"], _place(given, first), rows, given.get("bias"))
         return static.products[1].cotangent(logits, size)
@@ -234,7 +239,7 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     return (dz if slope is None else dz * slope).astype(x.dtype)
 
 
-def _dz_of_shares(given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
+def _dz_of_shares(soft_cap: float | None, given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
     """`_dz` of what the forward pass has kept.
 
     It goes part by part of the rows, so that XLA writes dz to where the shares are.
@@ -252,12 +257,19 @@ def _dz_of_shares(given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array
         label, lse, of_sum, of_label, at_label = (
             x[:, None] for x in own((rows.labels, rows.lse, rows.of_sum, rows.of_label, given["at_label"]))
         )
-        factors = jnp.exp(own(of_blocks) - lse)
-        factors = lax.broadcast_in_dim(factors, (*factors.shape, EPILOGUE_COLUMNS), (0, 1))
-        p = own(into) * factors.reshape(of_part, -1)[:, :size]
-        is_label = lax.broadcasted_iota(jnp.int32, p.shape, 1) + first == label
-        p = jnp.where(is_label, jnp.exp(at_label - lse), p)
+
+        def of_columns(of_blocks: jax.Array) -> jax.Array:
+            wide = lax.broadcast_in_dim(of_blocks, (*of_blocks.shape, EPILOGUE_COLUMNS), (0, 1))
+            return wide.reshape(of_part, -1)[:, :size]
+
+        shares = own(into)
+        is_label = lax.broadcasted_iota(jnp.int32, shares.shape, 1) + first == label
+        p = jnp.where(is_label, jnp.exp(at_label - lse), shares * of_columns(jnp.exp(own(of_blocks) - lse)))
         dz = p * of_sum + jnp.where(is_label, of_label, 0)
+        if soft_cap is not None:
+            # Where a share is zero, so is dz, whatever z was. Columns that do not count have no z.
+            z = jnp.log(jnp.where(shares > 0, shares, 1).astype(dz.dtype)) + of_columns(own(of_blocks))
+            dz *= 1 - (jnp.where(is_label, at_label, jnp.clip(z, -soft_cap, soft_cap)) / soft_cap) ** 2
         return lax.dynamic_update_slice_in_dim(into, dz.astype(into.dtype), part * of_part, 0)
 
     return lax.fori_loop(0, tokens // of_part, write, shares)
