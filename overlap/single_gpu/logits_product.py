@@ -184,7 +184,7 @@ class Product:
         table: GmemRef = jax.ShapeDtypeStruct(shape, F32)
         shares: GmemRef = jax.ShapeDtypeStruct((m, in_whole_rows(n, given.x.dtype)), given.x.dtype)
         lse, at_label, *kept = self._launched(given, n, (table, table, shares) if keeps else (table, table))
-        of_blocks = lse[:, :m]
+        of_blocks = lse[: ceil_div(n, EPILOGUE_COLUMNS), :m]
         found = jax.nn.logsumexp(of_blocks, axis=0), at_label[:, :m].sum(axis=0)
         return (*found, *kept, of_blocks) if keeps else found
 

@@ -311,17 +311,19 @@ def test_transforms(chunk: int | None) -> None:
     assert np.isfinite(a).all() and np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b) and b.any()
 
 
-def test_where_the_partitioner_would_have_to_split_the_kernels(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("chunk", [128, None])
+def test_where_the_partitioner_would_have_to_split_the_kernels(monkeypatch: Any, chunk: int | None) -> None:
     """XLA runs in their place, with the same results; if the caller asked for the kernels, the call is refused."""
     x, w, labels = operands(columns=136)
     placed = jax.device_put(x, jax.NamedSharding(make_mesh(x=2), P("x")))
-    of = lambda x, **words: loss(x, w, labels, **words).sum()  # noqa: E731
+    of = lambda x, **words: loss(x, w, labels, chunk=chunk, **words).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"in a program for 2 devices, .* call it inside jax\.shard_map"):
         jax.jit(jax.grad(of))(placed)
     chosen = implementation._chosen
     monkeypatch.setattr(implementation, "_chosen", lambda *given: dataclasses.replace(chosen(*given), must_fuse=False))
     expected = jax.grad(functools.partial(of, implementation="xla"))(x)
-    np.testing.assert_array_equal(jax.jit(jax.grad(of))(placed), expected)
+    found, expected = (np.asarray(value, np.float64) for value in (jax.jit(jax.grad(of))(placed), expected))
+    assert np.linalg.norm(found - expected) <= (0.01 if chunk is None else 0) * np.linalg.norm(expected)
 
 
 OK = (jnp.ones((16, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16), jnp.zeros(16, jnp.int32))

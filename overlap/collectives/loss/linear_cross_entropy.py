@@ -107,8 +107,8 @@ def linear_cross_entropy(
         z = cap(x @ w + bias),   cap(z) = soft_cap · tanh(z / soft_cap),   lse = log Σ exp z
         loss = weight · (lse − z[label] + z_loss · lse²)
 
-    For the backward pass the kernels keep what logits take in 16 bits, 2 · T · V / D bytes, if that is 4 GiB or less, and
-    with jax before 0.12; the cotangents of the logits take its place. Else, and with a `chunk`, the backward pass
+    For the backward pass the kernels keep as much as logits take in 16 bits, 2 · T · V / D bytes, if that is 4 GiB or
+    less, with jax before 0.12; the cotangents of the logits take its place. Else, and with a `chunk`, the backward pass
     computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk at a time. Against
     storing all logits that takes 4/3 of the operations and about `T · (2 · chunk + 4 · H + V / D / 8)` bytes.
 
