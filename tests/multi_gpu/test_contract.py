@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from overlap import Config
+from overlap.collectives.rows import arriving
 from tests import oracle
 from tests.ops.contract import (
     BF16,
@@ -40,6 +41,15 @@ def test_every_bit_of_launches_in_a_row(devices, name):
     """All launches are queued before a result is read: what one leaves in memory is wrong for the next one."""
     call = FORMS[name] if FORMS[name].spec.replicates or name == "joined" else FORMS[name].but(m=200, n=264, k=136)
     check(fitting(call), devices, launches=3)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tokens_that_arrive_while_their_rows_are_multiplied(devices, gated, monkeypatch):
+    """Rows that are not in use are zero, too."""
+    monkeypatch.setattr(arriving, "_LEAST_DEVICES", 2)
+    monkeypatch.setattr(arriving, "_LEAST_ROWS", 0)
+    more = {"widths": (64, 64), "activation": jnp.maximum} if gated else {"extras": ("bias",)}
+    check(FORMS["tokens to rows"].but(config=None, m=200, n=264, k=136, **more), devices, launches=5)
 
 
 @pytest.mark.every_count

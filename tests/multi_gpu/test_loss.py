@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec as P
 from tests.ops import test_linear_cross_entropy as loss
 from tests.oracle import make_mesh
 
-OPTIONS = {"plain": {}, "everything": {"transpose_w": True, "chunk": 320, **loss.EVERYTHING}}
+OPTIONS = {
+    "plain": {}, "everything": {"transpose_w": True, "chunk": 320, **loss.EVERYTHING},
+    "kept": {"chunk": None}, "kept, everything": {"transpose_w": True, "chunk": None, **loss.EVERYTHING},
+}  # fmt: skip
 
 
 def results(run, given, devices):
