@@ -49,7 +49,7 @@ def test_tokens_that_arrive_while_their_rows_are_multiplied(devices, gated, monk
     monkeypatch.setattr(arriving, "_LEAST_DEVICES", 2)
     monkeypatch.setattr(arriving, "_LEAST_ROWS", 0)
     more = {"widths": (64, 64), "activation": jnp.maximum} if gated else {"extras": ("bias",)}
-    check(FORMS["tokens to rows"].but(config=None, m=200, n=264, k=136, **more), devices, launches=5)
+    check(FORMS["tokens to rows"].but(config=None, m=200, n=264, k=192, **more), devices, launches=5)
 
 
 @pytest.mark.every_count
