@@ -225,7 +225,7 @@ for number, (target, shape, processes) in enumerate((
     ("h200", (4096, 7168, 2048, 64, 6), 2), ("b200", (4096, 7168, 2048, 64, 6), 2),
 )):  # fmt: skip
     case = Case("expert_layer", 4, shape, "bf16", target, processes=processes)
-    row(f"experts on {target}, {shape}", case, slow=number > 1, every=True, full=False, name="overlap_added_rows")
+    row(f"experts on {target}, {shape}", case, slow=number > 1, every=True, full=False, name="overlap_grouped_matmul")
 # With jax 0.12 (`KernelReport.ignores_setmaxnreg`) a gated kernel with all vectors may spill.
 VECTORS = {"epilogue": "all"} if jax.__version_info__ < (0, 12) else {}
 row("gated", Case(GATHER, 2, (4096, 14336, 8192), "bf16", config={"gated": True, **VECTORS}))
