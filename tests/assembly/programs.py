@@ -398,7 +398,7 @@ def of_operation(op: str) -> str:
 def linear_cross_entropy(case: Case, mesh: jax.sharding.Mesh) -> Program:
     """The loss of m tokens over n columns of each device; with "cotangent" its gradients.
 
-    "cap": with a soft cap, a bias and padding.
+    "cap": with a soft cap, a bias and padding. "chunk": as in the call; without it the gradients need what is kept.
     """
     import jax
 
@@ -406,14 +406,15 @@ def linear_cross_entropy(case: Case, mesh: jax.sharding.Mesh) -> Program:
 
     options = dict(case.config)
     cotangent, cap, transposed = (options.pop(name, False) for name in ("cotangent", "cap", "transposed"))
+    chunk = options.pop("chunk", None)
     config = overlap.Config(**options) if options else None
     axis = "x" if mesh.size > 1 else None
     m, n, k = case.shape
-    words = {"soft_cap": 30.0, "vocabulary_size": n * mesh.size - 3, "z_loss": 1e-4} if cap else {}
+    words: dict[str, Any] = {"soft_cap": 30.0, "vocabulary_size": n * mesh.size - 3, "z_loss": 1e-4} if cap else {}
 
     def loss(x: Any, w: Any, labels: Any, bias: Any) -> Any:
         return overlap.linear_cross_entropy(
-            x, w, labels, axis, transpose_w=transposed, bias=bias if cap else None, config=config,
+            x, w, labels, axis, transpose_w=transposed, bias=bias if cap else None, config=config, chunk=chunk,
             implementation="fused", **words,
         ).sum()  # fmt: skip
 
