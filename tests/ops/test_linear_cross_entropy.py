@@ -153,19 +153,20 @@ def plain(case: Case, given: dict[str, Any]) -> dict[str, jax.Array]:
     return {"loss": loss, **pull(given["d"])[0]}
 
 
-EVERYTHING: dict[str, Any] = dict(soft_cap=5.0, z_loss=1e-2, with_bias=True, weighted=True, ignores=True)
+UNCAPPED: dict[str, Any] = dict(z_loss=1e-2, with_bias=True, weighted=True, ignores=True)
+EVERYTHING: dict[str, Any] = dict(soft_cap=5.0, **UNCAPPED)
 CASES = [
     Case(),
     Case(transpose_w=True, vocabulary=327, gpu="blackwell", **EVERYTHING),
     Case(devices=2, columns=336, vocabulary=321, **EVERYTHING),
     Case(devices=2, gather=False, transpose_w=True, dtype=jnp.float16, columns=336),
-    Case(chunk=None, gpu="blackwell"), Case(devices=2, columns=336, vocabulary=321, chunk=None, **EVERYTHING),
+    Case(chunk=None, gpu="blackwell"), Case(devices=2, columns=336, vocabulary=321, chunk=None, **UNCAPPED),
     Case(tokens=71, columns=301, transpose_w=True, chunk=None, size=1.0, ignores=True, with_bias=True),
 ]  # fmt: skip
 MORE = [
     Case(devices=2, gather=False, transpose_w=True, dtype=jnp.float16, columns=336, chunk=None),
-    Case(devices=4, columns=352, vocabulary=250, chunk=None, check_vma=False, **EVERYTHING),
-    Case(tokens=300, columns=712, chunk=None, gpu="blackwell", **EVERYTHING),
+    Case(devices=4, columns=352, vocabulary=250, chunk=None, check_vma=False, **UNCAPPED),
+    Case(tokens=300, columns=712, chunk=None, gpu="blackwell", **UNCAPPED),
     Case(devices=4, columns=352, vocabulary=250, chunk=64, check_vma=False, **EVERYTHING),  # One has no column.
     Case(devices=2, columns=336, check_vma=False, weighted=True),
     Case(tokens=1, features=8, columns=8, chunk=None), Case(tokens=300, columns=712, chunk=256),
@@ -271,6 +272,25 @@ def test_lse_and_biases_of_minus_infinity(chunk: int | None) -> None:
     np.testing.assert_allclose(found, expected - z[np.arange(72), labels], rtol=1e-4, atol=1e-4)
     p = np.exp(z - expected[:, None])
     assert np.linalg.norm(np.asarray(dx, np.float64) - p @ wide.T) <= 1e-2 * np.linalg.norm(p @ wide.T)
+
+
+@pytest.mark.parametrize(("implementation", "chunk"), [
+    ("fused", None), ("fused", 64), ("xla", None), pytest.param("xla", 64, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_device_whose_columns_do_not_count(implementation: Any, chunk: int | None) -> None:
+    """By biases of −∞, which a mask may be. Its gradients are zero, and those of the other device are right."""
+    case = Case(devices=2, columns=256, with_bias=True, chunk=chunk)
+    given = drawn(case)
+    given["labels"] %= 128
+    narrow = Case(columns=128, with_bias=True)
+    of_narrow = {**given, "w": given["w"][:, :128], "bias": given["bias"][:128]}
+    expected = formulas(narrow, of_narrow)
+    for name in ("w", "bias"):
+        expected[name] = np.concatenate([expected[name], np.zeros_like(expected[name])], axis=-1)
+    given["bias"] = given["bias"].at[128:].set(-jnp.inf)
+    with emulate(cores=2):
+        found = distances(program(case, implementation)(given), expected)
+    assert max(found.values()) < 0.01, found
 
 
 @pytest.mark.parametrize("chunk", [128, None])
@@ -410,8 +430,8 @@ def as_numbered_from_zero(body: Any, values: Any, columns: Any, of: Any = logits
     return z, numbers - body._first, slope
 
 
-def with_another_z(soft_cap: Any, given: Any, *more: Any, of: Any = statistics._dz_of_shares) -> Any:
-    return of(soft_cap, {**given, "at_label": given["at_label"] - 0.05}, *more)
+def with_another_z(given: Any, *more: Any, of: Any = statistics._dz_of_shares) -> Any:
+    return of({**given, "at_label": given["at_label"] - 0.05}, *more)
 
 
 @pytest.mark.parametrize(("defect", "chunk"), [

@@ -108,9 +108,10 @@ def linear_cross_entropy(
         loss = weight · (lse − z[label] + z_loss · lse²)
 
     For the backward pass the kernels keep as much as logits take in 16 bits, 2 · T · V / D bytes, if that is 4 GiB or
-    less, with jax before 0.12; the cotangents of the logits take its place. Else, and with a `chunk`, the backward pass
-    computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk at a time. Against
-    storing all logits that takes 4/3 of the operations and about `T · (2 · chunk + 4 · H + V / D / 8)` bytes.
+    less; the cotangents of the logits take its place. Else, with a `chunk` or a `soft_cap`, and with jax 0.12, the
+    backward pass computes the logits again, by chunks of the vocabulary, and stores their cotangents for one chunk at a
+    time. Against storing all logits that takes 4/3 of the operations and about `T · (2 · chunk + 4 · H + V / D / 8)`
+    bytes.
 
     With an axis, call it inside `jax.shard_map`; D is the number of the axis' devices. Each has columns of `w`.
 
@@ -253,7 +254,8 @@ def _chosen(
     choice = dispatch.decide_unmodeled(NAME, implementation, target, cannot, why_not, why)
     fused = choice.implementation == "fused"
     kept_bytes = tokens * columns * x.dtype.itemsize
-    keeps = chunk is None and kept_bytes <= _MOST_KEPT_BYTES and logits_product.HAS_SHARES
+    keeps = chunk is None and vocabulary.soft_cap is None and logits_product.HAS_SHARES
+    keeps &= kept_bytes <= _MOST_KEPT_BYTES
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
     plan = f"keeps {kept_bytes:,} bytes for the backward pass" if keeps else "the backward pass computes logits again"

@@ -59,7 +59,8 @@ class Static:
       chunk: the columns of a chunk; 0: the logits are stored whole, and jax derives the backward pass.
       products: the kernels for `Product.statistics`, `cotangent` and `summed`; None: XLA runs.
       must_fuse: whether the caller asked for the kernels. XLA may then not run in their place.
-      keeps: whether shares are kept for the backward pass.
+      keeps: whether shares are kept for the backward pass. There is no soft cap then: where it saturates, its
+        derivative needs z better than a rounded share tells.
     """
 
     vocabulary: Vocabulary
@@ -112,10 +113,16 @@ def _keeping(static: Static, given: Given) -> tuple[jax.Array, ...]:
     tokens, columns = z.shape
     blocks = jnp.pad(z, ((0, 0), (0, -columns % EPILOGUE_COLUMNS)), constant_values=-jnp.inf)
     blocks = blocks.reshape(tokens, -1, EPILOGUE_COLUMNS)
-    of_blocks = jax.nn.logsumexp(blocks, axis=2)
+    of_blocks = _log_sum(blocks, 2)
     shares = jax.nn.softmax(blocks, axis=2, where=blocks > -jnp.inf).reshape(tokens, -1)
     shares = shares[:, : in_whole_rows(columns, given["x"].dtype)].astype(given["x"].dtype)
-    return jax.nn.logsumexp(of_blocks, axis=1), at_label, shares, of_blocks.T
+    return _log_sum(of_blocks, 1), at_label, shares, of_blocks.T
+
+
+def _log_sum(z: jax.Array, axis: int) -> jax.Array:
+    """Returns log Σ exp z. Of −∞ alone that is −∞, without a gradient: jax's own would be NaN."""
+    found = jax.nn.logsumexp(jnp.maximum(z, FAR), axis=axis)
+    return jnp.where(found > FAR / 2, found, -jnp.inf)
 
 
 def _differentiated_by_xla[T](function: Callable[[Static, Given], T], static: Static, given: Given) -> T:
@@ -136,10 +143,12 @@ def _tangent(static: Static, primals: tuple[Given], tangents: tuple[Given]) -> t
     if static.keeps:
         *outs, shares, of_blocks = _differentiated_by_xla(_keeping, static, given)
         outs = tuple(outs)
-        saved = {"lse": outs[0], "at_label": outs[1], "shares": shares, "of_blocks": of_blocks}
+        saved = {"at_label": outs[1], "shares": shares, "of_blocks": of_blocks}
     else:
         outs = statistics(static, given)
-        saved = {"lse": outs[0]}
+        saved = {}
+    # With biases of −∞ a device may have no column that counts. Then −∞ − (−∞) would be NaN.
+    saved["lse"] = jnp.maximum(outs[0], FAR)
     tangent = tangents_of(
         outs,
         primals,
@@ -229,7 +238,7 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     x = given["x"]
     rows = Rows(**{name: given[name] for name in ("labels", "lse", "of_sum", "of_label")})
     if static.keeps:
-        return _dz_of_shares(static.vocabulary.soft_cap, given, rows, first, size)
+        return _dz_of_shares(given, rows, first, size)
     if static.products is not None:
         logits = Logits(x, given["w"], _place(given, first), rows, given.get("bias"))
         return static.products[1].cotangent(logits, size)
@@ -239,7 +248,7 @@ def _dz(static: Static, given: Given, first: Leaf, size: int) -> jax.Array:
     return (dz if slope is None else dz * slope).astype(x.dtype)
 
 
-def _dz_of_shares(soft_cap: float | None, given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
+def _dz_of_shares(given: Given, rows: Rows, first: Leaf, size: int) -> jax.Array:
     """`_dz` of what the forward pass has kept.
 
     It goes part by part of the rows, so that XLA writes dz to where the shares are.
@@ -258,18 +267,11 @@ def _dz_of_shares(soft_cap: float | None, given: Given, rows: Rows, first: Leaf,
             x[:, None] for x in own((rows.labels, rows.lse, rows.of_sum, rows.of_label, given["at_label"]))
         )
 
-        def of_columns(of_blocks: jax.Array) -> jax.Array:
-            wide = lax.broadcast_in_dim(of_blocks, (*of_blocks.shape, EPILOGUE_COLUMNS), (0, 1))
-            return wide.reshape(of_part, -1)[:, :size]
-
-        shares = own(into)
-        is_label = lax.broadcasted_iota(jnp.int32, shares.shape, 1) + first == label
-        p = jnp.where(is_label, jnp.exp(at_label - lse), shares * of_columns(jnp.exp(own(of_blocks) - lse)))
-        dz = p * of_sum + jnp.where(is_label, of_label, 0)
-        if soft_cap is not None:
-            # Where a share is zero, so is dz, whatever z was. Columns that do not count have no z.
-            z = jnp.log(jnp.where(shares > 0, shares, 1).astype(dz.dtype)) + of_columns(own(of_blocks))
-            dz *= 1 - (jnp.where(is_label, at_label, jnp.clip(z, -soft_cap, soft_cap)) / soft_cap) ** 2
+        factors = jnp.exp(own(of_blocks) - lse)
+        factors = lax.broadcast_in_dim(factors, (*factors.shape, EPILOGUE_COLUMNS), (0, 1))
+        p = own(into) * factors.reshape(of_part, -1)[:, :size]
+        is_label = lax.broadcasted_iota(jnp.int32, p.shape, 1) + first == label
+        dz = jnp.where(is_label, jnp.exp(at_label - lse), p) * of_sum + jnp.where(is_label, of_label, 0)
         return lax.dynamic_update_slice_in_dim(into, dz.astype(into.dtype), part * of_part, 0)
 
     return lax.fori_loop(0, tokens // of_part, write, shares)
@@ -286,12 +288,12 @@ def _by_xla(static: Static, given: Given) -> tuple[jax.Array, jax.Array]:
         lse, at_label = sums
         z, numbers, _ = _logits(static, given, first, size)
         at_label += jnp.where(numbers == given["labels"][:, None], z, 0).sum(axis=1)
-        return jnp.logaddexp(lse, jax.nn.logsumexp(z, axis=1)), at_label
+        return jnp.logaddexp(lse, _log_sum(z, 1)), at_label
 
     if not static.chunk:
         z, numbers, _ = _logits(static, given, 0, static.vocabulary.size(w))
         is_label = numbers == given["labels"][:, None]
-        return jax.nn.logsumexp(z, axis=1), jnp.where(is_label, z, 0).sum(axis=1)
+        return _log_sum(z, 1), jnp.where(is_label, z, 0).sum(axis=1)
     nothing = jnp.full(tokens, FAR, wide), jnp.zeros(tokens, wide)
     return _over_chunks(static, w, add, tuple(varying(value, axes_of(x)) for value in nothing))
 

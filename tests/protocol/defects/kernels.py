@@ -69,7 +69,7 @@ KERNELS: dict[str, tuple[Callable[[], Kernel], int]] = {
     "groups contracted in turn": (
         lambda: of_groups((70, 0, 130), _TILE.replace(schedule="pingpong"), contracts=True), 2),
     "loss": (lambda: of_loss(_TILE, tokens=150, with_bias=True), 2),
-    "loss, kept": (lambda: of_loss(_TILE, tokens=72, soft_cap=3.0, chunk=None), 2),
+    "loss, kept": (lambda: of_loss(_TILE, tokens=72, with_bias=True, chunk=None), 2),
     "loss, capped": (
         lambda: of_loss(_TILE.replace(tile_m=128), tokens=70, transpose_w=True, soft_cap=3.0, chunk=64), 2),
     # A core has four CTAs that move rows.
