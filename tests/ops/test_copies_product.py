@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import overlap
 from overlap.collectives.rows import arriving
 from tests.ops.contract import BF16, F16, F32, FORMS, GroupedCall, assert_close, check, running
-from tests.ops.derivative_cases import TRANSFORMED, given, of_both
+from tests.ops.derivative_cases import TRANSFORMED, given, loss, of_both
 from tests.ops.test_grouped_matmul import equations_in
 from tests.oracle import make_mesh
 
@@ -113,6 +113,22 @@ def test_the_gradient_of_scalars_that_the_activation_captures() -> None:
         with running(detect_races=False):
             slopes.append(jax.block_until_ready(jax.jit(jax.grad(of_slope))(jnp.float32(0.75))))
     assert_close(*slopes)
+
+
+def test_one_matrix_twice() -> None:
+    """With a bias of its own each time, so that its products differ."""
+    call = GATED.but(dtype=F16)
+    arrays = given(call)
+
+    def twice(function: Any) -> Any:
+        return lambda arrays: function(arrays | {"rhs": [arrays["rhs"][0]] * 2})
+
+    found = []
+    for body in (call, call.plain):
+        with running(detect_races=False):
+            gradient = jax.grad(loss(mapped(call, function=twice(body))))
+            found.append(jax.block_until_ready(jax.jit(gradient)(arrays)))
+    assert_close(*found)
 
 
 def test_vmap() -> None:

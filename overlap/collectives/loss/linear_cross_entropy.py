@@ -254,8 +254,8 @@ def _chosen(
     choice = dispatch.decide_unmodeled(NAME, implementation, target, cannot, why_not, why)
     fused = choice.implementation == "fused"
     kept_bytes = tokens * columns * x.dtype.itemsize
-    keeps = chunk is None and vocabulary.soft_cap is None and logits_product.HAS_SHARES
-    keeps &= kept_bytes <= _MOST_KEPT_BYTES
+    could_keep = chunk is None and vocabulary.soft_cap is None and logits_product.HAS_SHARES
+    keeps = fused and could_keep and kept_bytes <= _MOST_KEPT_BYTES
     shapes = f"{tokens}x{columns}x{x.shape[1]} {x.dtype.name}"
     source = "" if not fused else "default" if config is None else "given"
     plan = f"keeps {kept_bytes:,} bytes for the backward pass" if keeps else "the backward pass computes logits again"
@@ -265,8 +265,11 @@ def _chosen(
         emulation.enable()
     stores = not fused and chunk is None and logits_bytes <= _MOST_LOGITS_BYTES
     products = tuple(Product(vocabulary, one, target) for one in found) if fused and found else None
-    size = 0 if stores else columns if fused and keeps else size
-    return Static(vocabulary, size, products, implementation == "fused", fused and keeps)
+    if stores:
+        size = 0
+    elif keeps:
+        size = columns
+    return Static(vocabulary, size, products, implementation == "fused", keeps)
 
 
 def _configs(

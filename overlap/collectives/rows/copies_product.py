@@ -91,8 +91,8 @@ def _arriving(
     plan: LaunchPlan, movement: Movement, operands: Operands, routing: Routing
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the product and the rows. The left operand are the tokens; `plan` is that of the product of the rows."""
-    how = plan, movement
-    run, rule = functools.partial(_evaluated, *how), functools.partial(_tangent, *how)
+    run = functools.partial(_evaluated, plan, movement)
+    rule = functools.partial(_tangent, plan, movement)
 
     def rows_alone(operands: Operands, routing: Routing) -> jax.Array:
         return copied(operands.lhs, routing, movement)
@@ -125,19 +125,21 @@ def _tangent(
     """
     operands, routing = primals
     directions, _ = tangents
-    count = plan.form.m
-    first, of_first = operands, plan
+    first = operands
+    of_first = plan
     if plan.activation is not None:
         first = dataclasses.replace(operands, scalars=()).for_rhs(0)
-        rows_type = jax.ShapeDtypeStruct((count, plan.form.k), plan.form.dtype)
+        rows_type = jax.ShapeDtypeStruct((plan.form.m, plan.form.k), plan.form.dtype)
         bare = kernel_of(plan.operation).before_activation(plan)
         of_first = bare.of(dataclasses.replace(first, lhs=rows_type))
     product, rows = _arriving(of_first, movement, first, routing)
     rows = checkpoint_name(rows, "rows")
 
+    known = [product]
+
     def multiplied(given: Operands, of_product: LaunchPlan) -> Results:
-        is_first = given.rhs_list[0] is first.rhs_list[0]
-        return ((product,), None) if is_first else fused(given, of_product)
+        """The products in their order, of which the first is known."""
+        return ((known.pop(),), None) if known else fused(given, of_product)
 
     d_rows = ad.Zero(jax.typeof(rows).to_tangent_aval())
     if not isinstance(directions.lhs, ad.Zero):  # (jax removes the copies, which nobody uses.)
