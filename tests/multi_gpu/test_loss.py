@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.ops import test_linear_cross_entropy as loss
+from tests.ops import loss_cases as loss
 from tests.oracle import make_mesh
 
 OPTIONS = {

@@ -19,7 +19,7 @@ import overlap
 from overlap.choice.problem import Problem
 from overlap.frame.operands import Operands
 from overlap.single_gpu.grouped_product import contraction
-from tests.ops import test_linear_cross_entropy as loss
+from tests.ops import loss_cases as loss
 from tests.ops.grouped_plans import plan_of
 from tests.oracle import make_mesh, on_mesh
 from tests.protocol.exact import BF16, Kernel, equals, in_f32, integers
